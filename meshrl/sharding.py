@@ -1,0 +1,108 @@
+"""Marks: how an endpoint's arguments are split over ranks and how its results are joined.
+
+A mark keeps the type: `Shard[Batch]` *is* a `Batch` for the type checker, for the caller and for the
+rank. What it adds is read once, when the actor is spawned (see `contract`).
+
+    async def update(self, batch: Shard[Batch]) -> Mean[Metrics]: ...
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, Protocol, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import TypeAliasType, TypeVar
+
+DP = Literal["dp"]
+"""Data parallel: ranks with different rows."""
+TP = Literal["tp"]
+"""Tensor parallel: ranks with different slices of each weight."""
+PP = Literal["pp"]
+"""Pipeline parallel: ranks with different layers."""
+CP = Literal["cp"]
+"""Context parallel: ranks with different stretches of each row."""
+EP = Literal["ep"]
+"""Expert parallel: ranks with different experts."""
+
+Rows: TypeAlias = NDArray[np.int64]
+"""Row numbers, `int64[rows]`."""
+
+
+class Splittable(Protocol):
+    """A value of rows, which a mesh can divide over ranks: `Batch`, for one."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        ...
+
+    def plan(self, parts: int) -> list[Rows]:
+        """Which rows each part takes. Every row is in one part; a part may be empty."""
+        ...
+
+    def part(self, rows: Rows) -> Self:
+        """The value of these rows alone."""
+        ...
+
+
+class Joinable(Protocol):
+    """A value that is put together again from the values of several ranks."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:
+        """Join one part a rank; `plan` is how the call's argument was divided, if it was."""
+        ...
+
+
+class Averageable(Protocol):
+    """A value that has a mean over ranks: `Metrics`, for one."""
+
+    @classmethod
+    def mean(cls, parts: Sequence[Self]) -> Self:
+        """The mean of one value a rank, weighted as the values know."""
+        ...
+
+
+class Addable(Protocol):
+    """A value with `+`."""
+
+    def __add__(self, other: Self, /) -> Self: ...
+
+
+Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+
+SplitT = TypeVar(
+    "SplitT",
+    bound=Splittable
+    | Array
+    | Mapping[str, Splittable | Array]
+    | Sequence[Splittable]
+    | Sequence[Array]
+    | None,
+)
+JoinT = TypeVar(
+    "JoinT",
+    bound=Joinable
+    | Array
+    | Mapping[str, Joinable | Array]
+    | Sequence[Joinable]
+    | Sequence[Array]
+    | None,
+)
+MeanT = TypeVar("MeanT", bound=Averageable | float | Array | Mapping[str, float])
+SumT = TypeVar("SumT", bound=Addable | float | Array | Mapping[str, float])
+AnyT = TypeVar("AnyT")
+Axis = TypeVar("Axis", bound=str, default=DP)
+SameAxis = TypeVar("SameAxis", bound=str, default=Literal["*"])
+
+Shard = TypeAliasType("Shard", Annotated[SplitT, "shard", Axis], type_params=(SplitT, Axis))
+"""Split the argument over the axis: each rank gets its rows. An array is split along its first dim."""
+Replicate = TypeAliasType("Replicate", Annotated[AnyT, "replicate"], type_params=(AnyT,))
+"""Send the whole argument to each rank. What no mark means, said aloud."""
+Gather = TypeAliasType("Gather", Annotated[JoinT, "gather", Axis], type_params=(JoinT, Axis))
+"""Join the ranks' results along the axis, rows in the order of the sharded argument."""
+Mean = TypeAliasType("Mean", Annotated[MeanT, "mean", Axis], type_params=(MeanT, Axis))
+"""The mean of the ranks' results along the axis."""
+Sum = TypeAliasType("Sum", Annotated[SumT, "sum", Axis], type_params=(SumT, Axis))
+"""The sum of the ranks' results along the axis."""
+Same = TypeAliasType("Same", Annotated[AnyT, "same", SameAxis], type_params=(AnyT, SameAxis))
+"""The one result that all ranks (or all along the axis) agree on; a disagreement is an error."""
