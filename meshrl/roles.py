@@ -31,11 +31,11 @@ class NewModel(Config):
     """A small Llama with a character tokenizer, made from scratch with random weights."""
 
     characters: str
-    hidden_size: int = Field(64, gt=0)
-    ffn_size: int = Field(192, gt=0)
-    layers: int = Field(3, gt=0)
-    heads: int = Field(4, gt=0)
-    max_tokens: int = Field(64, gt=0)
+    hidden_size: int = Field(default=64, gt=0)
+    ffn_size: int = Field(default=192, gt=0)
+    layers: int = Field(default=3, gt=0)
+    heads: int = Field(default=4, gt=0)
+    max_tokens: int = Field(default=64, gt=0)
     """The longest sequence, in tokens."""
 
 
@@ -53,22 +53,22 @@ class ModelConfig(RoleConfig):
 class OptimizerConfig(Config):
     """AdamW with a warm-up."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What follows the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
-    total_steps: int | None = Field(None, gt=0)
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    total_steps: int | None = Field(default=None, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
 
 
 class PolicyConfig(ModelConfig):
     """A model that is trained."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    micro_batch_tokens: int = Field(16384, gt=0)
+    micro_batch_tokens: int = Field(default=16384, gt=0)
     """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
     activation_checkpointing: bool = False
 
@@ -76,27 +76,27 @@ class PolicyConfig(ModelConfig):
 class ReferenceConfig(ModelConfig):
     """A frozen model."""
 
-    micro_batch_tokens: int = Field(16384, gt=0)
+    micro_batch_tokens: int = Field(default=16384, gt=0)
 
 
 class SamplerConfig(ModelConfig):
     """A model that generates."""
 
-    slots: int = Field(512, gt=0)
+    slots: int = Field(default=512, gt=0)
     """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
 
 
 class Sampling(Config):
     """How completions are drawn."""
 
-    n: int = Field(1, gt=0)
+    n: int = Field(default=1, gt=0)
     """Completions a prompt."""
-    max_tokens: int = Field(16, gt=0)
+    max_tokens: int = Field(default=16, gt=0)
     """The most new tokens; a row's own `max_tokens` column goes before it."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     """0 keeps the whole vocabulary."""
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()

@@ -1,0 +1,74 @@
+"""GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
+
+Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
+its group's; raise the probability of the better ones, within the clip.
+
+    meshrl run grpo/quickstart
+"""
+
+from meshrl import (
+    ClippedLoss,
+    Config,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardConfig,
+    Run,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Task,
+    TaskConfig,
+    evaluate,
+    group_advantages,
+    publish,
+    rollout,
+)
+from meshrl.advantages import Scale
+
+
+class GrpoConfig(Config):
+    task: TaskConfig
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    reward: RewardConfig
+    reference: ReferenceConfig | None = None
+    """Needed where `loss.kl` is above 0."""
+    sampling: Sampling = Sampling(n=8)
+    loss: ClippedLoss = ClippedLoss(clip=0.2)
+    scale: Scale = "std"
+    prompts: int = 64
+    """Prompts a step; each has `sampling.n` completions."""
+    steps: int = 400
+
+
+async def grpo(run: Run, config: GrpoConfig) -> None:
+    task = Task.load(config.task)
+    policy = await run.spawn(Policy, config.policy)
+    sampler = await run.spawn(Sampler, config.sampler)
+    reward = await run.spawn(Reward, config.reward)
+    reference = await run.spawn(Reference, config.reference) if config.reference else None
+
+    await publish(policy, sampler)
+    before = await evaluate(sampler, task.held_out, config.sampling)
+    prompts = task.batches(config.prompts, run.seed)
+    for _ in run.steps(config.steps):
+        batch = await rollout(sampler, next(prompts), config.sampling)
+        batch = await reward.score(batch)
+        if reference:
+            batch = await reference.logprobs(batch)
+        advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
+        metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+        await publish(policy, sampler)
+        run.record(metrics, batch)
+
+    after = await evaluate(sampler, task.held_out, config.sampling)
+    await policy.save(str(run.folder / "model"))
+    run.summary(
+        exact_match_before=before["greedy"],
+        exact_match_after=after["greedy"],
+        exact_match_sampled_before=before["sampled"],
+        exact_match_sampled_after=after["sampled"],
+    )

@@ -1,0 +1,194 @@
+"""What every benchmark here shares: contestants that take turns, one JSON form, one table.
+
+`python bench/NAME.py --json F` writes one object: {"bench", "commit", "machine", "figures": [{"name", "value",
+"unit", "peer", "ratio", "target", "ok"}]}. `ratio` is value / peer. `target` bounds the ratio from below (`at_least`)
+or the value from above (`at_most`). A missed target is printed as missed; the exit status is 0 all the same.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number, beside the peer or limit measured in the same run."""
+
+    name: str
+    value: float
+    unit: str
+    peer: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    ok: bool | None = None
+
+
+def figure(name: str, value: float, unit: str, peer: float | None = None) -> Figure:
+    """A number without a target."""
+    return Figure(name, value, unit, peer, None if peer is None else value / peer)
+
+
+def at_least(name: str, value: float, unit: str, peer: float, target: float) -> Figure:
+    """A number that is to be at least `target` times the peer's."""
+    return Figure(name, value, unit, peer, value / peer, target, value / peer >= target)
+
+
+def at_most(name: str, value: float, unit: str, target: float, peer: float | None = None) -> Figure:
+    """A number that is to be no more than `target`, in its own unit."""
+    return Figure(name, value, unit, peer, None if peer is None else value / peer, target, value <= target)
+
+
+def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Each contestant's results; in every round each has one turn, and the order reverses from round to round.
+
+    What else the machine does, and how warm it is, then falls on all contestants alike.
+    """
+    results: dict[str, list[T]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            results[name].append(contestants[name]())
+    return results
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle of several measurements."""
+    return float(statistics.median(values))
+
+
+class Worker:
+    """A contestant in a process of its own: one JSON line in, one JSON line out, on a given number of cores.
+
+    A worker only works between its question and its answer, so workers that wait do not disturb the one whose turn
+    it is. It writes {"ready": true} first. Its standard error goes to ours.
+    """
+
+    def __init__(self, command: Sequence[str | Path], threads: int) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            # Large pages spare torch most of the cost of fresh memory; peers gain from it, so everybody gets it.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        }
+        with _cores(threads):
+            self._process = subprocess.Popen(
+                [str(word) for word in command],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        self._answer()
+
+    def ask(self, **question: object) -> dict[str, float]:
+        """Send one question and wait for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """Close the worker's input, which ends it, and wait for it."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                return answer
+        raise SystemExit(
+            f"The worker `{self._process.args!r}` ended with status {self._process.wait()} before it answered;"
+            " its own message is above."
+        )
+
+
+@contextlib.contextmanager
+def _cores(count: int) -> Iterator[None]:
+    """Processes started inside may use only the first `count` of our cores."""
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(ours)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, ours)
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with `--json` and `--rounds`; the script adds its own."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures to this file")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant; the median counts")
+    return parser
+
+
+def report(bench: str, figures: Sequence[Figure], json_path: Path | None) -> None:
+    """Print the figures as a table and, with a path, write them as JSON."""
+    table = Table(title=f"{bench} · {_commit()} · {machine()['cpu']}, {machine()['cores']} cores")
+    for heading in ("figure", "value", "unit", "peer", "ratio", "target", ""):
+        table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right")
+    for each in figures:
+        numbers = [_short(number) for number in (each.peer, each.ratio, each.target)]
+        verdict = {None: "", True: "[green]met", False: "[red]missed"}[each.ok]
+        table.add_row(each.name, _short(each.value), each.unit, *numbers, verdict)
+    # A file or a pipe has no width of its own: there, no line is cut.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    if json_path is not None:
+        content = {
+            "bench": bench,
+            "commit": _commit(),
+            "machine": machine(),
+            "figures": [asdict(each) for each in figures],
+        }
+        json_path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def machine() -> dict[str, str | int | float]:
+    """CPU model, cores that this process may use, memory in GiB, and the Python version."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+        "python": platform.python_version(),
+    }
+
+
+def _commit() -> str:
+    """The commit that was measured; `+` when the working tree differs from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"

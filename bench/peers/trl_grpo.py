@@ -1,0 +1,165 @@
+"""GRPO steps by TRL's GRPOTrainer: a contestant of bench/grpo.py, run by `.peers/trl/bin/python`.
+
+    trl_grpo.py FOLDER JOB
+
+FOLDER is a Hugging Face model, JOB a JSON file with prompts, shapes and hyper-parameters. The first line on standard
+output is {"ready": true}; then each line {"steps": k} on standard input makes k whole GRPO steps, answered by one line
+{"wall", "cpu", "rows", "tokens", "reward"}: seconds of wall clock and of CPU over all threads of this process, rows and
+completion tokens made, and their mean reward. Between answer and question the trainer stands still.
+
+TRL at its best on CPU: float32, no gradient checkpointing, fused AdamW, sdpa, plain `generate` with a key-value cache
+(its continuous batching is slower here), no logging, saving or progress bar. One `generate` a step; the log-probs of
+the sampler are not computed again, because one update follows each generation.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import score
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class ForcedLengths(LogitsProcessor):
+    """Makes row i end after exactly `lengths[i]` new tokens: EOS is impossible before, and certain then.
+
+    Three indexed writes into the logits a decode step, some tens of microseconds of a step's milliseconds.
+    """
+
+    def __init__(self, lengths: list[int], eos: int) -> None:
+        self.ends_at = {}
+        for length in set(lengths):
+            self.ends_at[length] = torch.tensor([row for row, each in enumerate(lengths) if each == length])
+        self.eos = eos
+        self.step = 0
+
+    def __call__(self, input_ids, scores):
+        """Scores of this step with EOS forbidden, except in the rows that end now, where it is alone."""
+        self.step += 1
+        scores[:, self.eos] = -torch.inf
+        rows = self.ends_at.get(self.step)
+        if rows is not None:
+            scores[rows] = -torch.inf
+            scores[rows, self.eos] = 0.0
+        return scores
+
+
+class Turns(TrainerCallback):
+    """Stops the trainer after each turn until the next question comes."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.tokens = 0
+        self.reward = 0.0
+        self.left = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Wait for the first turn."""
+        print(json.dumps({"ready": True}), flush=True)
+        self._wait(control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Answer when the turn is over, and wait for the next."""
+        self.left -= 1
+        if self.left == 0:
+            answer = {
+                "wall": time.perf_counter() - self.wall,
+                "cpu": time.process_time() - self.cpu,
+                "rows": self.rows,
+                "tokens": self.tokens,
+                "reward": self.reward / max(self.rows, 1),
+            }
+            print(json.dumps(answer), flush=True)
+            self._wait(control)
+
+    def count(self, completion_ids, rewards) -> None:
+        """Add one step's rows."""
+        self.rows += len(completion_ids)
+        self.tokens += sum(map(len, completion_ids))
+        self.reward += sum(rewards)
+
+    def _wait(self, control) -> None:
+        question = sys.stdin.readline()
+        if not question.strip():
+            control.should_training_stop = True
+            return
+        self.left = json.loads(question)["steps"]
+        self.rows = self.tokens = 0
+        self.reward = 0.0
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+
+def main(folder: str, job_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    turns = Turns()
+
+    def reward(prompts, completions, completion_ids, answer, **_):
+        rows = zip(prompts, completions, answer, strict=True)
+        rewards = [score.reward(prompt, text, {"answer": wanted}) for prompt, text, wanted in rows]
+        turns.count(completion_ids, rewards)
+        return rewards
+
+    if job["lengths"]:
+        generate, step = model.generate, iter(range(10**9))
+
+        @functools.wraps(generate)
+        def forced(*args, **kwargs):
+            lengths = job["lengths"][next(step) % len(job["lengths"])]
+            processor = ForcedLengths(lengths, tokenizer.eos_token_id)
+            return generate(*args, logits_processor=LogitsProcessorList([processor]), **kwargs)
+
+        model.generate = forced
+
+    rows = job["prompts_per_step"] * job["completions"]
+    config = GRPOConfig(
+        output_dir=str(Path(folder) / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=job["trl_micro_rows"],
+        gradient_accumulation_steps=rows // job["trl_micro_rows"],
+        num_generations=job["completions"],
+        max_completion_length=job["max_tokens"],
+        temperature=1.0,
+        loss_type="dapo",
+        scale_rewards="group",
+        beta=0.0,
+        epsilon=job["clip"],
+        learning_rate=job["lr"],
+        adam_beta1=job["betas"][0],
+        adam_beta2=job["betas"][1],
+        weight_decay=0.0,
+        warmup_steps=job["warmup_steps"],
+        lr_scheduler_type="constant_with_warmup",
+        max_grad_norm=job["max_grad_norm"],
+        max_steps=10**6,
+        shuffle_dataset=False,
+        dataloader_pin_memory=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=job["seed"],
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": job["prompts"], "answer": job["answers"]}),
+        processing_class=tokenizer,
+        callbacks=[turns],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

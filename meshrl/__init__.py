@@ -1,0 +1,110 @@
+"""meshrl: reinforcement learning of language models on typed actor meshes."""
+
+from meshrl.actor import Actor, Rank, current_rank, endpoint
+from meshrl.advantages import group_advantages, leave_one_out
+from meshrl.config import Config
+from meshrl.data import Batch
+from meshrl.engine import Resources
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import (
+    BackendError,
+    ConfigError,
+    ContractError,
+    DataError,
+    MeshrlError,
+    MeshStopped,
+    ModelError,
+    RankFailed,
+    ReplicasDisagree,
+)
+from meshrl.handle import at, each, ranks, stop
+from meshrl.losses import ClippedLoss, CrossEntropy, Loss
+from meshrl.mesh import Mesh
+from meshrl.metrics import Metrics
+from meshrl.ragged import Ragged
+from meshrl.rewards import RewardConfig
+from meshrl.roles import (
+    ModelConfig,
+    NewModel,
+    OptimizerConfig,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RoleConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+)
+from meshrl.rollout import evaluate, exact_match, publish, rollout
+from meshrl.run import MeshConfig, Run, RunConfig
+from meshrl.sharding import CP, DP, EP, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
+from meshrl.tasks import Task, TaskConfig
+from meshrl.weights import Weights
+
+__all__ = [
+    "CP",
+    "DP",
+    "EP",
+    "PP",
+    "TP",
+    "Actor",
+    "BackendError",
+    "Batch",
+    "ClippedLoss",
+    "Config",
+    "ConfigError",
+    "ContractError",
+    "CrossEntropy",
+    "DataError",
+    "Gather",
+    "LocalEngine",
+    "Loss",
+    "Mean",
+    "Mesh",
+    "MeshConfig",
+    "MeshStopped",
+    "MeshrlError",
+    "Metrics",
+    "ModelConfig",
+    "ModelError",
+    "NewModel",
+    "OptimizerConfig",
+    "Policy",
+    "PolicyConfig",
+    "Ragged",
+    "Rank",
+    "RankFailed",
+    "Reference",
+    "ReferenceConfig",
+    "Replicate",
+    "ReplicasDisagree",
+    "Resources",
+    "Reward",
+    "RewardConfig",
+    "RoleConfig",
+    "Run",
+    "RunConfig",
+    "Same",
+    "Sampler",
+    "SamplerConfig",
+    "Sampling",
+    "Shard",
+    "Sum",
+    "Task",
+    "TaskConfig",
+    "Weights",
+    "at",
+    "current_rank",
+    "each",
+    "endpoint",
+    "evaluate",
+    "exact_match",
+    "group_advantages",
+    "leave_one_out",
+    "publish",
+    "ranks",
+    "rollout",
+    "stop",
+]

@@ -1,0 +1,243 @@
+"""The three kinds of column, what each may hold, and the form in which they travel."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+from typing_extensions import Buffer
+
+from meshrl.errors import DataError
+from meshrl.ragged import Ragged, equal, frozen, sealed
+from meshrl.sharding import Array, Rows
+
+Objects: TypeAlias = tuple[object, ...]
+Column: TypeAlias = Array | Ragged | Objects
+"""A row column `[rows, ...]`, a token column, or Python values (text, dicts), one a row."""
+ColumnLike: TypeAlias = Array | Ragged | Sequence[object]
+"""What is taken as a column; a list is Python values."""
+
+TOKEN_COLUMNS = {"tokens": "int32", "loss_mask": "bool", "sampler_logprobs": "float32", "versions": "int32"}
+ROW_COLUMNS = {"rewards": "float32", "groups": "int64"}
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+def taken(name: str, column: ColumnLike) -> Column:
+    """The column, frozen; a standard one in its own dtype. DataError if it is none, or of the wrong kind."""
+    result: Column
+    if isinstance(column, Ragged):
+        result = column
+    elif isinstance(column, np.ndarray):
+        if column.ndim == 0:
+            raise DataError(f"column `{name}` is one number, {column}: give an array of one value a row")
+        result = frozen(column, f"column `{name}`")
+    elif isinstance(column, (list, tuple)):
+        if np.ndarray in set(map(type, column)):
+            raise DataError(
+                f"column `{name}` is a {type(column).__name__} of arrays: pack rows of any lengths with "
+                "Ragged.of(rows, dtype), or stack equal ones with np.stack"
+            )
+        result = tuple(column)
+    else:
+        raise DataError(
+            f"column `{name}` is {type(column).__name__}: give a numpy array, a Ragged, or a list or tuple "
+            "of Python values"
+        )
+    return _standard(name, result)
+
+
+def _standard(name: str, column: Column) -> Column:
+    """A standard column in its one kind and dtype."""
+    dtype = TOKEN_COLUMNS.get(name) or ROW_COLUMNS.get(name)
+    if dtype is None:
+        return column
+    ragged = name in TOKEN_COLUMNS
+    if isinstance(column, tuple) or isinstance(column, Ragged) is not ragged:
+        example = f"Ragged.of(rows, np.{dtype})" if ragged else f"np.array(values, np.{dtype})"
+        raise DataError(f"the standard column `{name}` is {describe(column)}: give {example}")
+    if column.dtype == dtype:
+        return column
+    if not np.can_cast(column.dtype, dtype, "same_kind"):
+        raise DataError(
+            f"the standard column `{name}` is {column.dtype} and must be {dtype}: convert it, "
+            "or use another name"
+        )
+    if isinstance(column, Ragged):
+        return Ragged.make(column.values.astype(dtype), column.offsets)
+    return sealed(column.astype(dtype))
+
+
+def aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns, where those with equal offsets share one array of them. Standard ones must be aligned."""
+    bounds: list[Rows] = []
+    result = dict(columns)
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            offsets = next((known for known in bounds if equal(known, column.offsets)), None)
+            if offsets is None:
+                bounds.append(column.offsets)
+            elif offsets is not column.offsets:
+                result[name] = Ragged.make(column.values, offsets)
+    tokens = result.get("tokens")
+    for name in TOKEN_COLUMNS:
+        other = result.get(name)
+        if isinstance(tokens, Ragged) and isinstance(other, Ragged) and other.offsets is not tokens.offsets:
+            row = int(np.flatnonzero(other.lengths != tokens.lengths)[0])
+            raise DataError(
+                f"row {row} has {tokens.lengths[row]} tokens and {other.lengths[row]} in `{name}`: token "
+                "columns must have one value for each token"
+            )
+    return result
+
+
+def describe(column: Column) -> str:
+    """The kind and dtype of a column, in a few words."""
+    if isinstance(column, tuple):
+        kinds = sorted({type(value).__name__ for value in column})
+        return "/".join(kinds) or "Python values"
+    values = column.values if isinstance(column, Ragged) else column
+    shape = "".join(f"[{size}]" for size in values.shape[1:])
+    return f"{'ragged ' if isinstance(column, Ragged) else ''}{values.dtype}{shape}"
+
+
+def same(left: Column, right: Column) -> bool:
+    """Whether two columns agree in kind, dtype and values; NaN equals NaN."""
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return left == right or (
+            len(left) == len(right)
+            and all(a == b or (_is_nan(a) and _is_nan(b)) for a, b in zip(left, right, strict=True))
+        )
+    if isinstance(left, Ragged) or isinstance(right, Ragged):
+        return isinstance(left, Ragged) and isinstance(right, Ragged) and left == right
+    return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and equal(left, right)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def concat(name: str, parts: Sequence[Column]) -> Column:
+    """One column of the rows of all parts (one or more); kind, dtype and trailing dims must agree."""
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    objects = [part for part in parts if isinstance(part, tuple)]
+    if len(objects) == len(parts):
+        return tuple([value for part in objects for value in part])
+    values = arrays or [part.values for part in ragged]
+    kinds = {(value.dtype, value.shape[1:]) for value in values}
+    if len(values) != len(parts) or len(kinds) > 1:
+        raise DataError(
+            f"column `{name}` differs between parts: {', '.join(map(describe, parts))}; each must return the "
+            "same kind, dtype and trailing dims"
+        )
+    return Ragged.concat(ragged) if ragged else sealed(np.concatenate(arrays))
+
+
+def private(column: Column) -> Column:
+    """The column, with copies of the Python values that can be written (dicts, lists); arrays are frozen."""
+    if not isinstance(column, tuple) or _SCALARS.issuperset(map(type, column)):
+        return column
+    return tuple([_private(value) for value in column])
+
+
+def _private(value: object) -> object:
+    if type(value) is dict:
+        return {key: _private(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_private(item) for item in value]
+    return value if type(value) in _SCALARS else copy.deepcopy(value)
+
+
+class _Wire(msgspec.Struct, array_like=True):
+    """One column in a header: which buffers hold it and how to read them."""
+
+    name: str
+    kind: Literal["row", "ragged", "objects"]
+    dtype: str
+    shape: tuple[int, ...]
+    values: int
+    offsets: int
+
+
+class _Header(msgspec.Struct, array_like=True):
+    rows: int
+    origins: int
+    columns: list[_Wire]
+
+
+def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[memoryview]]:
+    """A msgpack header and the raw bytes of each array, not copied. First the origins, then the columns."""
+    buffers = [_bytes(level) for level in origins]
+    known: dict[int, int] = {}
+    wires: list[_Wire] = []
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            if id(column.offsets) not in known:
+                known[id(column.offsets)] = len(buffers)
+                buffers.append(_bytes(column.offsets))
+            wires.append(_wire(name, "ragged", column.values, len(buffers), known[id(column.offsets)]))
+            buffers.append(_bytes(column.values))
+        elif isinstance(column, np.ndarray):
+            wires.append(_wire(name, "row", column, len(buffers), -1))
+            buffers.append(_bytes(column))
+        else:
+            wires.append(_Wire(name, "objects", "", (), len(buffers), -1))
+            buffers.append(_encoded(name, column))
+    return msgspec.msgpack.encode(_Header(rows, len(origins), wires)), buffers
+
+
+def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Column], tuple[Rows, ...]]:
+    """The inverse of `pack`. Arrays are read-only views of the buffers, which nobody may write any more."""
+    try:
+        head = msgspec.msgpack.decode(header, type=_Header)
+        origins = tuple(_numbers(buffers[i], head.rows) for i in range(head.origins))
+        ragged = {wire.offsets for wire in head.columns if wire.kind == "ragged"}
+        bounds = {i: _numbers(buffers[i], head.rows + 1) for i in ragged}
+        columns: dict[str, Column] = {}
+        for wire in head.columns:
+            buffer = buffers[wire.values]
+            if wire.kind == "objects":
+                columns[wire.name] = tuple(msgspec.msgpack.decode(buffer, type=list[object]))
+            elif wire.kind == "row":
+                columns[wire.name] = _array(buffer, wire.dtype, wire.shape)
+            else:
+                columns[wire.name] = Ragged(_array(buffer, wire.dtype, wire.shape), bounds[wire.offsets])
+            if len(columns[wire.name]) != head.rows:
+                raise ValueError(f"`{wire.name}` has {len(columns[wire.name])} rows, not {head.rows}")
+    except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        raise DataError(
+            f"not a batch, or a damaged one: {error} (header of {memoryview(header).nbytes} bytes, "
+            f"buffers of {sizes}); give from_wire exactly what to_wire returned"
+        ) from error
+    return head.rows, columns, origins
+
+
+def _wire(name: str, kind: Literal["row", "ragged"], values: Array, index: int, offsets: int) -> _Wire:
+    return _Wire(name, kind, values.dtype.name, values.shape, index, offsets)
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _array(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
+    raw = np.frombuffer(memoryview(buffer), np.uint8)
+    raw.flags.writeable = False
+    return raw.view(dtype).reshape(shape)
+
+
+def _numbers(buffer: Buffer, count: int) -> Rows:
+    return _array(buffer, "int64", (count,)).astype(np.int64, copy=False)
+
+
+def _encoded(name: str, column: Objects) -> memoryview:
+    try:
+        return memoryview(msgspec.msgpack.encode(column))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise DataError(
+            f"column `{name}` cannot be sent: {error}; keep to None, bool, int, float, str, bytes, and lists "
+            "and dicts of them"
+        ) from error

@@ -1,0 +1,286 @@
+"""Configuration: frozen pydantic models read from TOML, and every mistake in a file told at once."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from meshrl.errors import ConfigError
+
+C = TypeVar("C", bound="Config")
+Keys = tuple[str | int, ...]
+Table = dict[str, object]
+
+
+class Config(BaseModel):
+    """The base of every configuration table: frozen, and an unknown key is an error.
+
+    A validator of a subclass raises ValueError; `validate` says where in the file it happened.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
+    """The tables of a TOML file, with `key.sub=value` overrides put over them.
+
+    A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and, where it is none, taken as text.
+    """
+    path = Path(path)
+    try:
+        table: Table = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        beside = [each.name for each in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        hint = nearest(path.name, beside)
+        raise ConfigError(
+            f"{path}: no such file" + (f"; did you mean {path.parent / hint}?" if hint else "")
+        ) from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a folder, not a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _put(table, override)
+    return table
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that `name` most likely meant, or None."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def validate(
+    schema: type[C],
+    table: Mapping[str, object],
+    source: str | Path,
+    overrides: Sequence[str] = (),
+) -> C:
+    """The table as a `schema`, or one ConfigError that lists every mistake in it.
+
+    `overrides`: those already in the table, so that a mistake in one is told as the command line's.
+    Nothing is converted: "3" is no integer, and 1 is no boolean; an integer is a number.
+    """
+    try:
+        # As JSON, where pydantic's strict mode still turns arrays into tuples and texts into paths.
+        return schema.model_validate_json(json.dumps(table, default=str), strict=True)
+    except ValidationError as error:
+        found = _mistakes(schema, table, error.errors(include_url=False))
+    given = [override.partition("=")[0].strip() for override in overrides]
+    lines: list[str] = []
+    for path, text in found:
+        key = dotted(path)
+        ours = any(key == each or key.startswith(each + ".") for each in given)
+        lines.append(f"{'command line' if ours else source}: {text}")
+    raise ConfigError(as_list(lines))
+
+
+def as_list(mistakes: Sequence[str]) -> str:
+    """One mistake as it is; several under a line that counts them."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return f"{len(mistakes)} mistakes:\n" + "\n".join(f"  {mistake}" for mistake in mistakes)
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("meshes", "main", 0)` as `meshes.main[0]`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _put(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(
+            f"command line: {override!r} is no override; write key.sub=value, as in policy.optimizer.lr=1e-4"
+        )
+    here = table
+    for depth, part in enumerate(parts[:-1], start=1):
+        below = here.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError(
+                f"command line: {override}: {dotted(parts[:depth])} is {_shown(below)} in the file, "
+                f"which has no key {parts[depth]!r}; give the whole of it, as in {dotted(parts[:depth])}=..."
+            )
+        here = below
+    here[parts[-1]] = _value(text.strip())
+
+
+def _value(text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+# --- pydantic's errors, told in the words of the file ---------------------------------------------
+
+
+def _mistakes(
+    schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
+) -> list[tuple[Keys, str]]:
+    found: dict[Keys, list[str]] = {}
+    for error in errors:
+        path, union = _resolve(schema, error["loc"])
+        if union is not None:
+            is_table = isinstance(_lookup(table, path[:union]), Mapping)
+            if is_table and len(path) == union and error["type"] != "missing" and _has_table(schema, path):
+                continue  # the other form's complaint: what was given is a table, judged as one
+        found.setdefault(path, []).append(_told(schema, table, path, error))
+    lines: list[tuple[Keys, str]] = []
+    for path, texts in found.items():
+        key = dotted(path)
+        value = _lookup(table, path)
+        unknown = any(text.startswith("no such key") for text in texts)
+        hidden = unknown or value is _ABSENT or isinstance(value, Mapping)
+        shown = "" if hidden else f" = {_shown(value)}"
+        lines.append(
+            (
+                path,
+                (f"{key}{shown}: " if key else "") + ", or ".join(dict.fromkeys(texts)),
+            )
+        )
+    return lines
+
+
+def _resolve(schema: type[Config], loc: Keys) -> tuple[Keys, int | None]:
+    """The key path of an error, without pydantic's names of union members; how deep the first union is."""
+    path: list[str | int] = []
+    union: int | None = None
+    annotation: object = schema
+    for part in loc:
+        members = _members(annotation)
+        if len(members) > 1:
+            union = len(path) if union is None else union
+            annotation = next(
+                (each for each in members if getattr(each, "__name__", None) == part),
+                None,
+            )
+        elif part != "[key]":
+            path.append(part)
+            annotation = _below(members[0] if members else None, part)
+    return tuple(path), union
+
+
+def _members(annotation: object) -> list[object]:
+    """The types that a value may have, without None."""
+    annotation = getattr(annotation, "__value__", annotation)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin is Union or origin is UnionType:
+        return [each for each in get_args(annotation) if each is not NoneType]
+    return [annotation]
+
+
+def _below(annotation: object, part: str | int) -> object:
+    if _is_config(annotation):
+        field = annotation.model_fields.get(str(part))  # type: ignore[attr-defined]
+        return None if field is None else field.annotation
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return arguments[1]
+    if origin is tuple and arguments[-1] is not Ellipsis and isinstance(part, int):
+        return arguments[min(part, len(arguments) - 1)]
+    return arguments[0] if arguments else None
+
+
+def _is_config(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _at(schema: type[Config], path: Keys) -> list[type[BaseModel]]:
+    """The models that a table at this path may be."""
+    annotations: list[object] = [schema]
+    for part in path:
+        annotations = [_below(member, part) for each in annotations for member in _members(each)]
+    members = [member for each in annotations for member in _members(each)]
+    return [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
+
+
+def _has_table(schema: type[Config], path: Keys) -> bool:
+    return bool(_at(schema, path))
+
+
+_ABSENT = object()
+
+
+def _lookup(table: object, path: Keys) -> object:
+    for part in path:
+        try:
+            table = table[part]  # type: ignore[index]
+        except (LookupError, TypeError):
+            return _ABSENT
+    return table
+
+
+_WANTED = {
+    "string_type": "text in quotes",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "model_type": "a table",
+    "dict_type": "a table",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
+
+
+def _told(schema: type[Config], table: Mapping[str, object], path: Keys, error: ErrorDetails) -> str:
+    kind = error["type"]
+    context: Mapping[str, object] = error.get("ctx", {})
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return _unknown(schema, path)
+    if kind == "literal_error":
+        near = nearest(
+            str(_lookup(table, path)),
+            str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "),
+        )
+        return f"must be {context['expected']}" + (f"; did you mean {near!r}?" if near else "")
+    if kind == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    if kind in _WANTED:
+        return f"must be {_WANTED[kind]}"
+    # "Input should be greater than 0", "Tuple should have at least 1 item ..."
+    text = error["msg"].replace("Input should", "must", 1).replace(" should ", " must ", 1)
+    return text[0].lower() + text[1:]
+
+
+def _unknown(schema: type[Config], path: Keys) -> str:
+    name = str(path[-1])
+    known = sorted({key for model in _at(schema, path[:-1]) for key in model.model_fields})
+    near = nearest(name, known)
+    if near:
+        return f"no such key; did you mean {dotted((*path[:-1], near))}?"
+    elsewhere = [dotted(each) for each in _paths(schema) if each[-1] == name]
+    if elsewhere:
+        return f"no such key; did you mean {elsewhere[0]}?"
+    return f"no such key; {dotted(path[:-1]) or 'the file'} has {', '.join(known)}"
+
+
+def _paths(schema: type[BaseModel], above: Keys = ()) -> Iterator[Keys]:
+    for name, field in schema.model_fields.items():
+        yield (*above, name)
+        for member in _members(field.annotation):
+            if isinstance(member, type) and issubclass(member, BaseModel) and len(above) < 6:
+                yield from _paths(member, (*above, name))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = f"'{value}'" if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,347 @@
+"""Batches: named columns of rows, never padded, split over ranks by tokens and joined in order."""
+
+import difflib
+import heapq
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Self, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from typing_extensions import Buffer
+
+from meshrl import columns as kinds
+from meshrl.columns import Column, ColumnLike
+from meshrl.errors import DataError
+from meshrl.ragged import Ragged, gather, sealed
+from meshrl.sharding import Array, Rows
+
+__all__ = ["Batch", "Column", "Ragged"]
+
+
+class Batch:
+    """Rows of named columns. Immutable: each change is a new batch that shares what did not change.
+
+    Standard columns: `prompt`, `answer`, `completion` (text), `row` (the task's own dict), `groups` int64
+    (which prompt), `temperature`, `rewards`, `advantages` float32, `truncated` bool, `reward_error` (text or
+    None), and by token, all of one length in a row: `tokens` int32 (prompt and completion), `loss_mask` bool
+    (what is learnt), `sampler_logprobs` float32, `versions` int32 (which policy sampled it; -1 in a prompt).
+
+        batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.zeros(2, np.float32))
+
+    Each `part` remembers the row numbers it was taken at, and `select`, `repeat`, `assign`, `only` and `drop`
+    carry them, so that `join` restores the order however a rank reordered, filtered or repeated its rows.
+    """
+
+    __slots__ = ("_columns", "_origins", "_rows")
+
+    def __init__(self, columns: Mapping[str, ColumnLike]) -> None:
+        """Take columns of one number of rows, frozen as `ragged.frozen` says. Lists become Python values."""
+        taken = {name: kinds.taken(name, column) for name, column in columns.items()}
+        rows = {name: len(column) for name, column in taken.items()}
+        if len(set(rows.values())) > 1:
+            raise DataError(
+                "the columns of a batch differ in rows: "
+                + ", ".join(f"`{name}` has {count}" for name, count in rows.items())
+            )
+        self._rows = next(iter(rows.values()), 0)
+        self._columns: Mapping[str, Column] = MappingProxyType(kinds.aligned(taken))
+        self._origins: tuple[Rows, ...] = ()
+
+    @classmethod
+    def of(cls, **columns: ColumnLike) -> Self:
+        """A batch from columns by keyword."""
+        return cls(columns)
+
+    @classmethod
+    def _make(cls, rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> Self:
+        self = cls.__new__(cls)
+        self._rows = rows
+        self._columns = MappingProxyType(dict(columns))
+        self._origins = tuple(origins)
+        return self
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """All columns by name."""
+        return self._columns
+
+    @property
+    def origins(self) -> tuple[Rows, ...]:
+        """For each `part` that led here, outermost first, the number each row had: `int64[rows]`."""
+        return self._origins
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(self._columns)
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self._columns:
+            near = difflib.get_close_matches(name, self._columns, 1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            raise DataError(
+                f"the batch has no column `{name}`: {hint}it has {', '.join(self.names) or 'none'}"
+            )
+        return self._columns[name]
+
+    def row(self, name: str) -> Array:
+        """A row column, `[rows, ...]`; DataError if the column is of another kind."""
+        column = self[name]
+        if not isinstance(column, np.ndarray):
+            raise _wrong_kind(name, column, "a row column")
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        """A token column; DataError if the column is of another kind."""
+        column = self[name]
+        if not isinstance(column, Ragged):
+            raise _wrong_kind(name, column, "a token column")
+        return column
+
+    def objects(self, name: str) -> tuple[object, ...]:
+        """Python values, one a row; DataError if the column is of another kind."""
+        column = self[name]
+        if not isinstance(column, tuple):
+            raise _wrong_kind(name, column, "Python values")
+        return column
+
+    @property
+    def tokens(self) -> Ragged:
+        """Prompt and completion, int32."""
+        return self.ragged("tokens")
+
+    @property
+    def loss_mask(self) -> Ragged:
+        """Which tokens are learnt, bool."""
+        return self.ragged("loss_mask")
+
+    @property
+    def sampler_logprobs(self) -> Ragged:
+        """The sampler's log-probability of each token, float32, 0 in a prompt."""
+        return self.ragged("sampler_logprobs")
+
+    @property
+    def versions(self) -> Ragged:
+        """The policy version that sampled each token, int32, -1 in a prompt."""
+        return self.ragged("versions")
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """`float32[rows]`."""
+        return cast("NDArray[np.float32]", self.row("rewards"))
+
+    @property
+    def groups(self) -> Rows:
+        """Which prompt each row answers, `int64[rows]`."""
+        return cast("Rows", self.row("groups"))
+
+    @property
+    def lengths(self) -> Rows:
+        """Tokens of each row, `int64[rows]`: of `tokens`, else of the longest token column, else 1."""
+        if "tokens" in self:
+            return self.tokens.lengths
+        ragged = [column for column in self._columns.values() if isinstance(column, Ragged)]
+        if not ragged:
+            return np.ones(self._rows, np.int64)
+        return max(ragged, key=lambda column: len(column.values)).lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; Python values are not counted."""
+        return sum(column.nbytes for column in self._columns.values() if not isinstance(column, tuple))
+
+    def assign(self, **columns: ColumnLike) -> Self:
+        """With these columns added or replaced; each has as many rows as the batch."""
+        taken = {name: kinds.taken(name, column) for name, column in columns.items()}
+        for name, column in taken.items():
+            if len(column) != self._rows:
+                raise DataError(
+                    f"column `{name}` has {len(column)} rows and the batch has {self._rows}: "
+                    "give one value a row"
+                )
+        return self._make(self._rows, kinds.aligned({**self._columns, **taken}), self._origins)
+
+    def only(self, *names: str) -> Self:
+        """With these columns alone."""
+        return self._make(self._rows, {name: self[name] for name in names}, self._origins)
+
+    def drop(self, *names: str) -> Self:
+        """Without these columns."""
+        gone = self.only(*names)
+        kept = {name: column for name, column in self._columns.items() if name not in gone}
+        return self._make(self._rows, kept, self._origins)
+
+    def select(self, rows: ArrayLike) -> Self:
+        """These rows, in this order: row numbers (negative: from the end) or a bool for each row."""
+        return self._take(_row_numbers(rows, self._rows))
+
+    def repeat(self, n: int) -> Self:
+        """Each row n times, adjacent."""
+        if n < 0:
+            raise DataError(f"rows cannot be repeated {n} times: give a number from 0")
+        repeated = self._take(np.repeat(np.arange(self._rows), n))
+        turn = np.tile(np.arange(n), self._rows)
+        return self._make(len(repeated), repeated.columns, [level * n + turn for level in repeated.origins])
+
+    def _take(self, rows: Rows) -> Self:
+        """These rows, which are in range. Columns that share offsets share one index over the tokens."""
+        if len(rows) == self._rows and bool((rows == np.arange(self._rows)).all()):
+            return self
+        shared: dict[int, tuple[NDArray[np.int64], Rows]] = {}
+        columns: dict[str, Column] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, tuple):
+                columns[name] = tuple([column[row] for row in rows.tolist()])
+            elif isinstance(column, Ragged):
+                if id(column.offsets) not in shared:
+                    shared[id(column.offsets)] = gather(column.offsets, rows)
+                index, offsets = shared[id(column.offsets)]
+                columns[name] = Ragged.make(column.values[index], offsets)
+            else:
+                columns[name] = sealed(column[rows])
+        return self._make(len(rows), columns, [level[rows] for level in self._origins])
+
+    def plan(self, parts: int) -> list[Rows]:
+        """Which rows each part takes, balanced by tokens: the longest row first, to the lightest part.
+
+        The heaviest part exceeds the lightest by at most one row's tokens (Graham 1969, LPT). Ties go to the
+        part of fewest rows, then to the first; the rows of a part ascend.
+        """
+        if parts < 1:
+            raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
+        lengths = self.lengths
+        order = np.argsort(-lengths, kind="stable")
+        heap = [(0, 0, part) for part in range(parts)]
+        owners: list[int] = []
+        for length in lengths[order].tolist():
+            load, count, part = heap[0]
+            owners.append(part)
+            heapq.heapreplace(heap, (load + length, count + 1, part))
+        owner = np.empty(self._rows, np.int64)
+        owner[order] = owners
+        ends = np.cumsum(np.bincount(owner, minlength=parts))[:-1]
+        return np.split(np.argsort(owner, kind="stable"), ends)
+
+    def part(self, rows: Rows) -> Self:
+        """These rows, which remember their numbers for `join`."""
+        numbers = _row_numbers(rows, self._rows)
+        taken = self._take(numbers)
+        return self._make(len(numbers), taken.columns, (*taken.origins, numbers))
+
+    def split(self, n: int) -> list[Self]:
+        """As many parts as asked for, balanced by tokens; some are empty if there are fewer rows."""
+        return [self.part(rows) for rows in self.plan(n)]
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, in order. Their columns must agree; a part without rows is left out."""
+        filled = [part for part in parts if len(part)]
+        if not filled:
+            depth = max((len(part.origins) for part in parts), default=0)
+            widest = max((part.columns for part in parts), key=len, default=None)
+            return cls._make(0, widest or {}, [np.empty(0, np.int64)] * depth)
+        if len(filled) == 1:
+            return filled[0]
+        first = filled[0]
+        for index, part in enumerate(filled):
+            if part.columns.keys() != first.columns.keys():
+                raise DataError(
+                    f"parts differ in columns: part 0 has {', '.join(first.names)}, part {index} has "
+                    f"{', '.join(part.names)}; return the same columns from each"
+                )
+            if len(part.origins) != len(first.origins):
+                raise DataError(
+                    f"parts differ in origin: part 0 was split {len(first.origins)} times, part {index} "
+                    f"{len(part.origins)} times; make all of them from the argument (assign, select, "
+                    "repeat), or none"
+                )
+        columns = {name: kinds.concat(name, [p.columns[name] for p in filled]) for name in first.columns}
+        levels = [np.concatenate(level) for level in zip(*(p.origins for p in filled), strict=True)]
+        return cls._make(sum(map(len, filled)), kinds.aligned(columns), levels)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:
+        """The rows of all parts, in the order of the batch that they were split from.
+
+        Parts that come from `part` know their rows. Parts made anew have a row for each row of `plan`, in
+        its order, or, with no plan, follow one another. Parts without rows are left out.
+        """
+        whole = cls.concat(parts)
+        if whole.origins:
+            *outer, origin = whole.origins
+            return cls._make(len(whole), whole.columns, outer).select(np.argsort(origin, kind="stable"))
+        if plan is None:
+            return whole
+        wanted = [len(rows) for rows in plan]
+        found = [len(part) for part in parts]
+        if wanted != found:
+            raise DataError(
+                f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not say "
+                "which is which: make what is returned from the argument, with assign, select or repeat"
+            )
+        return whole.select(np.argsort(np.concatenate(plan), kind="stable")) if plan else whole
+
+    def to_wire(self) -> tuple[bytes, list[memoryview]]:
+        """Msgpack header and the raw bytes of the arrays, not copied; tuples among Python values become lists."""
+        return kinds.pack(self._rows, self._columns, self._origins)
+
+    @classmethod
+    def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
+        """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
+        return cls._make(*kinds.unpack(header, buffers))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether names, kinds, dtypes and values agree, columns and NaN in any order and place alike."""
+        if not isinstance(other, Batch):
+            return NotImplemented
+        return (
+            self._rows == len(other)
+            and self._columns.keys() == other.columns.keys()
+            and all(kinds.same(column, other.columns[name]) for name, column in self._columns.items())
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: object) -> Self:
+        columns = {name: kinds.private(column) for name, column in self._columns.items()}
+        if all(columns[name] is column for name, column in self._columns.items()):
+            return self
+        return self._make(self._rows, columns, self._origins)
+
+    def __repr__(self) -> str:
+        ragged = any(isinstance(column, Ragged) for column in self._columns.values())
+        size = f"{self._rows} rows" + (f", {self.lengths.sum()} tokens" if ragged else "")
+        columns = ", ".join(f"{name} {kinds.describe(column)}" for name, column in self._columns.items())
+        return f"Batch({size}: {columns or 'no columns'})"
+
+
+def _row_numbers(rows: ArrayLike, count: int) -> Rows:
+    """Row numbers from 0, `int64`, of a selection from `count` rows; never the caller's own array."""
+    given = np.asarray(rows)
+    if given.ndim != 1 or (given.dtype.kind not in "iub" and given.size):
+        raise DataError(
+            f"rows are selected by {given.dtype}{list(given.shape)}: give row numbers or a bool for each "
+            "row, in one dim"
+        )
+    if given.dtype == bool:
+        if len(given) != count:
+            raise DataError(f"a mask of {len(given)} rows selects from {count}: give a bool for each row")
+        return np.flatnonzero(given)
+    wrong = given[(given < -count) | (given >= count)]
+    if len(wrong):
+        raise DataError(f"there is no row {wrong[0]} in {count} rows (0 to {count - 1}, or from -1 down)")
+    return np.where(given < 0, given + count, given).astype(np.int64)
+
+
+def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
+    accessor = "objects" if isinstance(column, tuple) else "ragged" if isinstance(column, Ragged) else "row"
+    return DataError(
+        f"column `{name}` is {kinds.describe(column)}, not {wanted}: read it with batch.{accessor}({name!r})"
+    )

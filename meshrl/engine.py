@@ -1,0 +1,90 @@
+"""The engine protocol: reserve places for ranks, start actors in them, call them, stop them.
+
+Everything above (handles, meshes, algorithms) speaks to ranks through this and nothing else.
+"""
+
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import Field
+
+from meshrl.actor import Rank
+from meshrl.config import Config
+
+
+class Resources(Config):
+    """What each rank of a mesh may use."""
+
+    cpus: int | None = Field(default=None, ge=1)
+    """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks."""
+
+
+class Slot(Protocol):
+    """A reserved place for one rank: a thread or a process. Actors of one mesh share its slots."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads granted to the rank."""
+        ...
+
+
+class Member(Protocol):
+    """One actor instance on one slot."""
+
+    @property
+    def rank(self) -> Rank:
+        """Its place on the mesh."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one rank is asked to do."""
+
+    member: Member
+    arguments: tuple[object, ...]
+    keywords: Mapping[str, object]
+
+
+class Engine(Protocol):
+    """Where ranks run."""
+
+    async def reserve(self, count: int, resources: Resources) -> Sequence[Slot]:
+        """Places for `count` ranks. Raises `ConfigError` where they cannot exist."""
+        ...
+
+    async def release(self, slots: Sequence[Slot]) -> None:
+        """Give the places back; whatever still runs there is stopped."""
+        ...
+
+    async def start(
+        self,
+        slots: Sequence[Slot],
+        ranks: Sequence[Rank],
+        create: type,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> Sequence[Member]:
+        """Construct an actor on each slot. If one fails, all are stopped and `RankFailed` is raised."""
+        ...
+
+    async def stop(self, members: Sequence[Member]) -> None:
+        """Cancel the actors' calls and let the actors go."""
+        ...
+
+    def call(self, endpoint: str, requests: Sequence[Request]) -> Awaitable[list[object]]:
+        """Call each member; the results in the order of the requests.
+
+        Calls of one caller start on a member in the order they were made. The first failure cancels the
+        others and is raised as `RankFailed`; cancelling the awaiting task cancels the call on every rank.
+        """
+        ...
+
+    def stream(self, endpoint: str, requests: Sequence[Request]) -> AsyncGenerator[object]:
+        """The values that the members' generators yield, as they come. A rank is at most one value ahead."""
+        ...
+
+    async def close(self) -> None:
+        """Stop everything."""
+        ...

@@ -1,0 +1,173 @@
+"""The local engine: ranks are threads of this process, each with an event loop of its own.
+
+Torch releases the interpreter while it computes, so two meshes really work at the same time. Nothing is
+shared by accident: what crosses between caller and rank is immutable (a `Batch`) or copied.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import cast
+
+from meshrl.actor import Rank, free_cores
+from meshrl.engine import Member, Request, Resources, Slot
+from meshrl.engines.threads import LocalMember, LocalSlot, Work, isolated, post
+from meshrl.errors import ConfigError
+
+
+class LocalEngine:
+    """Ranks as threads. `cores` is what all meshes together may compute with."""
+
+    def __init__(self, cores: int | None = None) -> None:
+        self.cores = cores or free_cores()
+        self._slots: list[LocalSlot] = []
+        self._members: list[LocalMember] = []
+
+    async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
+        """Places for `count` ranks, with the threads they ask for but never more than there are free cores."""
+        if count < 1:
+            raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
+        free = self.cores - sum(slot.threads for slot in self._slots)
+        threads = max(1, min(resources.cpus or self.cores, free // count))
+        slots = [LocalSlot(threads) for _ in range(count)]
+        self._slots += slots
+        return slots
+
+    async def release(self, slots: Sequence[Slot]) -> None:
+        """Stop what runs on the slots and give their cores back."""
+        await self.stop([member for member in self._members if member.slot in slots])
+        self._slots = [slot for slot in self._slots if slot not in slots]
+
+    async def start(
+        self,
+        slots: Sequence[Slot],
+        ranks: Sequence[Rank],
+        create: type,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> Sequence[LocalMember]:
+        """Construct the actors, all at once. If one fails, none is left."""
+        places = zip(cast("Sequence[LocalSlot]", slots), ranks, strict=True)
+        members = [LocalMember(slot, create.__name__, rank) for slot, rank in places]
+        self._members += members
+        try:
+            starts = (member.construct(create, arguments, keywords) for member in members)
+            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+            for outcome in outcomes:
+                if outcome is not None:
+                    raise outcome
+        except BaseException:
+            await self.stop(members)
+            raise
+        return members
+
+    async def stop(self, members: Sequence[Member]) -> None:
+        """Cancel the actors' calls, wait for their end, and let the actors go."""
+        for member in cast("Sequence[LocalMember]", members):
+            await member.stop()
+        self._members = [member for member in self._members if member not in members]
+
+    async def call(self, endpoint: str, requests: Sequence[Request]) -> list[object]:
+        """Call each member and wait for all results."""
+        works = [_work(endpoint, request) for request in requests]
+        caller = asyncio.get_running_loop()
+        done: asyncio.Future[list[object]] = caller.create_future()
+        results: list[object] = [None] * len(works)
+        waiting = set(range(len(works)))
+
+        def settle(error: BaseException | None) -> None:
+            if not done.done():
+                if error is None:
+                    done.set_result(results)
+                else:
+                    done.set_exception(error)
+
+        def send(index: int, work: Work) -> None:
+            async def run(work: Work) -> None:
+                results[index] = isolated(await cast("Awaitable[object]", work.call()))
+                waiting.discard(index)
+                if not waiting:  # only the last result wakes the caller
+                    post(caller, settle, None)
+
+            work.send(run, lambda error: post(caller, settle, error))
+
+        for index, work in enumerate(works):
+            send(index, work)
+        try:
+            return await done
+        finally:
+            for index in waiting.copy():
+                works[index].cancel()
+
+    async def stream(self, endpoint: str, requests: Sequence[Request]) -> AsyncGenerator[object]:
+        """The members' values as they come. A rank makes its next value while one of its own waits, no more."""
+        works = [_work(endpoint, request) for request in requests]
+        stream = _Stream(asyncio.get_running_loop(), len(works))
+        for work in works:
+            stream.send(work)
+        try:
+            while await stream.arrival():
+                value, taken = stream.values.popleft()
+                taken()
+                yield value
+        finally:
+            for work in works:
+                work.cancel()
+
+    async def close(self) -> None:
+        """Stop every actor and end every thread."""
+        await self.release(list(self._slots))
+
+
+def _work(endpoint: str, request: Request) -> Work:
+    return Work(cast("LocalMember", request.member), endpoint, request.arguments, request.keywords)
+
+
+class _Stream:
+    """The caller's side of several ranks' generators."""
+
+    def __init__(self, caller: asyncio.AbstractEventLoop, members: int) -> None:
+        self.values: deque[tuple[object, Callable[[], object]]] = deque()
+        self._open = members
+        self._caller = caller
+        self._error: BaseException | None = None
+        self._arrived = asyncio.Event()
+
+    async def arrival(self) -> bool:
+        """Wait for a value; False when all generators have ended. Raises the first failure."""
+        while self._error is None and self._open and not self.values:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._error is not None:
+            raise self._error
+        return bool(self.values)
+
+    def send(self, work: Work) -> None:
+        """Run the generator on its rank; it waits while a value of its own is not taken."""
+        loop = work.member.loop
+        free = asyncio.Semaphore(1)
+
+        async def run(work: Work) -> None:
+            values = cast("AsyncGenerator[object] | AsyncIterator[object]", work.call())
+            try:
+                async for value in values:
+                    await free.acquire()
+                    post(self._caller, self._arrive, isolated(value), lambda: post(loop, free.release))
+            finally:
+                if isinstance(values, AsyncGenerator):
+                    await values.aclose()
+            post(self._caller, self._end)
+
+        work.send(run, lambda error: post(self._caller, self._fail, error))
+
+    def _arrive(self, value: object, taken: Callable[[], object]) -> None:
+        self.values.append((value, taken))
+        self._arrived.set()
+
+    def _end(self) -> None:
+        self._open -= 1
+        self._arrived.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._arrived.set()

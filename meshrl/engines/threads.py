@@ -1,0 +1,204 @@
+"""A rank as a thread: its event loop, the actors on it, and one call of one endpoint."""
+
+import asyncio
+import copy
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from contextvars import Context
+from pathlib import Path
+from typing import TypeVar
+
+from meshrl.actor import Rank, rank_context
+from meshrl.engines.loop import RankLoop
+from meshrl.errors import ContractError, MeshStopped, RankFailed
+
+T = TypeVar("T")
+
+_ENGINES = str(Path(__file__).parent)
+_IMMUTABLE = (type(None), bool, int, float, str, bytes)
+
+
+def isolated(value: T) -> T:
+    """A value that shares no mutable memory with the original. Immutable ones (a `Batch`) are themselves."""
+    return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+
+
+def sendable(
+    where: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """A call's arguments, isolated. Raises `ContractError` for what cannot be copied, such as a lock or a file."""
+    try:
+        return isolated(arguments) if arguments else (), isolated(dict(keywords)) if keywords else {}
+    except TypeError as error:
+        raise ContractError(f"{where}: an argument cannot be sent to a rank: {error}") from error
+
+
+class LocalSlot:
+    """A place for one rank. Its thread runs while actors live on it."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._loop: RankLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._actors = 0
+
+    def enter(self) -> RankLoop:
+        """The loop for one more actor; the first starts the thread."""
+        self._actors += 1
+        if self._loop is None:
+            self._loop = RankLoop()
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="meshrl-rank", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def leave(self) -> None:
+        """One actor less; the last ends the thread."""
+        self._actors -= 1
+        if self._actors == 0 and self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop = self._thread = None
+
+
+def _run(loop: RankLoop) -> None:
+    loop.run_forever()
+    # What arrived together with the stop still gets its answer.
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+class LocalMember:
+    """One actor instance on its slot."""
+
+    def __init__(self, slot: LocalSlot, name: str, rank: Rank) -> None:
+        self.slot = slot
+        self.name = name
+        self.rank = rank
+        self.stopped = False
+        self.loop = slot.enter()
+        self._context = Context()
+        self._context.run(rank_context.set, rank)
+        self._instance: object = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def construct(self, create: type, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
+        """Make the actor, on its own thread."""
+        arguments, keywords = sendable(f"{self.name}.__init__", arguments, keywords)
+
+        async def make() -> None:
+            try:
+                self._instance = create(*arguments, **keywords)
+            except BaseException as error:
+                raise self.failure("__init__", error) from error
+
+        await self._on_rank(make())
+
+    async def stop(self) -> None:
+        """Cancel the actor's calls, wait for their end, and let it go."""
+        if self.stopped:
+            return
+        self.stopped = True
+
+        async def cancel() -> None:
+            await asyncio.sleep(0)  # a task that has not begun could not say that it was stopped
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._instance = None
+
+        await self._on_rank(cancel())
+        self.slot.leave()
+
+    async def _on_rank(self, work: Coroutine[None, None, None]) -> None:
+        task = self._context.run(asyncio.run_coroutine_threadsafe, work, self.loop)
+        await asyncio.wrap_future(task)
+
+    def endpoint(self, name: str) -> Callable[..., object]:
+        """The instance's bound method."""
+        method: Callable[..., object] = getattr(self._instance, name)
+        return method
+
+    def begin(self, task: asyncio.Task[None]) -> None:
+        """Keep a running call, so that `stop` finds it."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def context(self) -> Context:
+        """A fresh context for one call, in which `current_rank()` is this rank."""
+        return self._context.copy()
+
+    def failure(self, endpoint: str, error: BaseException) -> RankFailed:
+        """What the caller sees of an exception."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
+        shown = [*traceback.format_list(own), *traceback.format_exception_only(error)]
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        return RankFailed(self.name, self.rank.index, self.rank.axes, endpoint, reason, "".join(shown))
+
+
+class Work:
+    """One endpoint call on one member: sent from the caller's thread, run on the rank's."""
+
+    def __init__(
+        self, member: LocalMember, endpoint: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> None:
+        if member.stopped:
+            raise _stopped(member, endpoint)
+        self.member = member
+        self.endpoint = endpoint
+        self.arguments, self.keywords = sendable(f"{member.name}.{endpoint}", arguments, keywords)
+        self._task: asyncio.Task[None] | None = None
+
+    def send(self, run: Callable[["Work"], Coroutine[None, None, None]], fail: Callable[[BaseException], None]) -> None:
+        """Start `run` on the rank's thread; `fail` is told if the actor stops before or while it runs."""
+
+        def start() -> None:
+            if self.member.stopped:
+                fail(_stopped(self.member, self.endpoint))
+                return
+            self._task = self.member.loop.create_task(guarded(), context=self.member.context)
+            self.member.begin(self._task)
+
+        async def guarded() -> None:
+            try:
+                await run(self)
+            except asyncio.CancelledError as error:
+                stopped = self.member.stopped
+                fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
+            except BaseException as error:
+                fail(self._failure(error))
+
+        self._post(start)
+
+    def call(self) -> object:
+        """What the endpoint returns: an awaitable, or an async generator."""
+        return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
+
+    def cancel(self) -> None:
+        """Cancel the rank's coroutine; from any thread."""
+        self._post(lambda: self._task.cancel() if self._task else None)
+
+    def _failure(self, error: BaseException) -> RankFailed:
+        failed = self.member.failure(self.endpoint, error)
+        failed.__cause__ = error
+        return failed
+
+    def _post(self, callback: Callable[[], object]) -> None:
+        try:
+            self.member.loop.call_soon_threadsafe(callback)
+        except RuntimeError as error:  # the loop was closed a moment ago
+            raise _stopped(self.member, self.endpoint) from error
+
+
+def _stopped(member: LocalMember, endpoint: str) -> MeshStopped:
+    return MeshStopped(f"{member.name}.{endpoint} was called on rank {member.rank.index}, but the actor is stopped")
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
+    """Run a callback on the caller's loop; a caller that is gone needs no answer."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *arguments)

@@ -1,0 +1,209 @@
+"""Handles: what `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
+
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from math import prod
+from typing import Never, ParamSpec, TypeVar, cast
+
+from meshrl import rows
+from meshrl.actor import Rank
+from meshrl.contract import EVERY_RANK, Axes, Contract, Endpoint
+from meshrl.engine import Engine, Member, Request
+from meshrl.errors import ContractError
+
+P = ParamSpec("P")
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One actor class, spawned: its contract, its ranks and the engine that reaches them."""
+
+    name: str
+    contract: Contract
+    shape: Mapping[str, int]
+    members: Sequence[Member]
+    """One a rank, the last axis fastest."""
+    engine: Engine
+
+    def index_along(self, axes: Axes, rank: Rank) -> int:
+        """Which part of a value split over `axes` belongs to the rank: its joint coordinate on them."""
+        index = 0
+        for axis in axes:
+            index = index * self.shape[axis] + rank.axes[axis]
+        return index
+
+    def parts_along(self, axes: Axes) -> int:
+        """How many parts a value split over `axes` has."""
+        return prod(self.shape[axis] for axis in axes)
+
+    def replica(self, axes: Axes) -> list[int]:
+        """The members whose results are joined along `axes`, in order: those at 0 on every other axis."""
+        if axes == EVERY_RANK:
+            return list(range(len(self.members)))
+        first = [
+            (self.index_along(axes, member.rank), number)
+            for number, member in enumerate(self.members)
+            if not any(index for axis, index in member.rank.axes.items() if axis not in axes)
+        ]
+        return [number for _, number in sorted(first)]
+
+
+class Handle:
+    """Stands for an actor on a mesh; typed as the actor itself."""
+
+    __slots__ = ("_meshrl",)
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._meshrl = deployment
+
+    def __getattr__(self, name: str) -> "BoundEndpoint":
+        deployment = self._meshrl
+        if name in deployment.contract:
+            return BoundEndpoint(deployment, deployment.contract[name])
+        near = get_close_matches(name, deployment.contract, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(deployment.contract))}"
+        raise AttributeError(f"{deployment.name} on a mesh has no endpoint {name!r}: {hint}")
+
+    def __repr__(self) -> str:
+        shape = ", ".join(f"{axis}={size}" for axis, size in self._meshrl.shape.items())
+        return f"<{self._meshrl.name} on {shape}>"
+
+    def __copy__(self) -> "Handle":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Handle":
+        return self
+
+
+class BoundEndpoint:
+    """One endpoint of a handle."""
+
+    def __init__(self, deployment: Deployment, endpoint: Endpoint) -> None:
+        self.deployment = deployment
+        self.endpoint = endpoint
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self._stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self.where}{self.endpoint.signature}>"
+
+    @property
+    def where(self) -> str:
+        return f"{self.deployment.name}.{self.endpoint.name}"
+
+    async def each(self, *args: object, **kwargs: object) -> list[object]:
+        """Every rank's own result, in the order of the ranks."""
+        requests, _ = self._requests(args, kwargs)
+        return await self.deployment.engine.call(self.endpoint.name, requests)
+
+    async def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        requests, plans = self._requests(args, kwargs)
+        results = await self.deployment.engine.call(self.endpoint.name, requests)
+        kind, axes = self.endpoint.result.kind, self.endpoint.result.axes
+        if kind == "plain":
+            return results[0]
+        chosen = self.deployment.replica(axes)
+        parts = [results[number] for number in chosen]
+        if kind == "same":
+            ranks = [self.deployment.members[number].rank.index for number in chosen]
+            return rows.agree(parts, ranks, self.where)
+        if kind == "gather":
+            return rows.gather(parts, plans.get(axes))
+        return rows.mean(parts) if kind == "mean" else rows.total(parts)
+
+    async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
+        requests, _ = self._requests(args, kwargs)
+        axes = self.endpoint.result.axes
+        chosen = self.deployment.replica(axes) if self.endpoint.result.kind == "gather" else [0]
+        stream = self.deployment.engine.stream(self.endpoint.name, [requests[number] for number in chosen])
+        try:
+            async for value in stream:
+                yield rows.gather([value], None) if axes else value
+        finally:
+            await stream.aclose()
+
+    def _requests(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[list[Request], dict[Axes, rows.Plan | None]]:
+        """What each rank is sent, and how rows were divided over each group of axes."""
+        members, shards = self.deployment.members, self.endpoint.shards
+        try:
+            bound = self.endpoint.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ContractError(f"{self.where}{self.endpoint.signature} was called wrongly: {error}") from None
+        plans: dict[Axes, rows.Plan | None] = {}
+        for axes in set(shards.values()):
+            values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
+            try:
+                plans[axes] = rows.make_plan(values, self.deployment.parts_along(axes))
+            except ContractError as error:
+                raise ContractError(f"{self.where}: {error}") from None
+        if not shards:
+            return [Request(member, bound.args, bound.kwargs) for member in members], plans
+        return [self._request(member, args, kwargs, plans) for member in members], plans
+
+    def _request(
+        self,
+        member: Member,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        plans: Mapping[Axes, rows.Plan | None],
+    ) -> Request:
+        bound = self.endpoint.signature.bind(*args, **kwargs)
+        for name, axes in self.endpoint.shards.items():
+            plan = plans[axes]
+            if plan is not None and name in bound.arguments:
+                part = plan[self.deployment.index_along(axes, member.rank)]
+                bound.arguments[name] = rows.take(bound.arguments[name], part)
+        return Request(member, bound.args, bound.kwargs)
+
+
+def each(
+    endpoint: Callable[P, Coroutine[object, Never, R]],
+) -> Callable[P, Coroutine[object, Never, list[R]]]:
+    """The endpoint without its join: `await each(policy.update)(batch)` is a list, one result a rank."""
+    called: object = endpoint
+    if isinstance(called, BoundEndpoint):
+        if called.endpoint.stream:
+            raise ContractError(f"{called.where} is a stream: iterate at(...) of each rank instead of each()")
+        return cast("Callable[P, Coroutine[object, Never, list[R]]]", called.each)
+
+    async def alone(*args: P.args, **kwargs: P.kwargs) -> list[R]:
+        return [await endpoint(*args, **kwargs)]
+
+    return alone
+
+
+def at(actor: A, **axes: int) -> A:
+    """The ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`."""
+    deployment = _deployment(actor, "at")
+    for axis, index in axes.items():
+        size = deployment.shape.get(axis)
+        if size is None or not 0 <= index < size:
+            has = ", ".join(f"{axis}={size}" for axis, size in deployment.shape.items())
+            raise ContractError(f"at({deployment.name}, {axis}={index}): the mesh has {has}")
+    members = [m for m in deployment.members if all(m.rank.axes[axis] == index for axis, index in axes.items())]
+    shape = {axis: 1 if axis in axes else size for axis, size in deployment.shape.items()}
+    return cast("A", Handle(replace(deployment, members=members, shape=shape)))
+
+
+def ranks(actor: object) -> list[Rank]:
+    """Where the actor's ranks are on the mesh."""
+    return [member.rank for member in _deployment(actor, "ranks").members]
+
+
+async def stop(actor: object) -> None:
+    """Cancel the actor's calls and let its ranks go; a later call raises `MeshStopped`."""
+    deployment = _deployment(actor, "stop")
+    await deployment.engine.stop(deployment.members)
+
+
+def _deployment(actor: object, verb: str) -> Deployment:
+    if not isinstance(actor, Handle):
+        raise ContractError(f"{verb}() needs an actor that was spawned on a mesh, not a {type(actor).__name__}")
+    deployment: Deployment = object.__getattribute__(actor, "_meshrl")
+    return deployment

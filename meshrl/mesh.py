@@ -1,0 +1,77 @@
+"""Meshes: reserved ranks, seen as axes, on which actors are spawned."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import ParamSpec, TypeVar, cast
+
+from meshrl.actor import Rank
+from meshrl.contract import read_contract
+from meshrl.engine import Engine, Resources, Slot
+from meshrl.errors import ContractError
+from meshrl.handle import Deployment, Handle
+
+P = ParamSpec("P")
+A = TypeVar("A")
+
+
+class Mesh:
+    """Ranks that are reserved together. Actors spawned on one mesh share its ranks.
+
+    A mesh of n ranks is `dp=n`; `mesh.shape(dp=2, tp=2)` sees the same ranks as other axes, so two actors
+    in the same places may have different layouts.
+    """
+
+    def __init__(self, engine: Engine, slots: Sequence[Slot], axes: Mapping[str, int] | None = None) -> None:
+        self._engine = engine
+        self._slots = slots
+        self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
+        """Each axis and its size, the last one fastest."""
+
+    @classmethod
+    async def reserve(cls, engine: Engine, count: int, resources: Resources | None = None) -> "Mesh":
+        """Reserve `count` ranks of an engine."""
+        return cls(engine, await engine.reserve(count, resources or Resources()))
+
+    def shape(self, **axes: int) -> "Mesh":
+        """The same ranks under these axes, the last one fastest. The sizes multiply to the number of ranks."""
+        written = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        if not axes or min(axes.values()) < 1 or prod(axes.values()) != len(self._slots):
+            raise ContractError(
+                f"mesh.shape({written}) is {prod(axes.values())} ranks, but the mesh has {len(self._slots)}"
+            )
+        return Mesh(self._engine, self._slots, axes)
+
+    async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
+        """Construct the actor on every rank and return what stands for all of them, typed as the actor.
+
+        Raises `ContractError` for a class whose endpoints do not fit this mesh, and `RankFailed` when a
+        constructor raises; then nothing is left running.
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"spawn needs an actor class, not {cls!r}")
+        if inspect.isabstract(cls):
+            missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+            raise TypeError(f"{cls.__name__} is a role without an implementation of {missing}: spawn a backend's class")
+        contract = read_contract(cls, self.axes)
+        try:
+            inspect.signature(cls).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
+        members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
+        return cast("A", Handle(Deployment(cls.__name__, contract, self.axes, members, self._engine)))
+
+    async def stop(self) -> None:
+        """Stop every actor on the mesh and give its ranks back."""
+        await self._engine.release(self._slots)
+
+    def __repr__(self) -> str:
+        return f"<Mesh {', '.join(f'{axis}={size}' for axis, size in self.axes.items())}>"
+
+    def _ranks(self) -> list[Rank]:
+        coordinates = product(*(range(size) for size in self.axes.values()))
+        return [
+            Rank(index, len(self._slots), dict(zip(self.axes, place, strict=True)), self.axes, slot.threads)
+            for index, (place, slot) in enumerate(zip(coordinates, self._slots, strict=True))
+        ]

@@ -1,0 +1,84 @@
+"""Numbers that are averaged over tokens, rows and ranks: sums and counts, divided last."""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Self
+
+from meshrl.errors import DataError
+
+
+class Metrics:
+    """Named means, each kept as a sum and the count it is divided by. Immutable.
+
+    A mean of means is wrong when the ranks hold different numbers of tokens; sums and counts add.
+
+        Metrics.of(loss=(loss_sum, tokens), lr=(lr, 1))["loss"]
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Mapping[str, tuple[float, float]]) -> None:
+        self._entries = {name: (float(total), float(count)) for name, (total, count) in entries.items()}
+
+    @classmethod
+    def of(cls, **entries: tuple[float, float]) -> Self:
+        """Metrics from `name=(sum, count)`."""
+        return cls(entries)
+
+    @classmethod
+    def mean(cls, parts: Sequence[Self]) -> Self:
+        """Add the sums and the counts of each name; a part may lack a name."""
+        entries: dict[str, tuple[float, float]] = {}
+        for part in parts:
+            for name, (total, count) in part.entries.items():
+                before, seen = entries.get(name, (0.0, 0.0))
+                entries[name] = (before + total, seen + count)
+        return cls(entries)
+
+    @property
+    def entries(self) -> Mapping[str, tuple[float, float]]:
+        """The sum and the count of each name."""
+        return MappingProxyType(self._entries)
+
+    def means(self) -> dict[str, float]:
+        """Each name's mean; NaN where nothing was counted."""
+        return {name: self[name] for name in self._entries}
+
+    def __getitem__(self, name: str) -> float:
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self._entries, 1)
+            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(self._entries) or 'no names'}"
+            raise DataError(f"metrics have no `{name}`: {hint}")
+        total, count = self._entries[name]
+        return total / count if count else math.nan
+
+    def __or__(self, other: "Metrics") -> "Metrics":
+        """Both, where no name is in both; to average the same name use `Metrics.mean`."""
+        twice = sorted(self._entries.keys() & other.entries.keys())
+        if twice:
+            raise DataError(
+                f"both metrics have `{'`, `'.join(twice)}`: rename one, or average them with Metrics.mean"
+            )
+        return Metrics({**self._entries, **other.entries})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return self.entries == other.entries if isinstance(other, Metrics) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(f'{name}={value:.6g}' for name, value in self.means().items())})"

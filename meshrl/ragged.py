@@ -1,0 +1,186 @@
+"""Arrays that cannot change, and columns of them with one array a row."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import ml_dtypes  # registers bfloat16 and the 8-bit floats with numpy, by name
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from meshrl.errors import DataError
+from meshrl.sharding import Array, Rows
+
+Dtype: TypeAlias = np.dtype[np.generic]
+
+_NARROW = frozenset(
+    np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+)
+
+
+def frozen(array: Array, what: str = "an array") -> Array:
+    """The same values in a C-contiguous, native-endian array that nobody can write.
+
+    An array that owns its memory is frozen in place: the caller gives it up, with the views of it that he
+    holds, and writing into it raises from now on. A view of memory that somebody may still write is copied. Any shape;
+    bool, integer, float, complex, bfloat16 and float8; another dtype is a DataError that names `what`.
+    """
+    if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
+        raise DataError(
+            f"{what} has dtype {array.dtype}, which meshrl does not carry: give numbers or booleans as an "
+            "array, and text or other Python values as a tuple or list"
+        )
+    if type(array) is not np.ndarray or not array.flags.c_contiguous or not array.dtype.isnative:
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", subok=False)
+    if array.flags.writeable and not array.flags.owndata:
+        array = array.copy()
+    elif isinstance(array.base, np.ndarray) and array.base.flags.writeable:
+        array = array.copy()  # a read-only view of an array that its owner can still write
+    array.flags.writeable = False
+    return array
+
+
+def sealed(array: Array) -> Array:
+    """A fresh array of our own, made read-only in place."""
+    array.flags.writeable = False
+    return array
+
+
+def equal(left: Array, right: Array) -> bool:
+    """Whether dtype, shape and every value agree; NaN equals NaN."""
+    return left is right or (left.dtype == right.dtype and np.array_equal(left, right, equal_nan=True))
+
+
+class Ragged:
+    """A token column: one array a row, of any length, packed without padding. Immutable.
+
+    `values` is `[tokens, ...]`; row i is `values[offsets[i]:offsets[i + 1]]`; `offsets` is `int64[rows + 1]`.
+    """
+
+    __slots__ = ("_offsets", "_values")
+
+    def __init__(self, values: Array, offsets: ArrayLike) -> None:
+        """Take packed values and where each row starts. DataError if the offsets do not fit the values."""
+        bounds = np.asarray(offsets)
+        if bounds.dtype.kind not in "iu" or bounds.ndim != 1 or len(bounds) == 0:
+            raise DataError(
+                f"ragged offsets are {bounds.dtype}{list(bounds.shape)}: give int64[rows + 1], starting at 0 "
+                "and ending at the number of tokens (or let Ragged.of make them)"
+            )
+        if values.ndim == 0:
+            raise DataError("ragged values are one number: give an array whose first dim is the tokens")
+        if bounds[0] != 0 or bounds[-1] != len(values) or bool(np.any(bounds[1:] < bounds[:-1])):
+            raise DataError(
+                f"ragged offsets run from {bounds[0]} to {bounds[-1]} over {len(values)} tokens: they must "
+                "start at 0, never fall, and end at the number of tokens"
+            )
+        self._values = frozen(values, "the values of a ragged column")
+        self._offsets: Rows = np.asarray(frozen(bounds), np.int64)
+        self._offsets.flags.writeable = False
+
+    @classmethod
+    def make(cls, values: Array, offsets: Rows) -> "Ragged":
+        """What the constructor gives, unchecked: from arrays of our own that are known to fit."""
+        self = cls.__new__(cls)
+        self._values = sealed(values)
+        self._offsets = offsets
+        offsets.flags.writeable = False
+        return self
+
+    @classmethod
+    def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike) -> "Ragged":
+        """Pack rows, each an array or a list of numbers `[tokens, ...]`."""
+        arrays: list[Array] = [np.asarray(row, dtype) for row in rows]
+        for index, array in enumerate(arrays):
+            if array.ndim == 0:
+                raise DataError(
+                    f"row {index} of a ragged column is the number {array}: give a list of tokens"
+                )
+        lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        filled = [array for array in arrays if len(array)] or arrays[:1] or [np.empty(0, dtype)]
+        shapes = {array.shape[1:] for array in filled}
+        if len(shapes) > 1:
+            raise DataError(
+                f"the rows of a ragged column differ past their first dim: {sorted(shapes)}; only the number "
+                "of tokens may differ"
+            )
+        return cls(np.concatenate(filled), bounds_of(lengths))
+
+    @classmethod
+    def concat(cls, parts: Sequence["Ragged"]) -> "Ragged":
+        """The rows of all parts (one or more, of one dtype), in order."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls.make(np.concatenate([part.values for part in parts]), bounds_of(lengths))
+
+    @property
+    def values(self) -> Array:
+        """All tokens, `[tokens, ...]`, read-only."""
+        return self._values
+
+    @property
+    def offsets(self) -> Rows:
+        """Where each row starts, and the end: `int64[rows + 1]`, read-only."""
+        return self._offsets
+
+    @property
+    def lengths(self) -> Rows:
+        """Tokens of each row, `int64[rows]`."""
+        return np.diff(self._offsets)
+
+    @property
+    def dtype(self) -> Dtype:
+        """The dtype of the values."""
+        return self._values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and offsets."""
+        return self._values.nbytes + self._offsets.nbytes
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a ragged column of {len(self)} rows")
+        row %= len(self)
+        return self._values[self._offsets[row] : self._offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[Array]:
+        bounds = self._offsets.tolist()
+        return (self._values[start:end] for start, end in itertools.pairwise(bounds))
+
+    def select(self, rows: Rows) -> "Ragged":
+        """These rows, in this order; a row may be taken more than once. `rows` are int64, none negative."""
+        index, offsets = gather(self._offsets, rows)
+        return Ragged.make(self._values[index], offsets)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ragged):
+            return NotImplemented
+        return equal(self._offsets, other.offsets) and equal(self._values, other.values)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: object) -> "Ragged":
+        return self
+
+    def __repr__(self) -> str:
+        shape = "".join(f", {size}" for size in self._values.shape[1:])
+        return f"Ragged({len(self)} rows, {self.dtype}[{len(self._values)}{shape}])"
+
+
+def bounds_of(lengths: Rows) -> Rows:
+    """The offsets `int64[rows + 1]` of rows of these lengths."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def gather(offsets: Rows, rows: Rows) -> tuple[NDArray[np.int64], Rows]:
+    """Which tokens the selected rows hold, `int64[tokens]`, and the offsets of the selection."""
+    starts = offsets[rows]
+    bounds = bounds_of(offsets[rows + 1] - starts)
+    index = np.repeat(starts - bounds[:-1], np.diff(bounds))
+    index += np.arange(bounds[-1])
+    return index, bounds

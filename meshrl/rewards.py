@@ -1,0 +1,210 @@
+"""Rewards that are Python functions: the shipped ones, and the user's own inside one boundary."""
+
+import asyncio
+import copy
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import numpy as np
+import structlog
+from pydantic import Field
+
+from meshrl.config import nearest
+from meshrl.data import Batch
+from meshrl.errors import ConfigError
+from meshrl.roles import Reward, RoleConfig
+from meshrl.tasks import Row
+
+RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
+"""`reward(prompt, completion, row) -> float`, plain or async."""
+
+ROLES = {"Reward": "meshrl.rewards:FunctionReward"}
+"""What the backend `function` offers to the registry."""
+
+_log = structlog.get_logger()
+
+
+class RewardConfig(RoleConfig):
+    """Which function judges the completions."""
+
+    backend: str = "function"
+    function: str = "exact_match"
+    """`exact_match`, `reasoning_gym` (the dataset's own scorer), `file.py:name` or `package.module:name`.
+
+    Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
+    """
+    concurrency: int = Field(64, gt=0)
+    """Calls of an async function in flight at once."""
+
+
+class FunctionReward(Reward):
+    """Calls the function once a row. What it raises is told on that row and costs only that row's reward."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._function = load_function(config.function)
+        self._shipped = config.function in _SHIPPED
+        self._concurrency = config.concurrency
+        self._told: set[str] = set()
+
+    async def score(self, batch: Batch) -> Batch:
+        """Add `rewards` and `reward_error`. The function's `row` is the task's, with `answer` as rendered."""
+        turns = asyncio.Semaphore(self._concurrency)
+        prompts, completions = batch.objects("prompt"), batch.objects("completion")
+        answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
+        rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
+
+        async def one(index: int) -> tuple[float, str | None]:
+            row = cast("Row", rows[index])
+            # The user's function may do what it likes with its row; a batch is never written to.
+            row = dict(row) if self._shipped else copy.deepcopy(row)
+            if str(row.get("answer")) != answers[index]:
+                row["answer"] = answers[index]
+            async with turns:
+                value, error = await boundary(
+                    self._function, str(prompts[index]), str(completions[index]), row
+                )
+            return value, self._first(error)
+
+        scored = await asyncio.gather(*map(one, range(len(batch))))
+        return batch.assign(
+            rewards=np.array([value for value, _ in scored], np.float32),
+            reward_error=[error for _, error in scored],
+        )
+
+    def _first(self, error: Exception | None) -> str | None:
+        """The error as text; where it arose goes to the log, the first time."""
+        if error is None:
+            return None
+        text = f"{type(error).__name__}: {error}"[:500]
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        if (known := f"{type(error).__name__} {where}") not in self._told:
+            self._told.add(known)
+            _log.warning("a reward function raised; its row gets reward 0", error=text, at=where)
+        return text
+
+
+async def boundary(
+    function: RewardFunction, prompt: str, completion: str, row: Row
+) -> tuple[float, Exception | None]:
+    """The reward, or 0.0 and what the function raised, or why what it returned is no reward."""
+    try:
+        value = function(prompt, completion, row)
+        if inspect.isawaitable(value):
+            value = await value
+        return _finite(value), None
+    except Exception as error:  # noqa: BLE001 -- a user's function may raise anything; it is data on its row
+        return 0.0, error
+
+
+def _finite(value: object) -> float:
+    if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"a reward must be a number, not {value!r}")
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"a reward must be finite, not {number}")
+    return number
+
+
+# --- the shipped functions -----------------------------------------------------------------------
+
+
+def exact_match(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
+    """1.0 where the completion is the answer, white space around them aside."""
+    answer = str(row["answer"]).strip()
+    if not answer:
+        raise ValueError("the row has no answer to compare with")
+    return float(completion.strip() == answer)
+
+
+def reasoning_gym(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
+    """What the row's own reasoning_gym dataset gives the completion, from 0 to 1."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+        raise ValueError("the row is not of reasoning_gym: it has no metadata.source_dataset")
+    return _scorer(str(metadata["source_dataset"]))(completion.strip(), row)
+
+
+@cache
+def _scorer(dataset: str) -> Callable[[str, Row], float]:
+    import reasoning_gym as package  # noqa: PLC0415 -- an extra, and slow to import
+
+    return cast("Callable[[str, Row], float]", package.get_score_answer_fn(dataset))
+
+
+_SHIPPED: dict[str, RewardFunction] = {"exact_match": exact_match, "reasoning_gym": reasoning_gym}
+
+
+# --- finding a function by name ------------------------------------------------------------------
+
+
+def load_function(name: str) -> RewardFunction:
+    """The function that `RewardConfig.function` names; ConfigError where there is none."""
+    if name in _SHIPPED:
+        if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                "reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'"
+            )
+        return _SHIPPED[name]
+    module, colon, attribute = name.rpartition(":")
+    if not colon:
+        near = nearest(name, _SHIPPED)
+        raise ConfigError(
+            f"reward function {name!r}: write {', '.join(_SHIPPED)}, file.py:name or package.module:name"
+            + (f"; did you mean {near!r}?" if near else "")
+        )
+    try:
+        names = vars(_from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module))
+    except ConfigError:
+        raise
+    except Exception as error:  # importing a user's file runs it, and that may raise anything
+        raise ConfigError(f"reward function {name!r}: importing {module} failed: {_reason(error)}") from error
+    if attribute not in names:
+        functions = [key for key, value in names.items() if inspect.isfunction(value)]
+        near = nearest(attribute, functions)
+        has = f"did you mean {near!r}?" if near else f"it has {', '.join(functions) or 'no function'}"
+        raise ConfigError(f"reward function {name!r}: {module} has no {attribute!r}; {has}")
+    function: object = names[attribute]
+    if not callable(function):
+        raise ConfigError(f"reward function {name!r}: is {function!r}, not a function")
+    _check_parameters(name, function)
+    return cast("RewardFunction", function)
+
+
+def _from_file(path: Path) -> object:
+    if not path.is_file():
+        raise ConfigError(f"reward file {str(path)!r}: there is no file {path.resolve()}")
+    # A name of its own: a user's `random.py` must not be taken for the library's module.
+    name = f"meshrl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"reward file {str(path)!r}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_parameters(name: str, function: Callable[..., object]) -> None:
+    try:
+        inspect.signature(function).bind("", "", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name!r} takes {inspect.signature(function)}: {error}; "
+            "it is called as function(prompt, completion, row)"
+        ) from error
+    except ValueError:
+        return  # a builtin without a signature
+
+
+def _reason(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"

@@ -1,0 +1,143 @@
+"""Splitting a call's values over ranks and joining what the ranks return."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import cast
+
+import numpy as np
+
+from meshrl.errors import ContractError, ReplicasDisagree
+from meshrl.sharding import Addable, Array, Averageable, Joinable, Rows, Splittable
+
+Plan = Sequence[Rows]
+"""For each part, the rows it takes."""
+
+
+def make_plan(values: Mapping[str, object], parts: int) -> Plan | None:
+    """One division of rows for all values that a call shards over the same axes.
+
+    A value that knows the cost of its rows (a `Batch`) decides; arrays alone are cut into runs of rows.
+    None where every value is None. Raises `ContractError` where the values have different row counts.
+    """
+    counts = {f"{name}{path}": len(leaf) for name, value in values.items() for path, leaf in _leaves(value)}
+    if not counts:
+        return None
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"`{name}` has {count}" for name, count in counts.items())
+        raise ContractError(
+            f"values sharded over one axis in one call need the same number of rows: {listed}"
+        )
+    for value in values.values():
+        for _, leaf in _leaves(value):
+            if not isinstance(leaf, np.ndarray):
+                return leaf.plan(parts)
+    return np.array_split(np.arange(next(iter(counts.values()))), parts)
+
+
+def take(value: object, rows: Rows) -> object:
+    """The rows of every leaf of a value: the tree of containers stays as it is."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: take(item, rows) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(take(item, rows) for item in value)
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    return _splittable(value).part(rows)
+
+
+def gather(parts: Sequence[object], plan: Plan | None) -> object:
+    """Join one value a rank into one, rows in the order of the sharded argument."""
+    first = parts[0]
+    if first is None:
+        return None
+    if isinstance(first, Mapping):
+        return {
+            key: gather([cast("Mapping[str, object]", part)[key] for part in parts], plan) for key in first
+        }
+    if isinstance(first, list | tuple):
+        columns = zip(*cast("Sequence[Sequence[object]]", parts), strict=True)
+        return type(first)(gather(column, plan) for column in columns)
+    if isinstance(first, np.ndarray):
+        return _gather_arrays(cast("Sequence[Array]", parts), plan)
+    return cast("type[Joinable]", type(first)).join(cast("Sequence[Joinable]", parts), plan)
+
+
+def mean(parts: Sequence[object]) -> object:
+    """The mean of one value a rank."""
+    if isinstance(parts[0], int | float | np.ndarray | np.generic | Mapping):
+        return _reduce(parts, lambda values: cast("float", _total(values)) / len(values))
+    return cast("type[Averageable]", type(parts[0])).mean(cast("Sequence[Averageable]", parts))
+
+
+def total(parts: Sequence[object]) -> object:
+    """The sum of one value a rank."""
+    return _reduce(parts, _total)
+
+
+def agree(parts: Sequence[object], ranks: Sequence[int], where: str) -> object:
+    """The value that all ranks returned; `ReplicasDisagree` names the ranks where they did not."""
+    for rank, part in zip(ranks[1:], parts[1:], strict=True):
+        if not _equal(parts[0], part):
+            raise ReplicasDisagree(
+                f"{where} is marked Same, but rank {ranks[0]} returned {_short(parts[0])} "
+                f"and rank {rank} returned {_short(part)}"
+            )
+    return parts[0]
+
+
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Splittable | Array]]:
+    if value is None:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value if isinstance(value, np.ndarray) else _splittable(value)
+
+
+def _splittable(value: object) -> Splittable:
+    if not hasattr(value, "part"):
+        raise ContractError(
+            f"a {type(value).__name__} cannot be split over ranks: shard a Batch, an array, or a dict or list of them"
+        )
+    return cast("Splittable", value)
+
+
+def _gather_arrays(parts: Sequence[Array], plan: Plan | None) -> Array:
+    joined: Array = np.concatenate(parts)
+    if plan is None:
+        return joined
+    if [len(part) for part in parts] != [len(rows) for rows in plan]:
+        raise ContractError(
+            f"ranks were given {[len(rows) for rows in plan]} rows and returned arrays of "
+            f"{[len(part) for part in parts]}: return one element a row, or a Batch made from the argument's rows"
+        )
+    ordered = np.empty_like(joined)
+    ordered[np.concatenate(list(plan))] = joined
+    return ordered
+
+
+def _reduce(parts: Sequence[object], join: Callable[[Sequence[object]], object]) -> object:
+    if isinstance(parts[0], Mapping):
+        return {key: join([cast("Mapping[str, object]", part)[key] for part in parts]) for key in parts[0]}
+    return join(parts)
+
+
+def _total(values: Sequence[object]) -> object:
+    return reduce(lambda one, other: cast("Addable", one) + cast("Addable", other), values)
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,152 @@
+"""A run: the engine, the meshes and the folder of one execution of an algorithm script."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import numpy as np
+from pydantic import Field
+
+from meshrl.config import Config
+from meshrl.data import Batch
+from meshrl.engine import Engine, Resources
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import ConfigError
+from meshrl.mesh import Mesh
+from meshrl.metrics import Metrics
+from meshrl.recorder import Recorder
+from meshrl.registry import implementation
+from meshrl.roles import RoleConfig
+
+R = TypeVar("R")
+
+
+class MeshConfig(Resources):
+    """One named mesh: how many ranks, and what each may use."""
+
+    ranks: int = Field(default=1, ge=1)
+    axes: dict[str, int] = Field(default={})
+    """The axes, the last one fastest; nothing means `dp = ranks`."""
+
+
+class RunConfig(Config):
+    """The `[run]` table of a configuration."""
+
+    name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    """The run's folder is `folder/name`."""
+    folder: str = "runs"
+    seed: int = 0
+    """Decides the order of the data; the roles have seeds of their own."""
+    engine: Literal["local"] = "local"
+    meshes: dict[str, MeshConfig] = Field(default={})
+    """The meshes that roles name; one that is not here has one rank and the cores that are free."""
+    samples_every: int = Field(default=20, ge=1)
+    """Steps between two samples of prompts, completions and rewards."""
+
+
+class Run:
+    """What a script is given: spawn roles, count steps, record numbers. Used with `async with`.
+
+        async with Run(RunConfig(name="mine")) as run:
+            policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: Mapping[str, object] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        """`resolved`: the whole configuration, which is written to the run's folder."""
+        self.config = config
+        self.engine = engine or LocalEngine()
+        self.recorder = Recorder(Path(config.folder) / config.name, resolved or {})
+        self._meshes: dict[str, asyncio.Task[Mesh]] = {}
+        self._step = 0
+        self._step_began = time.perf_counter()
+
+    @property
+    def folder(self) -> Path:
+        """Where everything that the run writes lies."""
+        return self.recorder.folder
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.config.seed
+
+    async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
+        """The backend that the configuration names for a role, on the mesh that it names.
+
+        Raises `BackendError` where there is none, and what `Mesh.spawn` raises.
+        """
+        cls = implementation(role, config.backend)
+        # A task a mesh, so that roles spawned at the same time wait for one reservation.
+        if config.mesh not in self._meshes:
+            self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
+        mesh = await self._meshes[config.mesh]
+        return await mesh.spawn(cls, config)
+
+    async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
+        """Reserve a mesh of one's own; the run stops it at the end."""
+        return await Mesh.reserve(self.engine, ranks, resources)
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The numbers of the steps, 0 to count - 1, with a progress line."""
+        self.recorder.begin(count)
+        for step in range(count):
+            self._step, self._step_began = step, time.perf_counter()
+            yield step
+
+    def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        """Write the numbers of this step, and now and then rows of the batch to read."""
+        values = {**metrics.means(), **(_statistics(batch) if batch is not None else {}), **numbers}
+        values["step_s"] = time.perf_counter() - self._step_began
+        self.recorder.step(self._step, values)
+        if batch is not None and self._step % self.config.samples_every == 0:
+            self.recorder.samples(self._step, batch)
+
+    def summary(self, **values: float | str) -> None:
+        """Add to the run's `summary.json`."""
+        self.recorder.summary(**values)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for reservation in self._meshes.values():
+            reservation.cancel()
+        await self.engine.close()
+        self.recorder.close(error)
+
+    async def _reserve(self, name: str) -> Mesh:
+        config = self.config.meshes.get(name, MeshConfig())
+        mesh = await self.mesh(config.ranks, Resources(cpus=config.cpus))
+        if not config.axes:
+            return mesh
+        if np.prod(list(config.axes.values())) != config.ranks:
+            raise ConfigError(
+                f"run.meshes.{name}: its axes {config.axes} multiply to {np.prod(list(config.axes.values()))}, "
+                f"not to ranks = {config.ranks}"
+            )
+        return mesh.shape(**config.axes)
+
+
+def _statistics(batch: Batch) -> dict[str, float]:
+    """The numbers that people watch of a batch of rollouts."""
+    found: dict[str, float] = {"rows": len(batch)}
+    if "loss_mask" in batch and len(batch):
+        learned = batch.loss_mask
+        found["completion_tokens"] = float(learned.values.sum()) / len(batch)
+    if "rewards" in batch and len(batch):
+        found["reward"] = float(batch.rewards.mean())
+    if "truncated" in batch and len(batch):
+        found["truncated"] = float(batch.row("truncated").mean())
+    if "reward_error" in batch:
+        found["reward_errors"] = float(sum(error is not None for error in batch.objects("reward_error")))
+    return found

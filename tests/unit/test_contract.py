@@ -1,0 +1,181 @@
+"""A contract is read once, when a class is spawned, and every mistake in it is told."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pytest
+
+from meshrl import DP, TP, Actor, Batch, ContractError, Gather, Mean, Metrics, Replicate, Same, Shard, Sum, endpoint
+from meshrl.contract import EVERY_RANK, read_contract
+
+if TYPE_CHECKING:
+    from decimal import Decimal
+
+CP_DP = Literal["cp", "dp"]
+Stage = Literal["stage"]
+
+
+class Everything(Actor):
+    @endpoint
+    async def joint(self, batch: Shard[Batch, CP_DP], scale: float = 1.0) -> Gather[Batch]: ...
+
+    @endpoint
+    async def containers(self, values: Shard[dict[str, Batch]], more: Shard[Batch] | None = None) -> Sum[int]: ...
+
+    @endpoint
+    async def own_axis(self, batch: Shard[Batch, Stage], whole: Replicate[dict[str, int]]) -> Mean[Metrics, Stage]: ...
+
+    @endpoint
+    async def same(self) -> Same[int]: ...
+
+    @endpoint
+    async def nothing(self) -> None: ...
+
+    @endpoint
+    async def stream(self, batch: Shard[Batch]) -> AsyncIterator[Gather[Batch]]:
+        yield batch
+
+    async def not_an_endpoint(self) -> int: ...
+
+
+def test_marks_are_read_with_their_axes() -> None:
+    contract = read_contract(Everything, {"dp": 2, "cp": 2, "stage": 1})
+    assert set(contract) == {"joint", "containers", "own_axis", "same", "nothing", "stream"}
+    assert contract["joint"].shards == {"batch": ("cp", "dp")}
+    assert contract["containers"].shards == {"values": ("dp",), "more": ("dp",)}
+    assert contract["own_axis"].shards == {"batch": ("stage",)}
+    assert contract["own_axis"].result.axes == ("stage",)
+    assert contract["same"].result.axes == EVERY_RANK
+    assert contract["stream"].stream and contract["stream"].result.kind == "gather"
+
+
+def mistakes_of(cls: type, **shape: int) -> str:
+    with pytest.raises(ContractError) as caught:
+        read_contract(cls, shape or {"dp": 2})
+    return str(caught.value)
+
+
+def test_every_mistake_is_in_one_error() -> None:
+    class Wrong(Actor):
+        @endpoint
+        async def unmarked(self) -> int: ...
+
+        @endpoint
+        async def axis(self, batch: Shard[Batch, TP]) -> None: ...
+
+        @endpoint
+        async def unsplittable(self, text: Shard[str]) -> None: ...  # type: ignore[type-var]  # pyright: ignore
+
+        @endpoint
+        def not_async(self) -> None: ...
+
+        @endpoint
+        async def argument(self, batch: Gather[Batch]) -> None: ...
+
+        @endpoint
+        async def result(self) -> Shard[Batch]: ...
+
+        @endpoint
+        async def no_annotation(self): ...  # type: ignore[no-untyped-def]
+
+        @endpoint
+        async def unjoinable(self) -> Gather[str]: ...  # type: ignore[type-var]  # pyright: ignore
+
+        @endpoint
+        async def later(self, value: "Decimal") -> None: ...
+
+        @endpoint
+        def no_generator(self) -> AsyncIterator[Gather[Batch]]: ...
+
+        @endpoint
+        async def mean_stream(self) -> AsyncIterator[Mean[Metrics]]:
+            yield Metrics.of()
+
+    text = mistakes_of(Wrong)
+    assert text.startswith("Wrong cannot be spawned on a mesh of dp=2:")
+    for part in (
+        "Wrong.unmarked: the result int of 2 ranks is not marked: write Gather[int] to join",
+        "Wrong.axis: parameter `batch` is marked Shard[Batch, tp] but the mesh has no axis 'tp' (it has dp): "
+        "write mesh.shape(tp=1, dp=2)",
+        "Wrong.unsplittable: parameter `text`: str cannot be split over ranks",
+        "Wrong.not_async: is not async: write `async def not_async`",
+        "Wrong.argument: parameter `batch` is marked Gather[Batch], which joins results: write Shard or Replicate",
+        "Wrong.result: the result is marked Shard[Batch], which splits arguments",
+        "Wrong.no_annotation: has no result annotation",
+        "Wrong.unjoinable: the result Gather[str]: str has no `join`",
+        "Wrong.later: the annotation 'Decimal' is not known at run time",
+        "Wrong.no_generator: says it returns an AsyncIterator but is no async generator",
+        "Wrong.mean_stream: a stream cannot yield Mean[Metrics]",
+    ):
+        assert part in text
+    assert len(text.splitlines()) == 12
+
+
+def test_one_rank_needs_no_mark_on_its_result() -> None:
+    class Single(Actor):
+        @endpoint
+        async def value(self) -> int: ...
+
+    assert read_contract(Single, {"dp": 1})["value"].result.kind == "plain"
+
+
+class Role(Actor, ABC):
+    @endpoint
+    @abstractmethod
+    async def update(self, batch: Shard[Batch], scale: float = 1.0) -> Mean[Metrics]: ...
+
+
+def test_a_backend_inherits_its_roles_marks() -> None:
+    class Backend(Role):
+        async def update(self, batch: Batch, scale: float = 1.0, extra: int = 0) -> Metrics: ...
+
+    contract = read_contract(Backend, {"dp": 2})
+    assert contract["update"].shards == {"batch": ("dp",)}
+    assert contract["update"].result.kind == "mean"
+    assert list(contract["update"].signature.parameters) == ["batch", "scale", "extra"]
+
+
+def test_an_override_may_repeat_the_contract_but_not_change_it() -> None:
+    class Same_(Role):
+        async def update(self, batch: Shard[Batch], scale: float = 1.0) -> Mean[Metrics]: ...
+
+    read_contract(Same_, {"dp": 2})
+
+    class Changed(Role):
+        async def update(self, batch: Shard[Batch, TP], scale: float = 1.0) -> Mean[Metrics]: ...
+
+    assert "parameter `batch` is Shard[Batch, tp] here but Shard[Batch] in Role" in mistakes_of(Changed, dp=1, tp=2)
+
+    class Renamed(Role):
+        async def update(self, rows: Batch, scale: float = 1.0) -> Metrics: ...  # type: ignore[override]  # pyright: ignore
+
+    assert "its parameters (rows, scale) do not start with (batch, scale), those of Role" in mistakes_of(Renamed)
+
+    class Blocking(Role):
+        def update(self, batch: Batch, scale: float = 1.0) -> Metrics: ...  # type: ignore[override]  # pyright: ignore
+
+    assert "Blocking.update: is not async" in mistakes_of(Blocking)
+
+    class More(Role):
+        async def update(self, batch: Batch, scale: float, extra: int) -> Metrics: ...  # type: ignore[override]  # pyright: ignore
+
+    assert "its parameter `extra` is not in Role: give it a default" in mistakes_of(More)
+
+
+def test_arrays_optionals_and_lists_can_be_marked() -> None:
+    class Arrays(Actor):
+        @endpoint
+        async def run(
+            self, one: Shard[np.ndarray], many: Shard[list[Batch]], maybe: Shard[Batch | None, DP] = None
+        ) -> Gather[tuple[np.ndarray, np.ndarray]]: ...
+
+    assert set(read_contract(Arrays, {"dp": 2})["run"].shards) == {"one", "many", "maybe"}
+
+
+def test_a_class_that_is_no_actor_is_refused() -> None:
+    class Plain:
+        pass
+
+    assert "Plain is not an actor: write `class Plain(meshrl.Actor)`" in mistakes_of(Plain)

@@ -1,0 +1,203 @@
+"""Calls through a mesh: splitting, joining, views of ranks, and what goes wrong."""
+
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import numpy as np
+import pytest
+
+import meshrl
+from meshrl import (
+    PP,
+    TP,
+    Actor,
+    Batch,
+    ContractError,
+    Gather,
+    LocalEngine,
+    Mean,
+    Mesh,
+    Metrics,
+    Policy,
+    Ragged,
+    ReplicasDisagree,
+    Same,
+    Shard,
+    Sum,
+    at,
+    current_rank,
+    each,
+    endpoint,
+    ranks,
+)
+
+DP_PP = Literal["dp", "pp"]
+
+
+class Worker(Actor):
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+
+    @endpoint
+    async def where(self) -> Gather[np.ndarray]:
+        return np.array([current_rank().index])
+
+    @endpoint
+    async def along_tp(self) -> Gather[np.ndarray, TP]:
+        return np.array([current_rank().index])
+
+    @endpoint
+    async def along_both(self, rows: Shard[np.ndarray, DP_PP]) -> Gather[np.ndarray, DP_PP]:
+        return rows * 0 + current_rank().index
+
+    @endpoint
+    async def twice(self, batch: Shard[Batch], factor: float = 2.0) -> Gather[Batch]:
+        return batch.assign(rewards=batch.rewards * np.float32(factor))
+
+    @endpoint
+    async def reversed(self, batch: Shard[Batch]) -> Gather[Batch]:
+        return batch.select(np.arange(len(batch))[::-1])
+
+    @endpoint
+    async def expanded(self, batch: Shard[Batch]) -> AsyncIterator[Gather[Batch]]:
+        rows = batch.repeat(2)
+        for row in range(len(rows)):
+            yield rows.select([row])
+
+    @endpoint
+    async def pairs(
+        self, rows: Shard[dict[str, Batch]], scale: Shard[np.ndarray] | None = None
+    ) -> Gather[dict[str, np.ndarray]]:
+        weight = np.ones(len(rows["a"])) if scale is None else scale
+        return {"sum": (rows["a"].rewards + rows["b"].rewards) * weight, "rank": weight * 0 + current_rank().index}
+
+    @endpoint
+    async def tokens(self, batch: Shard[Batch]) -> Sum[int]:
+        return int(batch.lengths.sum())
+
+    @endpoint
+    async def reward(self, batch: Shard[Batch]) -> Mean[Metrics]:
+        return Metrics.of(reward=(float(batch.rewards.sum()), len(batch)))
+
+    @endpoint
+    async def index(self) -> Same[int]:
+        return current_rank().index
+
+    @endpoint
+    async def offset_(self) -> Same[int]:
+        return self.offset
+
+    @endpoint
+    async def call(self, other: "Worker", batch: Batch) -> Same[Batch]:
+        return await other.twice(batch)
+
+
+def make_batch(rows: int) -> Batch:
+    lengths = np.random.default_rng(rows).integers(1, 9, rows)
+    return Batch.of(
+        rewards=np.arange(rows, dtype=np.float32), tokens=Ragged.of([np.arange(n) for n in lengths], np.int32)
+    )
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[LocalEngine]:
+    engine = LocalEngine(cores=4)
+    yield engine
+    await engine.close()
+
+
+async def spawn(engine: LocalEngine, count: int, **axes: int) -> Worker:
+    mesh = await Mesh.reserve(engine, count)
+    return await (mesh.shape(**axes) if axes else mesh).spawn(Worker)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7])
+async def test_rows_come_back_in_order(engine: LocalEngine, count: int, rows: int) -> None:
+    worker, batch = await spawn(engine, count), make_batch(rows)
+    assert (await worker.twice(batch, factor=3)).rewards.tolist() == [3.0 * row for row in range(rows)]
+    assert await worker.reversed(batch) == batch
+    assert await worker.tokens(batch) == batch.lengths.sum()
+
+
+async def test_means_are_weighted_by_rows(engine: LocalEngine) -> None:
+    worker = await spawn(engine, 2)
+    assert (await worker.reward(make_batch(3)))["reward"] == 1.0
+
+
+async def test_containers_and_optional_shards_are_split_alike(engine: LocalEngine) -> None:
+    worker, batch = await spawn(engine, 2), make_batch(5)
+    result = await worker.pairs({"a": batch, "b": batch}, np.array([1, 2, 3, 4, 5.0]))
+    assert result["sum"].tolist() == [0, 4, 12, 24, 40]
+    assert (await worker.pairs(rows={"a": batch, "b": batch}))["sum"].tolist() == [0, 2, 4, 6, 8]
+    with pytest.raises(ContractError, match=r"`rows\['a'\]` has 5, `rows\['b'\]` has 4"):
+        await worker.pairs({"a": batch, "b": batch.select(range(4))})
+
+
+async def test_streams_yield_each_rows_own_values(engine: LocalEngine) -> None:
+    worker, batch = await spawn(engine, 2), make_batch(5)
+    chunks = [chunk async for chunk in worker.expanded(batch)]
+    assert sorted(int(chunk.rewards[0]) for chunk in chunks) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+async def test_axes_choose_what_is_split_and_joined(engine: LocalEngine) -> None:
+    worker = await spawn(engine, 8, dp=2, pp=2, tp=2)
+    assert (await worker.where()).tolist() == [0, 4]
+    assert (await worker.along_tp()).tolist() == [0, 1]
+    assert (await worker.along_both(np.arange(4))).tolist() == [0, 2, 4, 6]
+    assert [rank.axes for rank in ranks(worker)][5] == {"dp": 1, "pp": 0, "tp": 1}
+
+
+async def test_each_gives_one_result_a_rank_and_at_a_submesh(engine: LocalEngine) -> None:
+    worker = await spawn(engine, 4, dp=2, tp=2, pp=1)
+    assert [array.tolist() for array in await each(worker.where)()] == [[0], [1], [2], [3]]
+    half = at(worker, dp=1)
+    assert [rank.index for rank in ranks(half)] == [2, 3]
+    assert (await half.where()).tolist() == [2]
+    assert (await half.twice(make_batch(3))).rewards.tolist() == [0, 2, 4]
+    with pytest.raises(ContractError, match=r"at\(Worker, dp=2\): the mesh has dp=2, tp=2, pp=1"):
+        at(worker, dp=2)
+    plain = Worker()
+    assert [array.tolist() for array in await each(plain.where)()] == [[0]]
+
+
+async def test_ranks_that_disagree_are_named(engine: LocalEngine) -> None:
+    worker = await spawn(engine, 2, dp=2, tp=1, pp=1)
+    assert await worker.offset_() == 0
+    with pytest.raises(ReplicasDisagree, match=r"Worker.index .* rank 0 returned 0 and rank 1 returned 1"):
+        await worker.index()
+
+
+async def test_a_handle_can_be_sent_to_another_actor(engine: LocalEngine) -> None:
+    one, other = await spawn(engine, 2), await spawn(engine, 2)
+    assert (await one.call(other, make_batch(3))).rewards.tolist() == [0, 2, 4]
+
+
+async def test_two_layouts_live_in_the_same_ranks(engine: LocalEngine) -> None:
+    mesh = await Mesh.reserve(engine, 4)
+    wide = await mesh.shape(dp=4, tp=1, pp=1).spawn(Worker)
+    tall = await mesh.shape(dp=1, tp=4, pp=1).spawn(Worker)
+    assert (await wide.where()).tolist() == [0, 1, 2, 3]
+    assert (await tall.where()).tolist() == [0]
+    assert "dp=1, tp=4" in repr(tall)
+
+
+async def test_wrong_uses_say_what_to_write(engine: LocalEngine) -> None:
+    mesh = await Mesh.reserve(engine, 2)
+    with pytest.raises(ContractError, match=r"mesh.shape\(dp=3\) is 3 ranks, but the mesh has 2"):
+        mesh.shape(dp=3)
+    with pytest.raises(ContractError, match="too many positional arguments"):
+        await mesh.shape(dp=2, tp=1, pp=1).spawn(Worker, 1, 2)  # type: ignore[call-arg]  # pyright: ignore
+    with pytest.raises(TypeError, match="is a role without an implementation of encode, logprobs"):
+        await mesh.spawn(Policy)
+    worker = await mesh.shape(dp=2, tp=1, pp=1).spawn(Worker)
+    with pytest.raises(ContractError, match="missing a required argument: 'batch'"):
+        await worker.twice()  # type: ignore[call-arg]  # pyright: ignore
+    with pytest.raises(ContractError, match="a int cannot be split over ranks"):
+        await worker.twice(3)  # type: ignore[arg-type]  # pyright: ignore
+    with pytest.raises(AttributeError, match="no endpoint 'twise': did you mean 'twice'"):
+        await worker.twise()  # type: ignore[attr-defined]  # pyright: ignore
+    with pytest.raises(ContractError, match="is a stream"):
+        each(worker.expanded)  # type: ignore[arg-type]  # pyright: ignore
+    with pytest.raises(ContractError, match=r"ranks\(\) needs an actor that was spawned on a mesh"):
+        meshrl.ranks(Worker())

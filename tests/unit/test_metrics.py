@@ -1,0 +1,80 @@
+"""Means that are divided last."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl.errors import DataError
+from meshrl.metrics import Metrics
+from meshrl.sharding import Averageable
+
+NUMBERS = st.lists(st.lists(st.floats(-1e6, 1e6), max_size=6), min_size=1, max_size=5)
+
+
+@given(NUMBERS)
+def test_the_mean_over_ranks_is_the_mean_of_all_numbers(ranks: list[list[float]]) -> None:
+    everything = [number for rank in ranks for number in rank]
+    parts = [Metrics.of(loss=(math.fsum(rank), len(rank))) for rank in ranks]
+    mean = Metrics.mean(parts)["loss"]
+    if everything:
+        assert mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-9, abs=1e-6)
+    else:
+        assert math.isnan(mean)
+
+
+def test_a_mean_of_means_would_be_wrong() -> None:
+    parts = [Metrics.of(loss=(1.0, 1), lr=(0.5, 1)), Metrics.of(loss=(0.0, 3), lr=(0.5, 1))]
+    assert Metrics.mean(parts).means() == {"loss": 0.25, "lr": 0.5}
+    assert Metrics.mean(parts).entries["loss"] == (1.0, 4.0)
+
+
+def test_a_part_may_lack_a_name() -> None:
+    assert Metrics.mean([Metrics.of(a=(1, 2)), Metrics.of(b=(3, 4)), Metrics({})]).means() == {"a": 0.5, "b": 0.75}
+    assert Metrics.mean([]).means() == {}
+
+
+def test_counts_of_zero_give_nan() -> None:
+    assert math.isnan(Metrics.of(loss=(0, 0))["loss"])
+
+
+def test_numbers_become_python_floats() -> None:
+    metrics = Metrics({"a/b": (np.float32(3), np.int64(2))})
+    assert [type(number) for number in metrics.entries["a/b"]] == [float, float]
+    assert metrics["a/b"] == 1.5
+
+
+def test_either_or_both() -> None:
+    both = Metrics.of(a=(1, 1)) | Metrics.of(b=(2, 1))
+    assert both == Metrics.of(b=(2, 1), a=(1, 1))
+    assert (list(both), len(both), "a" in both, "c" in both) == (["a", "b"], 2, True, False)
+    with pytest.raises(DataError, match=r"both metrics have `a`: rename one, or .* Metrics.mean"):
+        _ = both | Metrics.of(a=(1, 1))
+
+
+def test_an_unknown_name_gives_the_nearest() -> None:
+    with pytest.raises(DataError, match="no `los`: did you mean `loss`"):
+        _ = Metrics.of(loss=(1, 1))["los"]
+    with pytest.raises(DataError, match="no `x`: it has loss, lr"):
+        _ = Metrics.of(loss=(1, 1), lr=(1, 1))["x"]
+    with pytest.raises(DataError, match="no `x`: it has no names"):
+        _ = Metrics({})["x"]
+
+
+def test_metrics_cannot_change() -> None:
+    given_entries = {"a": (1.0, 1.0)}
+    metrics = Metrics(given_entries)
+    given_entries["a"] = (9.0, 1.0)
+    assert metrics["a"] == 1
+    with pytest.raises(TypeError):
+        metrics.entries["a"] = (9.0, 1.0)  # type: ignore[index]  # pyright: ignore[reportIndexIssue]
+    assert copy.deepcopy(metrics) is metrics
+    assert metrics != "metrics"
+
+
+def test_repr_and_protocol() -> None:
+    value: Averageable = Metrics.of(loss=(1, 3))
+    assert repr(value) == "Metrics(loss=0.333333)"
