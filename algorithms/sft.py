@@ -1,6 +1,6 @@
 """Supervised fine-tuning: maximise the likelihood of the answers.
 
-    meshrl run sft/quickstart
+meshrl run sft/quickstart
 """
 
 from meshrl import (

@@ -37,7 +37,7 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
 )
-from meshrl.rollout import evaluate, exact_match, publish, rollout
+from meshrl.rollout import evaluate, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
 from meshrl.sharding import CP, DP, EP, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
 from meshrl.tasks import Task, TaskConfig
@@ -100,7 +100,6 @@ __all__ = [
     "each",
     "endpoint",
     "evaluate",
-    "exact_match",
     "group_advantages",
     "leave_one_out",
     "publish",

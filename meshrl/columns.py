@@ -61,8 +61,7 @@ def _standard(name: str, column: Column) -> Column:
         return column
     if not np.can_cast(column.dtype, dtype, "same_kind"):
         raise DataError(
-            f"the standard column `{name}` is {column.dtype} and must be {dtype}: convert it, "
-            "or use another name"
+            f"the standard column `{name}` is {column.dtype} and must be {dtype}: convert it, or use another name"
         )
     if isinstance(column, Ragged):
         return Ragged.make(column.values.astype(dtype), column.offsets)

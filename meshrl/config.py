@@ -124,9 +124,7 @@ def _value(text: str) -> object:
 # --- pydantic's errors, told in the words of the file ---------------------------------------------
 
 
-def _mistakes(
-    schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
-) -> list[tuple[Keys, str]]:
+def _mistakes(schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]) -> list[tuple[Keys, str]]:
     found: dict[Keys, list[str]] = {}
     for error in errors:
         path, union = _resolve(schema, error["loc"])

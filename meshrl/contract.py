@@ -253,7 +253,9 @@ def _leaves_have(hint: object, attribute: str) -> bool:
         return True
     if attribute in ("mean", "__add__") and issubclass(leaf, int | float):
         return True
-    return issubclass(leaf, np.ndarray) or hasattr(leaf, attribute)
+    found = getattr(leaf, attribute, None)
+    joins = inspect.ismethod(found) if attribute in ("join", "mean") else found is not None
+    return joins or issubclass(leaf, np.ndarray)
 
 
 def _type_name(hint: object) -> str:

@@ -86,9 +86,7 @@ class Batch:
         if name not in self._columns:
             near = difflib.get_close_matches(name, self._columns, 1)
             hint = f"did you mean `{near[0]}`? " if near else ""
-            raise DataError(
-                f"the batch has no column `{name}`: {hint}it has {', '.join(self.names) or 'none'}"
-            )
+            raise DataError(f"the batch has no column `{name}`: {hint}it has {', '.join(self.names) or 'none'}")
         return self._columns[name]
 
     def row(self, name: str) -> Array:
@@ -163,8 +161,7 @@ class Batch:
         for name, column in taken.items():
             if len(column) != self._rows:
                 raise DataError(
-                    f"column `{name}` has {len(column)} rows and the batch has {self._rows}: "
-                    "give one value a row"
+                    f"column `{name}` has {len(column)} rows and the batch has {self._rows}: give one value a row"
                 )
         return self._make(self._rows, kinds.aligned({**self._columns, **taken}), self._origins)
 

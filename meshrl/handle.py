@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Never, ParamSpec, TypeVar, cast
 
@@ -28,11 +30,17 @@ class Deployment:
     """One a rank, the last axis fastest."""
     engine: Engine
 
-    def index_along(self, axes: Axes, rank: Rank) -> int:
-        """Which part of a value split over `axes` belongs to the rank: its joint coordinate on them."""
+    @cached_property
+    def places(self) -> list[dict[str, int]]:
+        """Each member's coordinates on `shape`."""
+        coordinates = product(*(range(size) for size in self.shape.values()))
+        return [dict(zip(self.shape, place, strict=True)) for place in coordinates]
+
+    def index_along(self, axes: Axes, number: int) -> int:
+        """Which part of a value split over `axes` belongs to the member: its joint coordinate on them."""
         index = 0
         for axis in axes:
-            index = index * self.shape[axis] + rank.axes[axis]
+            index = index * self.shape[axis] + self.places[number][axis]
         return index
 
     def parts_along(self, axes: Axes) -> int:
@@ -44,9 +52,9 @@ class Deployment:
         if axes == EVERY_RANK:
             return list(range(len(self.members)))
         first = [
-            (self.index_along(axes, member.rank), number)
-            for number, member in enumerate(self.members)
-            if not any(index for axis, index in member.rank.axes.items() if axis not in axes)
+            (self.index_along(axes, number), number)
+            for number, place in enumerate(self.places)
+            if not any(index for axis, index in place.items() if axis not in axes)
         ]
         return [number for _, number in sorted(first)]
 
@@ -60,6 +68,8 @@ class Handle:
         self._meshrl = deployment
 
     def __getattr__(self, name: str) -> "BoundEndpoint":
+        if name.startswith("_"):  # what Python itself looks for is never an endpoint
+            raise AttributeError(name)
         deployment = self._meshrl
         if name in deployment.contract:
             return BoundEndpoint(deployment, deployment.contract[name])
@@ -144,11 +154,11 @@ class BoundEndpoint:
                 raise ContractError(f"{self.where}: {error}") from None
         if not shards:
             return [Request(member, bound.args, bound.kwargs) for member in members], plans
-        return [self._request(member, args, kwargs, plans) for member in members], plans
+        return [self._request(number, args, kwargs, plans) for number in range(len(members))], plans
 
     def _request(
         self,
-        member: Member,
+        number: int,
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         plans: Mapping[Axes, rows.Plan | None],
@@ -157,9 +167,9 @@ class BoundEndpoint:
         for name, axes in self.endpoint.shards.items():
             plan = plans[axes]
             if plan is not None and name in bound.arguments:
-                part = plan[self.deployment.index_along(axes, member.rank)]
+                part = plan[self.deployment.index_along(axes, number)]
                 bound.arguments[name] = rows.take(bound.arguments[name], part)
-        return Request(member, bound.args, bound.kwargs)
+        return Request(self.deployment.members[number], bound.args, bound.kwargs)
 
 
 def each(

@@ -7,10 +7,12 @@ is `token_weights`, which knows the global batch; so the gradient does not depen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
+from pydantic import Field, model_validator
 
+from meshrl.config import Config
 from meshrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:  # the core loads no torch: these functions call methods of the tensors they are given
@@ -44,7 +46,7 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A loss that `Policy.update` minimises: any object with these, for example a frozen dataclass."""
+    """A loss that `Policy.update` minimises: any object with these, a frozen dataclass for example."""
 
     @property
     def normalise(self) -> Normalise:
@@ -66,39 +68,34 @@ class Loss(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ClippedLoss:
+class _Normalised(Config):
+    normalise: Normalise = "token-mean"
+    """How the token losses become one number: `token_weights` has the formulas."""
+    constant: int | None = Field(default=None, ge=1)
+    """The divisor of `normalise="constant"`: the most tokens a completion may have."""
+
+    @model_validator(mode="after")
+    def _constant_where_it_is_used(self) -> Self:
+        if mistake := _constant_mistake(self.normalise, self.constant):
+            raise ValueError(mistake)
+        return self
+
+
+class ClippedLoss(_Normalised):
     """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
 
-    Reads `sampler_logprobs`, `advantages`, and `reference_logprobs` where `kl` > 0. `clip_high` is the
-    upper bound where it differs from the lower (DAPO); `dual_clip` bounds the loss of negative advantages;
-    `constant` goes with `normalise="constant"` alone. Diagnostics: `ratio`, `clip_fraction`, `kl` (k3, of the
-    policy from the sampler) and `reference_kl`. Raises ConfigError where a number is out of its range.
+    Reads `sampler_logprobs`, `advantages`, and `reference_logprobs` where `kl` > 0. Diagnostics: `ratio`,
+    `clip_fraction`, `kl` (k3, of the policy from the sampler) and `reference_kl`.
     """
 
-    clip: float = 0.2
-    clip_high: float | None = None
-    normalise: Normalise = "token-mean"
-    kl: float = 0.0
+    clip: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float | None = Field(default=None, gt=0)
+    """The upper bound where it differs from the lower (DAPO's clip-higher)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of a token of negative advantage by this many times the advantage."""
+    kl: float = Field(default=0.0, ge=0)
+    """The weight of the KL to the reference."""
     kl_estimator: KlEstimator = "k3"
-    dual_clip: float | None = None
-    constant: int | None = None
-
-    def __post_init__(self) -> None:
-        _check("ClippedLoss.clip", self.clip, 0 < self.clip < 1, "above 0 and below 1")
-        _check(
-            "ClippedLoss.clip_high", self.clip_high, self.clip_high is None or self.clip_high > 0, "above 0"
-        )
-        _check("ClippedLoss.kl", self.kl, self.kl >= 0, "0 or above")
-        _check(
-            "ClippedLoss.dual_clip", self.dual_clip, self.dual_clip is None or self.dual_clip > 1, "above 1"
-        )
-        if self.kl_estimator not in _KL:
-            raise ConfigError(
-                f'ClippedLoss.kl_estimator is {self.kl_estimator!r}: expected "k2" or "k3". '
-                "The expected gradient of k1 is zero, so it would not hold the policy to the reference."
-            )
-        _check_constant("ClippedLoss", self.normalise, self.constant)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -123,15 +120,8 @@ class ClippedLoss:
         return TokenLoss(values, metrics)
 
 
-@dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(_Normalised):
     """Maximum likelihood: minus the log-prob of each token. Reads no column."""
-
-    normalise: Normalise = "token-mean"
-    constant: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_constant("CrossEntropy", self.normalise, self.constant)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -216,9 +206,11 @@ def token_weights(
     - "constant": `1 / (rows * constant)`, where `constant` is the most tokens a completion may have: no
       bias to length. Dr. GRPO (arXiv:2503.20783), section 3.
 
-    Raises ConfigError where `constant` is missing, DataError where the totals are less than these rows' own.
+    Raises ConfigError where `constant` is missing or has no effect, and DataError where the totals are less
+    than these rows' own.
     """
-    _check_constant("token_weights", normalise, constant)
+    if mistake := _constant_mistake(normalise, constant):
+        raise ConfigError(mistake)
     mask = np.asarray(loss_mask.values, dtype=np.bool_)
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
     learned = np.bincount(row[mask], minlength=len(loss_mask))
@@ -240,22 +232,15 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
-def _check(name: str, value: object, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} is {value!r}: expected a number {expected}.")
-
-
-def _check_constant(where: str, normalise: Normalise, constant: int | None) -> None:
-    if normalise == "constant" and (constant is None or constant < 1):
-        raise ConfigError(
-            f'{where}: normalise="constant" divides by `constant` tokens, which is {constant!r}. '
-            "Set it to the most tokens a completion may have, for example constant=256."
+def _constant_mistake(normalise: Normalise, constant: int | None) -> str | None:
+    if normalise == "constant" and constant is None:
+        return (
+            'normalise = "constant" divides by `constant` tokens, which is not set: '
+            "set it to the most tokens a completion may have"
         )
     if normalise != "constant" and constant is not None:
-        raise ConfigError(
-            f'{where}: constant={constant!r} has no effect with normalise="{normalise}". '
-            'Remove it, or set normalise="constant".'
-        )
+        return f'constant = {constant} has no effect with normalise = "{normalise}": remove one of them'
+    return None
 
 
 def _check_totals(own_tokens: int, own_rows: int, tokens: int, rows: int) -> None:

@@ -58,9 +58,7 @@ class Metrics:
         """Both, where no name is in both; to average the same name use `Metrics.mean`."""
         twice = sorted(self._entries.keys() & other.entries.keys())
         if twice:
-            raise DataError(
-                f"both metrics have `{'`, `'.join(twice)}`: rename one, or average them with Metrics.mean"
-            )
+            raise DataError(f"both metrics have `{'`, `'.join(twice)}`: rename one, or average them with Metrics.mean")
         return Metrics({**self._entries, **other.entries})
 
     def __contains__(self, name: object) -> bool:

@@ -13,9 +13,7 @@ from meshrl.sharding import Array, Rows
 
 Dtype: TypeAlias = np.dtype[np.generic]
 
-_NARROW = frozenset(
-    np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-)
+_NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 
 
 def frozen(array: Array, what: str = "an array") -> Array:
@@ -93,9 +91,7 @@ class Ragged:
         arrays: list[Array] = [np.asarray(row, dtype) for row in rows]
         for index, array in enumerate(arrays):
             if array.ndim == 0:
-                raise DataError(
-                    f"row {index} of a ragged column is the number {array}: give a list of tokens"
-                )
+                raise DataError(f"row {index} of a ragged column is the number {array}: give a list of tokens")
         lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
         filled = [array for array in arrays if len(array)] or arrays[:1] or [np.empty(0, dtype)]
         shapes = {array.shape[1:] for array in filled}

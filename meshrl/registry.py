@@ -44,7 +44,6 @@ def implementation(role: Callable[..., R], backend: str) -> Callable[[RoleConfig
         cls = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"backend {backend!r} needs the package {error.name!r}, which is not installed: "
-            f"install meshrl[{backend}]"
+            f"backend {backend!r} needs the package {error.name!r}, which is not installed: install meshrl[{backend}]"
         ) from error
     return cast("Callable[[RoleConfig], R]", cls)

@@ -6,12 +6,10 @@ import importlib
 import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import SupportsFloat, TypeAlias, cast
 
 import numpy as np
 import structlog
@@ -20,6 +18,7 @@ from pydantic import Field
 from meshrl.config import nearest
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
+from meshrl.imports import import_file, where_raised
 from meshrl.roles import Reward, RoleConfig
 from meshrl.tasks import Row
 
@@ -68,9 +67,7 @@ class FunctionReward(Reward):
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
             async with turns:
-                value, error = await boundary(
-                    self._function, str(prompts[index]), str(completions[index]), row
-                )
+                value, error = await boundary(self._function, str(prompts[index]), str(completions[index]), row)
             return value, self._first(error)
 
         scored = await asyncio.gather(*map(one, range(len(batch))))
@@ -84,17 +81,15 @@ class FunctionReward(Reward):
         if error is None:
             return None
         text = f"{type(error).__name__}: {error}"[:500]
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        if (known := f"{type(error).__name__} {where}") not in self._told:
-            self._told.add(known)
-            _log.warning("a reward function raised; its row gets reward 0", error=text, at=where)
+        # The place tells one mistake from another; the text may hold a value of the row.
+        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
+        if (kind := type(error).__name__ + place) not in self._told:
+            self._told.add(kind)
+            _log.warning("a reward function raised; its row gets reward 0", error=text, at=place.strip(" ()"))
         return text
 
 
-async def boundary(
-    function: RewardFunction, prompt: str, completion: str, row: Row
-) -> tuple[float, Exception | None]:
+async def boundary(function: RewardFunction, prompt: str, completion: str, row: Row) -> tuple[float, Exception | None]:
     """The reward, or 0.0 and what the function raised, or why what it returned is no reward."""
     try:
         value = function(prompt, completion, row)
@@ -106,9 +101,9 @@ async def boundary(
 
 
 def _finite(value: object) -> float:
-    if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+    if not isinstance(value, SupportsFloat):
         raise TypeError(f"a reward must be a number, not {value!r}")
-    number = float(value)  # type: ignore[arg-type]
+    number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"a reward must be finite, not {number}")
     return number
@@ -150,9 +145,7 @@ def load_function(name: str) -> RewardFunction:
     """The function that `RewardConfig.function` names; ConfigError where there is none."""
     if name in _SHIPPED:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                "reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'"
-            )
+            raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
         return _SHIPPED[name]
     module, colon, attribute = name.rpartition(":")
     if not colon:
@@ -162,11 +155,11 @@ def load_function(name: str) -> RewardFunction:
             + (f"; did you mean {near!r}?" if near else "")
         )
     try:
-        names = vars(_from_file(Path(module)) if module.endswith(".py") else importlib.import_module(module))
-    except ConfigError:
-        raise
-    except Exception as error:  # importing a user's file runs it, and that may raise anything
-        raise ConfigError(f"reward function {name!r}: importing {module} failed: {_reason(error)}") from error
+        names = vars(import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module))
+    except ConfigError as error:
+        raise ConfigError(f"reward function {name!r}: {error}") from error.__cause__
+    except Exception as error:  # importing a package runs it, and that may raise anything
+        raise ConfigError(f"reward function {name!r}: importing failed: {where_raised(error)}") from error
     if attribute not in names:
         functions = [key for key, value in names.items() if inspect.isfunction(value)]
         near = nearest(attribute, functions)
@@ -179,20 +172,6 @@ def load_function(name: str) -> RewardFunction:
     return cast("RewardFunction", function)
 
 
-def _from_file(path: Path) -> object:
-    if not path.is_file():
-        raise ConfigError(f"reward file {str(path)!r}: there is no file {path.resolve()}")
-    # A name of its own: a user's `random.py` must not be taken for the library's module.
-    name = f"meshrl_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {str(path)!r}: is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _check_parameters(name: str, function: Callable[..., object]) -> None:
     try:
         inspect.signature(function).bind("", "", {})
@@ -203,8 +182,3 @@ def _check_parameters(name: str, function: Callable[..., object]) -> None:
         ) from error
     except ValueError:
         return  # a builtin without a signature
-
-
-def _reason(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"

@@ -6,6 +6,7 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.rewards import exact_match
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.weights import Weights
 
@@ -30,14 +31,13 @@ async def publish(policy: Policy, *samplers: Sampler) -> Weights:
     return weights
 
 
-def exact_match(batch: Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """1 where the completion equals the answer but for white space around it, else 0: float32[rows]."""
-    pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
-    return np.array([cast("str", one).strip() == cast("str", other).strip() for one, other in pairs], np.float32)
-
-
 async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict[str, float]:
     """Exact match on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature."""
     greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
-    return {"greedy": float(exact_match(greedy).mean()), "sampled": float(exact_match(sampled).mean())}
+    return {"greedy": _exact_match(greedy), "sampled": _exact_match(sampled)}
+
+
+def _exact_match(batch: Batch) -> float:
+    pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
+    return float(np.mean([exact_match("", cast("str", one), {"answer": other}) for one, other in pairs]))

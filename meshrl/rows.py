@@ -24,9 +24,7 @@ def make_plan(values: Mapping[str, object], parts: int) -> Plan | None:
         return None
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"`{name}` has {count}" for name, count in counts.items())
-        raise ContractError(
-            f"values sharded over one axis in one call need the same number of rows: {listed}"
-        )
+        raise ContractError(f"values sharded over one axis in one call need the same number of rows: {listed}")
     for value in values.values():
         for _, leaf in _leaves(value):
             if not isinstance(leaf, np.ndarray):
@@ -53,9 +51,7 @@ def gather(parts: Sequence[object], plan: Plan | None) -> object:
     if first is None:
         return None
     if isinstance(first, Mapping):
-        return {
-            key: gather([cast("Mapping[str, object]", part)[key] for part in parts], plan) for key in first
-        }
+        return {key: gather([cast("Mapping[str, object]", part)[key] for part in parts], plan) for key in first}
     if isinstance(first, list | tuple):
         columns = zip(*cast("Sequence[Sequence[object]]", parts), strict=True)
         return type(first)(gather(column, plan) for column in columns)

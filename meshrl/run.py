@@ -50,8 +50,8 @@ class RunConfig(Config):
 class Run:
     """What a script is given: spawn roles, count steps, record numbers. Used with `async with`.
 
-        async with Run(RunConfig(name="mine")) as run:
-            policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+    async with Run(RunConfig(name="mine")) as run:
+        policy = await run.spawn(Policy, PolicyConfig(model="folder"))
     """
 
     def __init__(

@@ -72,21 +72,11 @@ Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 SplitT = TypeVar(
     "SplitT",
-    bound=Splittable
-    | Array
-    | Mapping[str, Splittable | Array]
-    | Sequence[Splittable]
-    | Sequence[Array]
-    | None,
+    bound=Splittable | Array | Mapping[str, Splittable | Array] | Sequence[Splittable] | Sequence[Array] | None,
 )
 JoinT = TypeVar(
     "JoinT",
-    bound=Joinable
-    | Array
-    | Mapping[str, Joinable | Array]
-    | Sequence[Joinable]
-    | Sequence[Array]
-    | None,
+    bound=Joinable | Array | Mapping[str, Joinable | Array] | Sequence[Joinable] | Sequence[Array] | None,
 )
 MeanT = TypeVar("MeanT", bound=Averageable | float | Array | Mapping[str, float])
 SumT = TypeVar("SumT", bound=Addable | float | Array | Mapping[str, float])

@@ -63,9 +63,7 @@ class Task:
                 f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} "
                 "apart; lower held_out or raise held_out_fraction"
             )
-        train = [
-            prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction
-        ]
+        train = [prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction]
         if not train:
             raise DataError(f"{config.source}: no prompt is left to train on: all {len(rows)} are held out")
         return cls(train=_batch(rows, train), held_out=_batch(rows, apart[: config.held_out]))
@@ -137,9 +135,7 @@ def _read(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Ro
     path = Path(config.source)
     readers = {".jsonl": _json_lines, ".parquet": _parquet}
     if path.suffix not in readers:
-        raise DataError(
-            f"task source {config.source!r}: must be reasoning_gym:NAME, FILE.jsonl or FILE.parquet"
-        )
+        raise DataError(f"task source {config.source!r}: must be reasoning_gym:NAME, FILE.jsonl or FILE.parquet")
     if config.options:
         raise DataError(f"task source {config.source!r}: a file takes no options; they are reasoning_gym's")
     if not path.is_file():
@@ -165,9 +161,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
             except msgspec.DecodeError as error:
                 raise DataError(f"{where}: not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(
-                    f'{where}: a row must be an object such as {{"question": ...}}, not {_kind(row)}'
-                )
+                raise DataError(f'{where}: a row must be an object such as {{"question": ...}}, not {_kind(row)}')
             yield where, cast("Row", row)
 
 
@@ -202,9 +196,7 @@ class _Dataset(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
-def _reasoning_gym(
-    name: str, options: Mapping[str, JsonValue], rows: int | None
-) -> Iterator[tuple[str, Row]]:
+def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None) -> Iterator[tuple[str, Row]]:
     source = f"reasoning_gym:{name}"
     try:
         import reasoning_gym  # noqa: PLC0415 -- an extra, and slow to import

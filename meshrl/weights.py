@@ -19,9 +19,7 @@ class Weights:
 
     def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
         self._version = version
-        self._tensors = MappingProxyType(
-            {name: frozen(array, f"weight `{name}`") for name, array in tensors.items()}
-        )
+        self._tensors = MappingProxyType({name: frozen(array, f"weight `{name}`") for name, array in tensors.items()})
         self._digest: str | None = None
 
     @property
@@ -66,4 +64,4 @@ class Weights:
         return self
 
     def __repr__(self) -> str:
-        return f"Weights(version {self._version}, {len(self._tensors)} tensors, {self.nbytes / 1e6:.3g} MB)"
+        return f"Weights(version {self._version}, {len(self._tensors)} tensors, {self.nbytes:,} bytes)"

@@ -1,6 +1,7 @@
 """Calls through a mesh: splitting, joining, views of ranks, and what goes wrong."""
 
 from collections.abc import AsyncIterator
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 
 import meshrl
 from meshrl import (
-    PP,
     TP,
     Actor,
     Batch,
@@ -41,14 +41,6 @@ class Worker(Actor):
     @endpoint
     async def where(self) -> Gather[np.ndarray]:
         return np.array([current_rank().index])
-
-    @endpoint
-    async def along_tp(self) -> Gather[np.ndarray, TP]:
-        return np.array([current_rank().index])
-
-    @endpoint
-    async def along_both(self, rows: Shard[np.ndarray, DP_PP]) -> Gather[np.ndarray, DP_PP]:
-        return rows * 0 + current_rank().index
 
     @endpoint
     async def twice(self, batch: Shard[Batch], factor: float = 2.0) -> Gather[Batch]:
@@ -92,6 +84,16 @@ class Worker(Actor):
         return await other.twice(batch)
 
 
+class Tall(Worker):
+    @endpoint
+    async def along_tp(self) -> Gather[np.ndarray, TP]:
+        return np.array([current_rank().index])
+
+    @endpoint
+    async def along_both(self, rows: Shard[np.ndarray, DP_PP]) -> Gather[np.ndarray, DP_PP]:
+        return rows * 0 + current_rank().index
+
+
 def make_batch(rows: int) -> Batch:
     lengths = np.random.default_rng(rows).integers(1, 9, rows)
     return Batch.of(
@@ -106,9 +108,12 @@ async def engine() -> AsyncIterator[LocalEngine]:
     await engine.close()
 
 
-async def spawn(engine: LocalEngine, count: int, **axes: int) -> Worker:
-    mesh = await Mesh.reserve(engine, count)
-    return await (mesh.shape(**axes) if axes else mesh).spawn(Worker)
+async def spawn(engine: LocalEngine, count: int) -> Worker:
+    return await (await Mesh.reserve(engine, count)).spawn(Worker)
+
+
+async def spawn_tall(engine: LocalEngine, **axes: int) -> Tall:
+    return await (await Mesh.reserve(engine, prod(axes.values()))).shape(**axes).spawn(Tall)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -141,7 +146,7 @@ async def test_streams_yield_each_rows_own_values(engine: LocalEngine) -> None:
 
 
 async def test_axes_choose_what_is_split_and_joined(engine: LocalEngine) -> None:
-    worker = await spawn(engine, 8, dp=2, pp=2, tp=2)
+    worker = await spawn_tall(engine, dp=2, pp=2, tp=2)
     assert (await worker.where()).tolist() == [0, 4]
     assert (await worker.along_tp()).tolist() == [0, 1]
     assert (await worker.along_both(np.arange(4))).tolist() == [0, 2, 4, 6]
@@ -149,20 +154,20 @@ async def test_axes_choose_what_is_split_and_joined(engine: LocalEngine) -> None
 
 
 async def test_each_gives_one_result_a_rank_and_at_a_submesh(engine: LocalEngine) -> None:
-    worker = await spawn(engine, 4, dp=2, tp=2, pp=1)
+    worker = await spawn_tall(engine, dp=2, tp=2, pp=1)
     assert [array.tolist() for array in await each(worker.where)()] == [[0], [1], [2], [3]]
     half = at(worker, dp=1)
     assert [rank.index for rank in ranks(half)] == [2, 3]
     assert (await half.where()).tolist() == [2]
     assert (await half.twice(make_batch(3))).rewards.tolist() == [0, 2, 4]
-    with pytest.raises(ContractError, match=r"at\(Worker, dp=2\): the mesh has dp=2, tp=2, pp=1"):
+    with pytest.raises(ContractError, match=r"at\(Tall, dp=2\): the mesh has dp=2, tp=2, pp=1"):
         at(worker, dp=2)
     plain = Worker()
     assert [array.tolist() for array in await each(plain.where)()] == [[0]]
 
 
 async def test_ranks_that_disagree_are_named(engine: LocalEngine) -> None:
-    worker = await spawn(engine, 2, dp=2, tp=1, pp=1)
+    worker = await spawn(engine, 2)
     assert await worker.offset_() == 0
     with pytest.raises(ReplicasDisagree, match=r"Worker.index .* rank 0 returned 0 and rank 1 returned 1"):
         await worker.index()
@@ -175,8 +180,8 @@ async def test_a_handle_can_be_sent_to_another_actor(engine: LocalEngine) -> Non
 
 async def test_two_layouts_live_in_the_same_ranks(engine: LocalEngine) -> None:
     mesh = await Mesh.reserve(engine, 4)
-    wide = await mesh.shape(dp=4, tp=1, pp=1).spawn(Worker)
-    tall = await mesh.shape(dp=1, tp=4, pp=1).spawn(Worker)
+    wide = await mesh.spawn(Worker)
+    tall = await mesh.shape(dp=1, tp=4).spawn(Worker)
     assert (await wide.where()).tolist() == [0, 1, 2, 3]
     assert (await tall.where()).tolist() == [0]
     assert "dp=1, tp=4" in repr(tall)
@@ -187,10 +192,10 @@ async def test_wrong_uses_say_what_to_write(engine: LocalEngine) -> None:
     with pytest.raises(ContractError, match=r"mesh.shape\(dp=3\) is 3 ranks, but the mesh has 2"):
         mesh.shape(dp=3)
     with pytest.raises(ContractError, match="too many positional arguments"):
-        await mesh.shape(dp=2, tp=1, pp=1).spawn(Worker, 1, 2)  # type: ignore[call-arg]  # pyright: ignore
+        await mesh.spawn(Worker, 1, 2)  # type: ignore[call-arg]  # pyright: ignore
     with pytest.raises(TypeError, match="is a role without an implementation of encode, logprobs"):
         await mesh.spawn(Policy)
-    worker = await mesh.shape(dp=2, tp=1, pp=1).spawn(Worker)
+    worker = await mesh.spawn(Worker)
     with pytest.raises(ContractError, match="missing a required argument: 'batch'"):
         await worker.twice()  # type: ignore[call-arg]  # pyright: ignore
     with pytest.raises(ContractError, match="a int cannot be split over ranks"):

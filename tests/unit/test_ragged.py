@@ -131,5 +131,5 @@ def test_numbers_of_every_width_are_taken(dtype: type) -> None:
 
 @pytest.mark.parametrize("array", [np.array(["text"]), np.array([None]), np.zeros(1, "M8[s]"), np.zeros(1, "i4,i4")])
 def test_other_dtypes_are_refused(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
-    with pytest.raises(DataError, match="column `x` has dtype .* tuple or list"):
+    with pytest.raises(DataError, match=r"column `x` has dtype .* tuple or list"):
         frozen(array, "column `x`")

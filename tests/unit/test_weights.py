@@ -74,6 +74,6 @@ def test_nothing_can_be_written() -> None:
 def test_size_repr_and_refusal() -> None:
     weights = Weights(4, tensors())
     assert weights.nbytes == 28
-    assert repr(weights) == "Weights(version 4, 3 tensors, 2.8e-05 MB)"
+    assert repr(weights) == "Weights(version 4, 3 tensors, 28 bytes)"
     with pytest.raises(DataError, match="weight `names` has dtype <U1"):
         Weights(0, {"names": np.array(["a"])})

@@ -1,0 +1,43 @@
+"""Importing a Python file by its path: a user's algorithm script or reward function."""
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from meshrl.errors import ConfigError
+
+
+def import_file(path: Path) -> ModuleType:
+    """Run a Python file as a module; its folder goes last on the import path, so it may import its neighbours.
+
+    Raises ConfigError where there is no such file, or where running it raises.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    # A name of its own: a user's `random.py` must not be taken for the library's module.
+    name = f"meshrl_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file: its name must end in .py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    # Registered while it runs, so that annotations and dataclasses in it can be resolved.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"running {path} failed: {where_raised(error)}") from error
+    return module
+
+
+def where_raised(error: BaseException) -> str:
+    """`ValueError: what (file, line 3)`: the last line of a traceback and its place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) or not frames:
+        return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"

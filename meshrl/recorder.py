@@ -1,0 +1,225 @@
+"""The files of a run: its configuration, its numbers, samples to read, and a summary; and the progress line."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, cast
+
+import msgspec
+import numpy as np
+import structlog
+import tomli_w
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from meshrl.data import Batch
+
+_log = structlog.get_logger()
+
+_SAMPLES = 8
+_PLAIN_SECONDS = 5.0
+_SHOWN = ("reward", "loss", "kl", "clip_fraction", "entropy", "truncated", "reward_errors", "step_s")
+"""What the progress line shows, where a step has it."""
+
+
+class Recorder:
+    """Writes `folder`; a folder of that name that an earlier run left is renamed, never deleted.
+
+    config.toml     the resolved configuration
+    metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
+    events.out.*    the same numbers for TensorBoard
+    samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
+    summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
+    """
+
+    def __init__(self, folder: Path, resolved: Mapping[str, object]) -> None:
+        self.folder = folder
+        self._began = time.perf_counter()
+        _make_room(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(tomli_w.dumps(_without_none(resolved)), "utf-8")
+        self._metrics = (folder / "metrics.jsonl").open("wb")
+        self._samples = (folder / "samples.jsonl").open("wb")
+        self._events = _Events(folder)
+        self._progress: _Progress | None = None
+        self._steps = 0
+        self._tokens = 0.0
+        self._rewards: list[float] = []
+        self._extra: dict[str, object] = {}
+
+    def begin(self, count: int) -> None:
+        """Show progress from here on, over `count` steps."""
+        self._end_progress()
+        self._progress = _Progress(count)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a step's numbers. `reward` is the mean reward; `tokens`, where there, adds to the summary's."""
+        numbers = {name: float(value) for name, value in values.items()}
+        seconds = time.perf_counter() - self._began
+        _line(self._metrics, {"step": step, "seconds": round(seconds, 4), **numbers})
+        self._events.write(step, numbers)
+        self._steps += 1
+        self._tokens += numbers.get("tokens", 0.0)
+        if "reward" in numbers:
+            self._rewards.append(numbers["reward"])
+        if self._progress:
+            self._progress.show(numbers)
+
+    def samples(self, step: int, batch: Batch) -> None:
+        """Write some rows of a batch, evenly spread over it."""
+        chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLES, len(batch))).astype(np.int64))
+        some = batch.select(chosen)
+        columns: dict[str, Sequence[object]] = {
+            name: some.objects(name) for name in ("prompt", "completion", "answer", "reward_error") if name in some
+        }
+        if "rewards" in some:
+            columns["reward"] = some.rewards.tolist()
+        for index in range(len(some)):
+            _line(self._samples, {"step": step, **{name: column[index] for name, column in columns.items()}})
+
+    def summary(self, **values: object) -> None:
+        """Add to summary.json: numbers, texts, and lists and tables of them."""
+        self._extra |= values
+
+    def close(self, error: BaseException | None) -> None:
+        """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished."""
+        self._end_progress()
+        self._metrics.close()
+        self._samples.close()
+        self._events.close()
+        summary: dict[str, object] = {
+            "status": _status(error),
+            "steps": self._steps,
+            "wall_s": round(time.perf_counter() - self._began, 3),
+            "tokens": int(self._tokens),
+            "first_reward": self._rewards[0] if self._rewards else None,
+            "last_reward": self._rewards[-1] if self._rewards else None,
+            **self._extra,
+        }
+        if error is not None:
+            summary["error"] = f"{type(error).__name__}: {error}"
+        part = self.folder / "summary.json.part"
+        part.write_bytes(msgspec.json.format(_encode(summary), indent=2) + b"\n")
+        part.replace(self.folder / "summary.json")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _end_progress(self) -> None:
+        if self._progress:
+            self._progress.close()
+            self._progress = None
+
+
+class _Events:
+    """A TensorBoard event file, through the tensorboard package alone."""
+
+    def __init__(self, folder: Path) -> None:
+        # Not at the top: `import meshrl` should not wait for it.
+        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
+
+        # TensorBoard tells the runs' files by `tfevents` in the name.
+        self._file = (folder / f"events.out.tfevents.{int(time.time())}.{os.getpid()}").open("wb")
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(step=step, summary=Summary(value=values))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, **fields: object) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()
+
+
+class _Progress:
+    """A live line on a terminal; elsewhere a logged line for the first step, the last, and one now and then."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._done = 0
+        self._began = time.perf_counter()
+        self._said = -_PLAIN_SECONDS
+        self._live: Progress | None = None
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
+            self._live = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
+            self._task: TaskID = self._live.add_task("", total=count)
+            self._live.start()
+
+    def show(self, numbers: Mapping[str, float]) -> None:
+        self._done += 1
+        shown = {name: f"{numbers[name]:.4g}" for name in _SHOWN if name in numbers}
+        if self._live:
+            text = " ".join(f"{name}={value}" for name, value in shown.items())
+            self._live.update(self._task, advance=1, description=text)
+            return
+        seconds = time.perf_counter() - self._began
+        if seconds - self._said >= _PLAIN_SECONDS or self._done == self._count:
+            self._said = seconds
+            left = seconds / self._done * (self._count - self._done)
+            _log.info(f"step {self._done}/{self._count}", **shown, left=f"{left:.0f}s")
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def _make_room(folder: Path) -> None:
+    """Rename what an earlier run left to the first free of NAME-1, NAME-2, ..."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    _log.info(f"{folder} was there already: the earlier one is now {aside}")
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
+
+
+def _without_none(value: object) -> dict[str, object]:
+    """TOML has no null: a key without a value is left out."""
+    plain = msgspec.to_builtins(value, enc_hook=_plain)
+
+    def kept(each: object) -> object:
+        if isinstance(each, dict):
+            return {key: kept(inner) for key, inner in each.items() if inner is not None}
+        return [kept(inner) for inner in each] if isinstance(each, list | tuple) else each
+
+    return cast("dict[str, object]", kept(plain))
+
+
+def _line(file: BinaryIO, record: Mapping[str, object]) -> None:
+    file.write(_encode(record) + b"\n")
+    file.flush()
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return cast("object", value.item())
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)

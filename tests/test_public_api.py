@@ -1,0 +1,117 @@
+"""The public names, one by one: a name that comes or goes changes this list, on purpose."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import meshrl
+
+PUBLIC = [
+    "CP",
+    "DP",
+    "EP",
+    "PP",
+    "TP",
+    "Actor",
+    "BackendError",
+    "Batch",
+    "ClippedLoss",
+    "Config",
+    "ConfigError",
+    "ContractError",
+    "CrossEntropy",
+    "DataError",
+    "Gather",
+    "LocalEngine",
+    "Loss",
+    "Mean",
+    "Mesh",
+    "MeshConfig",
+    "MeshStopped",
+    "MeshrlError",
+    "Metrics",
+    "ModelConfig",
+    "ModelError",
+    "NewModel",
+    "OptimizerConfig",
+    "Policy",
+    "PolicyConfig",
+    "Ragged",
+    "Rank",
+    "RankFailed",
+    "Reference",
+    "ReferenceConfig",
+    "Replicate",
+    "ReplicasDisagree",
+    "Resources",
+    "Reward",
+    "RewardConfig",
+    "RoleConfig",
+    "Run",
+    "RunConfig",
+    "Same",
+    "Sampler",
+    "SamplerConfig",
+    "Sampling",
+    "Shard",
+    "Sum",
+    "Task",
+    "TaskConfig",
+    "Weights",
+    "at",
+    "current_rank",
+    "each",
+    "endpoint",
+    "evaluate",
+    "exact_match",
+    "group_advantages",
+    "leave_one_out",
+    "publish",
+    "ranks",
+    "rollout",
+    "stop",
+]
+
+
+def definitions() -> dict[str, str]:
+    """Each public name and the module that it comes from."""
+    tree = ast.parse(Path(meshrl.__file__).read_text("utf-8"))
+    return {
+        alias.asname or alias.name: node.module or ""
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def documented(tree: ast.Module) -> set[str]:
+    """The names in a module with a docstring of their own; an assignment's is the text below it."""
+    found = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node)
+    }
+    for node, below in zip(tree.body, tree.body[1:], strict=False):
+        if (
+            isinstance(node, ast.Assign | ast.AnnAssign)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return found
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(meshrl.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_public_name_exists_and_says_what_it_is(name: str) -> None:
+    assert hasattr(meshrl, name)
+    home = importlib.import_module(definitions()[name])
+    assert home.__file__ is not None
+    assert name in documented(ast.parse(Path(home.__file__).read_text("utf-8"))), f"{home.__name__}.{name}"

@@ -1,0 +1,51 @@
+"""The Python blocks of the README and of docs/ run as they stand, those of one page one after another."""
+
+import ast
+import asyncio
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path) -> list[CodeType]:
+    """Each Python block, compiled so that it may await at top level and errors show the page's own lines."""
+    text = page.read_text("utf-8")
+    found: list[CodeType] = []
+    for match in BLOCK.finditer(text):
+        above = "\n" * (text[: match.start()].count("\n") + 1)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        found.append(compile(above + match[1], str(page), "exec", flags=flags, dont_inherit=True))
+    return found
+
+
+async def run(page: Path, module: ModuleType) -> None:
+    for code in blocks(page):
+        result = FunctionType(code, vars(module))()
+        if inspect.isawaitable(result):
+            await result
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    asyncio.run(run(page, module))
+
+
+def test_the_readme_shows_code() -> None:
+    assert blocks(ROOT / "README.md")
+
+
+def test_each_make_target_that_the_readme_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z0-9]+)\b", "".join(re.findall(r"`[^`]+`", PAGES[0].read_text("utf-8")))))
+    assert named <= targets

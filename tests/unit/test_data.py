@@ -1,0 +1,474 @@
+"""Batches: splitting, joining, travelling, and what they refuse."""
+
+import copy
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl.data import Batch, Column, Ragged
+from meshrl.errors import DataError
+from meshrl.sharding import Array, Joinable, Splittable
+
+DTYPES = [bool, np.int8, np.uint16, np.int64, np.float16, np.float32, np.complex64, ml_dtypes.bfloat16]
+SPECIAL = [0.0, -0.0, 1.5, np.nan, np.inf]
+TEXT = st.text("ab é☃", max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXT | st.binary(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+).filter(lambda value: value == value or isinstance(value, float))  # noqa: PLR0124  (a NaN inside a container)
+
+
+def numbers(count: int, dtype: type, seed: int) -> Array:
+    """Any values, special ones among them, of a dtype."""
+    generator = np.random.default_rng(seed)
+    if np.dtype(dtype).kind in "bui":
+        return generator.integers(0, 2 if dtype is bool else 100, count).astype(dtype)
+    return generator.choice(SPECIAL, count).astype(dtype)
+
+
+@st.composite
+def batches(draw: st.DrawFn, max_rows: int = 9) -> Batch:
+    """Any number of rows, and of columns of every kind; ragged ones with shared or with their own lengths."""
+    rows = draw(st.integers(0, max_rows))
+    shared = draw(st.lists(st.integers(0, 6), min_size=rows, max_size=rows))
+    columns: dict[str, Column] = {}
+    for index, kind in enumerate(draw(st.lists(st.sampled_from(["row", "ragged", "objects"]), min_size=1, max_size=5))):
+        trailing = draw(st.sampled_from([(), (2,), (3, 0)]))
+        dtype, seed = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99))
+        if kind == "row":
+            size = rows * int(np.prod(trailing))
+            columns[f"row{index}"] = numbers(size, dtype, seed).reshape(rows, *trailing)
+        elif kind == "ragged":
+            own = st.lists(st.integers(0, 6), min_size=rows, max_size=rows)
+            lengths = draw(st.just(shared) | own)
+            values = numbers(sum(lengths) * int(np.prod(trailing)), dtype, seed)
+            columns[f"ragged{index}"] = Ragged(
+                values.reshape(sum(lengths), *trailing), np.cumsum([0, *lengths], dtype=np.int64)
+            )
+        else:
+            columns[f"objects{index}"] = tuple(draw(st.lists(VALUES, min_size=rows, max_size=rows)))
+    return Batch(columns)
+
+
+def rollouts(rows: int = 4) -> Batch:
+    """A batch with standard columns; row i has i + 1 tokens."""
+    lengths = range(1, rows + 1)
+    return Batch.of(
+        prompt=[f"prompt {i}" for i in range(rows)],
+        tokens=Ragged.of([np.arange(n) + 10 * n for n in lengths], np.int32),
+        loss_mask=Ragged.of([[False] * (n - 1) + [True] for n in lengths], bool),
+        rewards=np.arange(rows, dtype=np.float32),
+        groups=np.arange(rows) // 2,
+    )
+
+
+# --- over ranks and back
+
+
+@given(batches(), st.integers(1, 12))
+def test_join_undoes_split(batch: Batch, n: int) -> None:
+    parts = batch.split(n)
+    assert len(parts) == n
+    assert sum(map(len, parts)) == len(batch)
+    whole = Batch.join(parts)
+    assert whole == batch
+    assert whole.names == batch.names
+    assert whole.origins == ()
+
+
+@given(batches(), st.integers(1, 4), st.integers(1, 4))
+def test_splits_nest(batch: Batch, outer: int, inner: int) -> None:
+    parts = batch.split(outer)
+    again = [Batch.join(part.split(inner)) for part in parts]
+    assert again == parts
+    assert [len(part.origins) for part in again] == [1] * outer
+    assert Batch.join(again) == batch
+    flat = [small for part in parts for small in part.split(inner)]
+    assert [len(part.origins) for part in flat] == [2] * outer * inner
+
+
+@given(batches(), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
+def test_repeat_on_the_ranks_is_repeat_before(batch: Batch, n: int, times: int, again: int) -> None:
+    joined = Batch.join([part.repeat(times).repeat(again) for part in batch.split(n)])
+    assert joined == batch.repeat(times * again)
+    nested = Batch.join([Batch.join([s.repeat(times) for s in part.split(2)]) for part in batch.split(n)])
+    assert nested == batch.repeat(times)
+
+
+@given(batches(), st.integers(1, 5), st.data())
+def test_ranks_may_reorder_and_filter(batch: Batch, n: int, data: st.DataObject) -> None:
+    kept = data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch)))
+    numbered = batch.assign(number=np.arange(len(batch)), kept=np.array(kept, bool))
+    parts: list[Batch] = []
+    for part in numbered.split(n):
+        order = data.draw(st.permutations(range(len(part))))
+        shuffled = part.select(order)
+        parts.append(shuffled.select(shuffled.row("kept")).drop("kept"))
+    joined = Batch.join(parts)
+    assert joined.drop("number") == batch.select(np.array(kept, bool))
+    assert joined.row("number").tolist() == np.flatnonzero(kept).tolist()
+
+
+@given(batches(), st.integers(1, 4), st.data())
+def test_a_stream_of_chunks_joins_like_parts(batch: Batch, n: int, data: st.DataObject) -> None:
+    chunks: list[Batch] = []
+    for part in batch.split(n):
+        left = np.array(data.draw(st.permutations(range(len(part)))), np.int64)
+        while len(left):
+            size = data.draw(st.integers(1, len(left)))
+            chunks.append(part.select(left[:size]))
+            left = left[size:]
+    chunks = data.draw(st.permutations(chunks))
+    if chunks:
+        assert Batch.join(chunks) == batch
+
+
+@given(batches(), st.integers(1, 5))
+def test_parts_made_anew_follow_the_plan(batch: Batch, n: int) -> None:
+    plan = batch.plan(n)
+    anew = [Batch(dict(batch.part(rows).columns)) for rows in plan]
+    assert [part.origins for part in anew] == [()] * n
+    assert Batch.join(anew, plan) == batch
+    assert Batch.join(batch.split(n), plan) == batch
+
+
+def test_parts_made_anew_with_other_rows_are_refused() -> None:
+    batch = rollouts()
+    anew = [Batch.of(x=np.zeros(len(part) + 1)) for part in batch.split(2)]
+    with pytest.raises(DataError, match=r"have \[3, 3\] rows for \[2, 2\] rows .* assign, select or repeat"):
+        Batch.join(anew, batch.plan(2))
+    assert len(Batch.join(anew)) == 6, "without a plan they follow one another"
+
+
+def test_parts_without_rows_and_columns_are_left_out() -> None:
+    batch = rollouts()
+    nothing = Batch({})
+    assert Batch.join([nothing, *batch.split(2), nothing]) == batch
+    assert Batch.join([nothing, nothing]) == nothing
+    assert Batch.join([]) == Batch.concat([]) == nothing
+    empty = batch.select([])
+    assert Batch.join([nothing, empty.split(2)[1]]) == empty
+    assert Batch.join(empty.split(3)).origins == ()
+    assert Batch.concat(empty.split(3)).origins[0].shape == (0,)
+
+
+def test_parts_that_do_not_fit_together_are_refused() -> None:
+    batch = rollouts()
+    one, two = batch.split(2)
+    with pytest.raises(DataError, match="part 0 was split 1 times, part 1 0 times"):
+        Batch.join([one, batch])
+    with pytest.raises(DataError, match=r"part 0 has prompt, .* part 1 has tokens"):
+        Batch.join([one, two.only("tokens")])
+    with pytest.raises(DataError, match="`prompt` differs between parts: str, float64"):
+        Batch.join([one, two.assign(prompt=np.zeros(len(two)))])
+    with pytest.raises(DataError, match="`x` differs between parts: float32, float64"):
+        Batch.concat([Batch.of(x=np.zeros(1, np.float32)), Batch.of(x=np.zeros(1))])
+    with pytest.raises(DataError, match=r"`x` differs between parts: ragged int32, int32\[2\]"):
+        Batch.concat([Batch.of(x=Ragged.of([[1]], np.int32)), Batch.of(x=np.zeros((1, 2), np.int32))])
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 9))
+def test_a_plan_is_a_balanced_partition(lengths: list[int], n: int) -> None:
+    batch = Batch.of(tokens=Ragged.of([[0] * length for length in lengths], np.int32))
+    plan = batch.plan(n)
+    assert sorted(np.concatenate(plan).tolist()) == list(range(len(lengths)))
+    assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in plan)
+    loads = [sum(lengths[row] for row in rows) for rows in plan]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+    again = batch.plan(n)
+    assert all((one == two).all() for one, two in zip(plan, again, strict=True))
+
+
+def test_a_plan_without_tokens_balances_rows() -> None:
+    plan = Batch.of(prompt=["a"] * 7).plan(3)
+    assert [rows.tolist() for rows in plan] == [[0, 3, 6], [1, 4], [2, 5]]
+    plan = Batch.of(tokens=Ragged.of([[]] * 4, np.int32)).plan(2)
+    assert [rows.tolist() for rows in plan] == [[0, 2], [1, 3]]
+    with pytest.raises(DataError, match="into 0 parts: give a number from 1"):
+        rollouts().plan(0)
+
+
+def test_lengths_are_of_tokens_or_else_of_the_longest_token_column() -> None:
+    short, long = Ragged.of([[1], [2]], np.int32), Ragged.of([[1, 1, 1], []], np.int64)
+    assert Batch.of(a=long, tokens=short).lengths.tolist() == [1, 1]
+    assert Batch.of(a=short, b=long).lengths.tolist() == [3, 0]
+    assert Batch.of(a=np.zeros(2)).lengths.tolist() == [1, 1]
+
+
+def test_a_hundred_thousand_rows() -> None:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(0, 30, 100_000)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    batch = Batch.of(
+        tokens=Ragged(generator.integers(0, 99, offsets[-1]).astype(np.int32), offsets),
+        rewards=generator.random(100_000, dtype=np.float32),
+    )
+    parts = batch.split(8)
+    assert np.ptp([part.lengths.sum() for part in parts]) <= 30
+    assert Batch.join(parts) == batch
+
+
+# --- the wire
+
+
+@given(batches(), st.integers(1, 3))
+def test_the_wire_carries_everything(batch: Batch, n: int) -> None:
+    for sent in (batch, *batch.split(n)):
+        header, buffers = sent.to_wire()
+        received = Batch.from_wire(header, [bytearray(buffer) for buffer in buffers])
+        assert received == sent
+        assert received.names == sent.names
+        assert [level.tolist() for level in received.origins] == [level.tolist() for level in sent.origins]
+    assert Batch.join([Batch.from_wire(*part.to_wire()) for part in batch.split(n)]) == batch
+
+
+def test_arrays_are_copied_neither_way() -> None:
+    sent = rollouts()
+    header, buffers = sent.to_wire()
+    received = Batch.from_wire(header, buffers)
+    for one, two in ((sent.row("rewards"), received.row("rewards")), (sent.tokens.values, received.tokens.values)):
+        assert np.shares_memory(one, two)
+    memory = [bytearray(buffer) for buffer in buffers]
+    landed = Batch.from_wire(header, memory)
+    assert any(np.shares_memory(landed.tokens.values, np.frombuffer(buffer, np.uint8)) for buffer in memory)
+    assert not landed.tokens.values.flags.writeable
+    assert not landed.row("rewards").flags.writeable
+
+
+def test_columns_of_the_same_lengths_send_their_offsets_once() -> None:
+    columns = {name: Ragged.of([[1, 2], [3]], np.int8) for name in "abcd"}
+    assert len(Batch(columns).to_wire()[1]) == 5
+    received = Batch.from_wire(*Batch(columns).split(2)[0].to_wire())
+    assert received.ragged("a").offsets is received.ragged("d").offsets
+
+
+def test_bfloat16_travels() -> None:
+    sent = Batch.of(x=np.array([1, np.nan], ml_dtypes.bfloat16), y=Ragged.of([[0.5], []], ml_dtypes.bfloat16))
+    received = Batch.from_wire(*sent.to_wire())
+    assert received == sent
+    assert received.row("x").dtype == ml_dtypes.bfloat16
+    assert received.ragged("y")[0].tolist() == [0.5]
+
+
+def test_what_cannot_travel_is_named() -> None:
+    with pytest.raises(DataError, match=r"column `when` cannot be sent: .* keep to None, bool"):
+        Batch.of(when=[object()]).to_wire()
+    with pytest.raises(DataError, match="column `big` cannot be sent"):
+        Batch.of(big=[2**64]).to_wire()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda header, buffers: (header[:-1], buffers),
+        lambda header, buffers: (b"\xc0", buffers),
+        lambda header, buffers: (header, buffers[:-1]),
+        lambda header, buffers: (header, [buffer[:-1] for buffer in buffers]),
+        lambda header, buffers: (header, buffers[::-1]),
+        lambda header, buffers: (header.replace(b"int32", b"int99"), buffers),
+        lambda header, buffers: (bytes([header[0], header[1] + 1]) + header[2:], buffers),
+    ],
+)
+def test_a_damaged_wire_form_is_refused(
+    damage: Callable[[bytes, list[memoryview]], tuple[bytes, list[memoryview]]],
+) -> None:
+    with pytest.raises(DataError, match="not a batch, or a damaged one"):
+        Batch.from_wire(*damage(*rollouts().to_wire()))
+
+
+# --- nothing can be written
+
+
+@given(batches())
+def test_no_array_of_a_batch_can_be_written(batch: Batch) -> None:
+    derived = [batch, *batch.split(2), batch.repeat(2), Batch.join(batch.split(2)), Batch.from_wire(*batch.to_wire())]
+    for some in derived:
+        for column in some.columns.values():
+            if isinstance(column, Ragged):
+                assert not column.values.flags.writeable
+                assert not column.offsets.flags.writeable
+            elif isinstance(column, np.ndarray):
+                assert not column.flags.writeable
+        assert all(level.ndim == 1 for level in some.origins)
+
+
+def test_a_batch_does_not_alias_what_the_caller_can_write() -> None:
+    memory = np.arange(6.0)
+    rows = np.array([1, 0])
+    names = ["a", "b", "c"]
+    batch = Batch.of(x=memory[:3], y=Ragged(memory[3:], [0, 1, 1, 3]), names=names)
+    part = batch.part(rows)
+    memory[:] = 9
+    rows[:] = 2
+    names[0] = "changed"
+    assert batch.row("x").tolist() == [0, 1, 2]
+    assert batch.ragged("y").values.tolist() == [3, 4, 5]
+    assert batch.objects("names") == ("a", "b", "c")
+    assert part.origins[0].tolist() == [1, 0]
+
+
+def test_deepcopy_shares_arrays_and_copies_what_can_be_written() -> None:
+    plain = rollouts()
+    assert copy.deepcopy(plain) is plain
+    batch = plain.assign(row=[{"words": ["a"], "when": {1}} for _ in range(4)]).split(2)[0]
+    private = copy.deepcopy(batch)
+    assert private == batch
+    assert private.tokens is batch.tokens
+    assert private.origins == batch.origins
+    value = private.objects("row")[0]
+    assert isinstance(value, dict)
+    value["words"].append("b")
+    value["when"].add(2)
+    assert batch.objects("row")[0] == {"words": ["a"], "when": {1}}
+
+
+# --- columns
+
+
+def test_columns_are_read_by_kind() -> None:
+    batch = rollouts()
+    assert len(batch) == 4
+    assert batch.names == ("prompt", "tokens", "loss_mask", "rewards", "groups")
+    assert "tokens" in batch
+    assert "token" not in batch
+    assert batch["tokens"] is batch.tokens
+    assert batch.rewards.dtype == np.float32
+    assert batch.groups.tolist() == [0, 0, 1, 1]
+    assert batch.loss_mask[1].tolist() == [False, True]
+    assert batch.nbytes == 10 * 4 + 5 * 8 + 10 + 5 * 8 + 4 * 4 + 4 * 8
+    assert repr(batch) == (
+        "Batch(4 rows, 10 tokens: prompt str, tokens ragged int32, loss_mask ragged bool, rewards float32, "
+        "groups int64)"
+    )
+    assert repr(Batch.of(x=np.zeros((2, 3)), y=[1, "a"])) == "Batch(2 rows: x float64[3], y int/str)"
+    assert repr(Batch({})) == "Batch(0 rows: no columns)"
+
+
+def test_a_column_of_another_kind_or_name_is_told() -> None:
+    batch = rollouts()
+    with pytest.raises(DataError, match="no column `token`: did you mean `tokens`"):
+        _ = batch["token"]
+    with pytest.raises(DataError, match="no column `sampler_logprobs`: it has prompt, tokens"):
+        _ = batch.sampler_logprobs
+    with pytest.raises(DataError, match="no column `x`: it has none"):
+        Batch({}).only("x")
+    with pytest.raises(DataError, match=r"`prompt` is str, not a row column: read it with batch.objects\('prompt'\)"):
+        batch.row("prompt")
+    with pytest.raises(DataError, match=r"`rewards` is float32, not a token column: .* batch.row\('rewards'\)"):
+        batch.ragged("rewards")
+    with pytest.raises(DataError, match=r"`tokens` is ragged int32, not Python values: .* batch.ragged\('tokens'\)"):
+        batch.objects("tokens")
+
+
+def test_standard_columns_have_one_dtype() -> None:
+    batch = Batch.of(
+        rewards=np.array([0.5, 1.0]),
+        groups=np.array([0, 1], np.int32),
+        tokens=Ragged.of([[1], [2]], np.int64),
+        sampler_logprobs=Ragged.of([[0.0], [-1.0]], np.float64),
+        versions=Ragged.of([[0], [0]], np.int64),
+    )
+    found = {name: column.dtype.name for name, column in batch.columns.items() if not isinstance(column, tuple)}
+    assert found == {
+        "rewards": "float32",
+        "groups": "int64",
+        "tokens": "int32",
+        "sampler_logprobs": "float32",
+        "versions": "int32",
+    }
+    assert not batch.rewards.flags.writeable
+    assert not batch.tokens.values.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"x": np.array(1.0)}, "`x` is one number, 1.0"),
+        ({"x": [np.zeros(2), np.zeros(3)]}, r"`x` is a list of arrays: .* Ragged.of"),
+        ({"x": "text"}, "`x` is str: give a numpy array"),
+        ({"x": np.array(["text", "more"])}, "column `x` has dtype <U4"),
+        ({"x": np.zeros(3), "y": ["a"]}, "differ in rows: `x` has 3, `y` has 1"),
+        ({"tokens": [[1], [2]]}, r"`tokens` is list: give Ragged.of\(rows, np.int32\)"),
+        ({"rewards": [1.0, 2.0]}, r"`rewards` is float: give np.array\(values, np.float32\)"),
+        ({"rewards": Ragged.of([[1.0]], np.float32)}, "`rewards` is ragged float32: give np.array"),
+        ({"groups": np.array([0.5])}, "`groups` is float64 and must be int64"),
+        ({"loss_mask": Ragged.of([[1]], np.int32)}, "`loss_mask` is int32 and must be bool"),
+        (
+            {"tokens": Ragged.of([[1], [2, 3]], np.int32), "versions": Ragged.of([[0], [0]], np.int32)},
+            "row 1 has 2 tokens and 1 in `versions`",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_are_refused(column: dict[str, Column], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Batch(column)
+
+
+def test_assign_only_and_drop() -> None:
+    batch = rollouts()
+    more = batch.assign(prompt=("a", "b", "c", "d"), advantages=np.ones(4))
+    assert more.names == (*batch.names, "advantages")
+    assert more.objects("prompt") == ("a", "b", "c", "d")
+    assert more.tokens is batch.tokens
+    assert batch.only("tokens", "prompt").names == ("tokens", "prompt")
+    assert batch.drop("tokens", "loss_mask").names == ("prompt", "rewards", "groups")
+    assert len(batch.only()) == 4
+    with pytest.raises(DataError, match="`advantages` has 3 rows and the batch has 4"):
+        batch.assign(advantages=np.ones(3))
+    with pytest.raises(DataError, match="no column `reward`: did you mean `rewards`"):
+        batch.drop("reward")
+
+
+def test_select_by_number_or_mask() -> None:
+    batch = rollouts()
+    assert batch.select([3, 0, 0]).rewards.tolist() == [3, 0, 0]
+    assert batch.select([-1]).objects("prompt") == ("prompt 3",)
+    assert batch.select(batch.rewards > 1).tokens == Ragged.of([[30, 31, 32], [40, 41, 42, 43]], np.int32)
+    assert len(batch.select([])) == 0
+    assert batch.select([]).names == batch.names
+    assert batch.select(range(4)).tokens is batch.tokens, "all rows in order are not copied"
+    with pytest.raises(DataError, match=r"no row 4 in 4 rows \(0 to 3"):
+        batch.select([0, 4])
+    with pytest.raises(DataError, match="a mask of 2 rows selects from 4"):
+        batch.select([True, False])
+    with pytest.raises(DataError, match=r"selected by float64\[1\]"):
+        batch.select([0.5])
+    with pytest.raises(DataError, match=r"selected by int64\[1, 1\]"):
+        batch.select([[1]])
+    with pytest.raises(DataError, match="repeated -1 times"):
+        batch.repeat(-1)
+
+
+@given(batches())
+def test_equality_ignores_the_order_of_columns_and_the_origin(batch: Batch) -> None:
+    assert batch == batch.only(*reversed(batch.names))
+    assert batch == batch.part(np.arange(len(batch)))
+
+
+def test_equality_is_of_names_kinds_dtypes_and_values() -> None:
+    base = Batch.of(x=np.array([1.0, np.nan]))
+    assert base == Batch.of(x=np.array([1.0, np.nan]))
+    others: list[Column] = [
+        np.array([1.0, 2.0]),
+        np.array([1.0, np.nan], np.float32),
+        (1.0, float("nan")),
+        Ragged.of([[1.0], [np.nan]], np.float64),
+    ]
+    for other in others:
+        assert base != Batch.of(x=other)
+    assert base != Batch.of(y=np.array([1.0, np.nan]))
+    assert base != "batch"
+    assert Batch.of(x=[float("nan"), 1]) == Batch.of(x=[float("nan"), 1])
+    assert Batch.of(x=["a", 1]) != Batch.of(x=["a", 2])
+
+
+def test_a_batch_is_what_marks_ask_for() -> None:
+    splittable: Splittable = rollouts()
+    joinable: Joinable = rollouts()
+    assert len(splittable.part(splittable.plan(2)[0])) == 2
+    assert joinable == rollouts()
