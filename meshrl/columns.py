@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -104,17 +104,26 @@ def describe(column: Column) -> str:
 def same(left: Column, right: Column) -> bool:
     """Whether two columns agree in kind, dtype and values; NaN equals NaN."""
     if isinstance(left, tuple) and isinstance(right, tuple):
-        return left == right or (
-            len(left) == len(right)
-            and all(a == b or (_is_nan(a) and _is_nan(b)) for a, b in zip(left, right, strict=True))
-        )
+        return _alike(left, right)
     if isinstance(left, Ragged) or isinstance(right, Ragged):
         return isinstance(left, Ragged) and isinstance(right, Ragged) and left == right
     return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and equal(left, right)
 
 
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def _alike(left: object, right: object) -> bool:
+    """Whether Python values are equal, or hold NaN in the same places."""
+    if left == right:
+        return True
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isnan(left) and math.isnan(right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        items = cast("dict[object, object]", left)
+        others = cast("dict[object, object]", right)
+        return items.keys() == others.keys() and all(_alike(item, others[key]) for key, item in items.items())
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and type(left) is type(right):
+        pairs = zip(cast("Sequence[object]", left), cast("Sequence[object]", right), strict=False)
+        return len(left) == len(right) and all(_alike(one, other) for one, other in pairs)
+    return False
 
 
 def concat(name: str, parts: Sequence[Column]) -> Column:

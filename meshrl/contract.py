@@ -160,10 +160,9 @@ def _parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) ->
         return [f"{where} is marked {mark}, which joins results: write Shard or Replicate"]
     mistakes = _axis_mistakes(where, mark, shape)
     if mark.kind == "shard" and not _leaves_have(mark.type, "part"):
-        mistakes.append(
-            f"{where}: {_type_name(mark.type)} cannot be split over ranks: shard a Batch, an array, or a dict "
-            f"or list of them; or write Replicate[{_type_name(mark.type)}]"
-        )
+        name = _type_name(mark.type)
+        text = "cannot be split over ranks: shard a Batch, an array, or a dict or list of them; or write Replicate"
+        mistakes.append(f"{where}: {name} {text}[{name}]")
     return mistakes
 
 
@@ -180,8 +179,10 @@ def _result_mistakes(mark: Mark, shape: Mapping[str, int], stream: bool) -> list
             return []
         name = _type_name(mark.type)
         return [
-            f"the result {name} of {prod(shape.values())} ranks is not marked: write Gather[{name}] to join, "
-            f"Mean or Sum to reduce, Same[{name}] if all ranks return the same"
+            (
+                f"the result {name} of {prod(shape.values())} ranks is not marked: write Gather[{name}] to join, "
+                f"Mean or Sum to reduce, Same[{name}] if all ranks return the same"
+            )
         ]
     mistakes = _axis_mistakes("the result", mark, shape)
     needed = {"gather": "join", "mean": "mean", "sum": "__add__"}.get(mark.kind)
@@ -196,8 +197,10 @@ def _axis_mistakes(where: str, mark: Mark, shape: Mapping[str, int]) -> list[str
         return []
     written = ", ".join([f"{axis}=1" for axis in lacking] + [f"{axis}={size}" for axis, size in shape.items()])
     return [
-        f"{where} is marked {mark} but the mesh has no axis {' or '.join(map(repr, lacking))} "
-        f"(it has {', '.join(shape)}): write mesh.shape({written})"
+        (
+            f"{where} is marked {mark} but the mesh has no axis {' or '.join(map(repr, lacking))} "
+            f"(it has {', '.join(shape)}): write mesh.shape({written})"
+        )
     ]
 
 

@@ -286,7 +286,7 @@ class Batch:
         return whole.select(np.argsort(np.concatenate(plan), kind="stable")) if plan else whole
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
-        """Msgpack header and the raw bytes of the arrays, not copied; tuples among Python values become lists."""
+        """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
         return kinds.pack(self._rows, self._columns, self._origins)
 
     @classmethod
@@ -295,7 +295,7 @@ class Batch:
         return cls._make(*kinds.unpack(header, buffers))
 
     def __eq__(self, other: object) -> bool:
-        """Whether names, kinds, dtypes and values agree, columns and NaN in any order and place alike."""
+        """Whether names, kinds, dtypes and values agree; NaN equals NaN, the order of columns is nothing."""
         if not isinstance(other, Batch):
             return NotImplemented
         return (

@@ -96,6 +96,7 @@ class BoundEndpoint:
         self.endpoint = endpoint
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """A coroutine of the joined result, or the stream."""
         return self._stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
 
     def __repr__(self) -> str:
@@ -103,6 +104,7 @@ class BoundEndpoint:
 
     @property
     def where(self) -> str:
+        """`Actor.endpoint`, for messages."""
         return f"{self.deployment.name}.{self.endpoint.name}"
 
     async def each(self, *args: object, **kwargs: object) -> list[object]:
@@ -175,8 +177,11 @@ class BoundEndpoint:
 def each(
     endpoint: Callable[P, Coroutine[object, Never, R]],
 ) -> Callable[P, Coroutine[object, Never, list[R]]]:
-    """The endpoint without its join: `await each(policy.update)(batch)` is a list, one result a rank."""
-    called: object = endpoint
+    """Leave out an endpoint's join: what is awaited is a list, one result a rank.
+
+    `results = await each(policy.update)(batch)`
+    """
+    called = cast("object", endpoint)
     if isinstance(called, BoundEndpoint):
         if called.endpoint.stream:
             raise ContractError(f"{called.where} is a stream: iterate at(...) of each rank instead of each()")

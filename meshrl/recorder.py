@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
@@ -123,27 +124,24 @@ class _Events:
     """A TensorBoard event file, through the tensorboard package alone."""
 
     def __init__(self, folder: Path) -> None:
-        # Not at the top: `import meshrl` should not wait for it.
-        from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
-
-        # TensorBoard tells the runs' files by `tfevents` in the name.
+        # Not at the top of the file: `import meshrl` should not wait for them. They carry no types.
+        self._event = import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        records = import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        # TensorBoard knows a file of events by `tfevents` in its name.
         self._file = (folder / f"events.out.tfevents.{int(time.time())}.{os.getpid()}").open("wb")
-        self._records = RecordWriter(self._file)
+        self._records = records(self._file)
         self._add(file_version="brain.Event:2")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add(step=step, summary=Summary(value=values))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
         self._file.close()
 
     def _add(self, **fields: object) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
-
-        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._file.flush()
 
 

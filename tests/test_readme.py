@@ -47,5 +47,5 @@ def test_the_readme_shows_code() -> None:
 
 def test_each_make_target_that_the_readme_names_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z0-9]+)\b", "".join(re.findall(r"`[^`]+`", PAGES[0].read_text("utf-8")))))
+    named = set(re.findall(r"(?:^|`)make ([a-z0-9]+)", PAGES[0].read_text("utf-8"), re.MULTILINE))
     assert named <= targets

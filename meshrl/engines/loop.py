@@ -30,6 +30,7 @@ class _Mailbox(selectors.DefaultSelector):
             self._bell.release()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait; the files that are ready, none where only the bell rang."""
         if self.has_files:
             return super().select(timeout)
         if timeout is None:
@@ -56,5 +57,6 @@ class RankLoop(asyncio.SelectorEventLoop):
             super()._write_to_self()  # type: ignore[misc]  # private, so not in the type stubs
 
     def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """As in asyncio; signals wake through the socket, so from here on the loop waits on files."""
         self._mailbox.has_signals = True
         super().add_signal_handler(sig, callback, *args)

@@ -169,7 +169,7 @@ class Work:
             except asyncio.CancelledError as error:
                 stopped = self.member.stopped
                 fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
                 fail(self._failure(error))
 
         self._post(start)

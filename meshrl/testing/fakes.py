@@ -1,6 +1,6 @@
-"""Fake roles. They keep the roles' promises about columns, versions and order, and really learn:
+"""Fake roles. They keep the roles' promises about columns, versions and order, and really learn.
 
-the only weight is a skill from 0 to 1, the chance that the sampler gives the right answer. An update with
+The only weight is a skill from 0 to 1, the chance that the sampler gives the right answer. An update with
 any advantage that is not zero raises it.
 """
 
@@ -48,7 +48,7 @@ class FakePolicy(Policy):
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Learn if there is anything to learn from. Raises `DataError` where a column of the loss is missing."""
-        signal = [np.any(_values(batch, name)) for name in loss.columns if name == "advantages"]
+        signal = [_any(batch, name) for name in loss.columns if name == "advantages"]
         if all(signal):
             self.skill = min(1.0, self.skill + self.rate)
         for name in loss.columns:
@@ -67,8 +67,7 @@ class FakePolicy(Policy):
 
     async def save(self, folder: str) -> None:
         """The skill as JSON."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "skill.json").write_bytes(msgspec.json.encode(self.skill))
+        _write(Path(folder), self.skill)
 
 
 class FakeReference(Reference):
@@ -131,6 +130,11 @@ class FakeReward(Reward):
         return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
 
 
+def _write(folder: Path, skill: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "skill.json").write_bytes(msgspec.json.encode(skill))
+
+
 def _encoded(batch: Batch, completions: tuple[str, ...] | list[str]) -> Batch:
     prompts = cast("tuple[str, ...]", batch.objects("prompt"))
     texts = list(zip(prompts, completions, strict=True))
@@ -143,6 +147,6 @@ def _zeros(batch: Batch) -> Ragged:
     return Ragged(np.zeros(len(batch.tokens.values), np.float32), batch.tokens.offsets)
 
 
-def _values(batch: Batch, name: str) -> object:
+def _any(batch: Batch, name: str) -> bool:
     column = batch[name]
-    return column.values if isinstance(column, Ragged) else column
+    return bool(np.any(column.values if isinstance(column, Ragged) else batch.row(name)))

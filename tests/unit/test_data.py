@@ -20,7 +20,7 @@ VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXT | st.binary(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
     max_leaves=4,
-).filter(lambda value: value == value or isinstance(value, float))  # noqa: PLR0124  (a NaN inside a container)
+)
 
 
 def numbers(count: int, dtype: type, seed: int) -> Array:
@@ -465,6 +465,9 @@ def test_equality_is_of_names_kinds_dtypes_and_values() -> None:
     assert base != "batch"
     assert Batch.of(x=[float("nan"), 1]) == Batch.of(x=[float("nan"), 1])
     assert Batch.of(x=["a", 1]) != Batch.of(x=["a", 2])
+    assert Batch.of(x=[{"a": [float("nan")]}]) == Batch.of(x=[{"a": [float("nan")]}])
+    for value in ({"b": [float("nan")]}, {"a": [1.0]}, {"a": [float("nan"), 1]}, [float("nan")], 1.0):
+        assert Batch.of(x=[{"a": [float("nan")]}]) != Batch.of(x=[value])
 
 
 def test_a_batch_is_what_marks_ask_for() -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -69,10 +70,6 @@ class Probe(Actor):
         await self.hang()
 
     @endpoint
-    async def block(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    @endpoint
     async def count(self) -> AsyncIterator[Gather[np.ndarray]]:
         try:
             while True:
@@ -95,6 +92,11 @@ class Probe(Actor):
         return self.made
 
 
+async def until(probe: Probe, state: str) -> None:
+    while await probe.state() != state:  # noqa: ASYNC110 -- the state is on another thread
+        await asyncio.sleep(0.001)
+
+
 @pytest.fixture
 async def mesh() -> AsyncIterator[Mesh]:
     before = set(threading.enumerate())
@@ -114,7 +116,8 @@ async def test_a_rank_cannot_change_the_callers_values(mesh: Mesh) -> None:
     probe = await mesh.spawn(Probe)
     values, table, batch = np.zeros(3), {"a": [1]}, Batch.of(rewards=np.zeros(2, np.float32))
     await probe.write(values, table)
-    assert values.tolist() == [0, 0, 0] and table == {"a": [1]}
+    assert values.tolist() == [0, 0, 0]
+    assert table == {"a": [1]}
     with pytest.raises(RankFailed, match="read-only"):
         await probe.write_batch(batch)
     first = await probe.note(1)
@@ -143,13 +146,11 @@ _barriers: list[threading.Barrier] = []
 async def test_cancelling_a_call_cancels_it_on_the_ranks(mesh: Mesh) -> None:
     probe = await mesh.spawn(Probe)
     call = asyncio.create_task(probe.hang())
-    while await probe.state() != "running":
-        await asyncio.sleep(0.001)
+    await until(probe, "running")
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    while await probe.state() != "cancelled":
-        await asyncio.sleep(0.001)
+    await until(probe, "cancelled")
 
 
 async def test_an_exception_says_where_and_cancels_the_other_ranks(mesh: Mesh) -> None:
@@ -162,8 +163,7 @@ async def test_an_exception_says_where_and_cancels_the_other_ranks(mesh: Mesh) -
     assert 'raise ValueError(f"bad row {rank}")' in error.traceback
     assert "engines" not in error.traceback
     assert isinstance(error.__cause__, ValueError)
-    while await at(probe, dp=0).state() != "cancelled":
-        await asyncio.sleep(0.001)
+    await until(at(probe, dp=0), "cancelled")
 
 
 async def test_a_failed_constructor_fails_spawn_and_leaves_nothing(mesh: Mesh) -> None:
@@ -193,29 +193,31 @@ async def test_a_stream_waits_for_its_reader_and_closes_with_it(mesh: Mesh) -> N
     assert [value.tolist() for value in seen] == [[1], [2], [3]]
     await asyncio.sleep(0.05)
     assert await at(probe, dp=0).made_() <= 5
-    await stream.aclose()  # type: ignore[attr-defined]  # pyright: ignore
-    while await at(probe, dp=0).state() != "closed":
-        await asyncio.sleep(0.001)
+    await cast("AsyncGenerator[np.ndarray]", stream).aclose()
+    await until(at(probe, dp=0), "closed")
 
 
 async def test_a_stream_that_fails_says_where(mesh: Mesh) -> None:
     probe = at(await mesh.spawn(Probe), dp=1)
+    stream = aiter(probe.count_then_fail())
+    assert (await anext(stream)).tolist() == [1]
     with pytest.raises(RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream broke"):
-        async for value in probe.count_then_fail():
-            assert value.tolist() == [1]
+        await anext(stream)
 
 
 async def test_stopping_ends_a_stream(mesh: Mesh) -> None:
     probe = at(await mesh.spawn(Probe), dp=0)
+    stream = aiter(probe.count())
+    await anext(stream)
+    await stop(probe)
     with pytest.raises(MeshStopped):
-        async for _ in probe.count():
-            await stop(probe)
+        [value async for value in stream]
 
 
 async def test_an_argument_that_cannot_be_copied_is_refused(mesh: Mesh) -> None:
     probe = await mesh.spawn(Probe)
     with pytest.raises(ContractError, match=r"Probe.note: an argument cannot be sent to a rank"):
-        await probe.note(threading.Lock())  # type: ignore[arg-type]  # pyright: ignore
+        await cast("Any", probe).note(threading.Lock())
 
 
 async def test_threads_follow_the_resources_and_never_exceed_the_free_cores() -> None:

@@ -1,0 +1,91 @@
+"""What can be found wrong with a configuration before any model loads."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshrl.config import Config, Keys, dotted
+from meshrl.errors import BackendError, MeshrlError, ModelError
+from meshrl.registry import backends, implementation
+from meshrl.rewards import RewardConfig, load_function
+from meshrl.roles import (
+    ModelConfig,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RoleConfig,
+    Sampler,
+    SamplerConfig,
+)
+from meshrl.tasks import TaskConfig, check_task
+
+_ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
+    (PolicyConfig, Policy),
+    (ReferenceConfig, Reference),
+    (SamplerConfig, Sampler),
+    (RewardConfig, Reward),
+)
+
+
+def find_mistakes(config: Config) -> list[str]:
+    """Every mistake in the tables of a configuration that is valid in itself, each with its key.
+
+    A task's source must exist and its first row fit the templates, a reward function must import, a backend be
+    installed and have the role, and a model's folder or file be there.
+    """
+    mistakes: list[str] = []
+    for path, table in _tables(config):
+        for check in _checks(table):
+            try:
+                check()
+            except MeshrlError as error:
+                mistakes.append(f"{dotted(path)}: {error}")
+    return mistakes
+
+
+def check_model(model: str) -> None:
+    """ModelError where no model can be at this path: a folder with config.json, or a .gguf file."""
+    path = Path(model)
+    if model.startswith("package:"):
+        package, _, inside = model.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ModelError(f"model {model!r}: the package {package!r} is not installed")
+        path = Path(spec.origin).parent / inside
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: there is no file {path.resolve()}")
+    elif not path.is_dir():
+        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}")
+    elif not (path / "config.json").is_file():
+        raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
+
+
+def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
+    yield above, config
+    for name in type(config).model_fields:
+        value: object = getattr(config, name)
+        if isinstance(value, Config):
+            yield from _tables(value, (*above, name))
+
+
+def _checks(table: Config) -> Iterator[Callable[[], object]]:
+    if isinstance(table, TaskConfig):
+        yield lambda: check_task(table)
+    if isinstance(table, RoleConfig):
+        yield lambda: _check_backend(table)
+    if isinstance(table, RewardConfig) and table.backend == "function":
+        yield lambda: load_function(table.function)
+    if isinstance(table, ModelConfig) and isinstance(model := table.model, str) and table.backend != "fake":
+        yield lambda: check_model(model)
+
+
+def _check_backend(config: RoleConfig) -> None:
+    for kind, role in _ROLES:
+        if isinstance(config, kind):
+            implementation(role, config.backend)
+            return
+    if config.backend not in backends():
+        raise BackendError(f"no backend {config.backend!r} is installed: there are {', '.join(sorted(backends()))}")

@@ -1,0 +1,125 @@
+"""The command line: run, check, new, configs."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, cast
+
+import msgspec
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.check import find_mistakes
+from meshrl.config import as_list
+from meshrl.errors import ConfigError, MeshrlError, RankFailed
+from meshrl.run import Run, RunConfig
+from meshrl.scripts import Job, about, copy_script, find_config, load_job, shipped_configs
+
+app = typer.Typer(
+    help="Reinforcement learning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one: see `meshrl configs`.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in policy.optimizer.lr=1e-4 steps=20")
+]
+
+
+@app.command()
+def run(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Run a configuration. Its files go to runs/NAME."""
+    job = load_job(find_config(config), overrides or [], RunConfig)
+    folder = Path(job.run.folder) / job.run.name
+    try:
+        asyncio.run(_run(job))
+    except KeyboardInterrupt:
+        typer.echo(f"Interrupted. What was recorded so far is in {folder}", err=True)
+        raise typer.Exit(130) from None
+    _show_summary(folder)
+
+
+@app.command()
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Find what is wrong with a configuration before any model loads."""
+    source = find_config(config)
+    mistakes = find_mistakes(load_job(source, overrides or [], RunConfig).config)
+    if mistakes:
+        raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
+    typer.echo(f"{source}: nothing wrong was found")
+
+
+@app.command()
+def new(
+    algorithm: Annotated[str, typer.Argument(metavar="ALGORITHM", help="A shipped algorithm, such as grpo.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copies go.")],
+) -> None:
+    """Copy an algorithm and its first configuration into a folder, to change them."""
+    for path in copy_script(algorithm, folder):
+        typer.echo(f"wrote {path}")
+        if path.suffix == ".toml":
+            typer.echo(f"run it with: meshrl run {path}")
+
+
+@app.command()
+def configs() -> None:
+    """List the shipped configurations."""
+    table = Table("name", "what it is", box=None, header_style="bold")
+    table.columns[0].no_wrap = True
+    for name, path in shipped_configs().items():
+        table.add_row(name, about(path))
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The `meshrl` command. A mistake of the user's is told without a traceback, with exit status 1."""
+    _log_to_stderr()
+    if "" not in sys.path:
+        # As with `python -m`: a reward function in a package of the current folder can be imported.
+        sys.path.append("")
+    try:
+        app(args=arguments)
+    except MeshrlError as error:
+        typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+        typer.echo(_told(error), err=True)
+        sys.exit(1)
+
+
+async def _run(job: Job[RunConfig]) -> None:
+    async with Run(job.run, job.resolved) as under_way:
+        await job.script.function(under_way, job.config)
+
+
+def _show_summary(folder: Path) -> None:
+    summary: object = msgspec.json.decode((folder / "summary.json").read_bytes())
+    table = Table(box=None, show_header=False)
+    for name, value in cast("dict[str, object]", summary).items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    table.add_row("folder", str(folder))
+    Console().print(table)
+
+
+def _told(error: MeshrlError) -> str:
+    """The message; what a rank raised on purpose needs no traceback."""
+    if isinstance(error, RankFailed) and isinstance(error.__cause__, MeshrlError):
+        return f"{error.__cause__}\n(in {error.actor}.{error.endpoint} on rank {error.rank})"
+    return str(error)
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper("%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, pad_event_to=0),
+        ],
+        # Looked up at each line: while the progress line is live, rich has put itself in its place.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
