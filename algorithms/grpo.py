@@ -7,8 +7,8 @@ its group's; raise the probability of the better ones, within the clip.
 """
 
 from meshrl import (
+    AlgorithmConfig,
     ClippedLoss,
-    Config,
     Policy,
     PolicyConfig,
     Reference,
@@ -29,7 +29,7 @@ from meshrl import (
 from meshrl.advantages import Scale
 
 
-class GrpoConfig(Config):
+class GrpoConfig(AlgorithmConfig):
     task: TaskConfig
     policy: PolicyConfig
     sampler: SamplerConfig

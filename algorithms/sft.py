@@ -4,7 +4,7 @@ meshrl run sft/quickstart
 """
 
 from meshrl import (
-    Config,
+    AlgorithmConfig,
     CrossEntropy,
     Policy,
     PolicyConfig,
@@ -19,7 +19,7 @@ from meshrl import (
 )
 
 
-class SftConfig(Config):
+class SftConfig(AlgorithmConfig):
     task: TaskConfig
     policy: PolicyConfig
     sampler: SamplerConfig

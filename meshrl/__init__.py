@@ -24,6 +24,7 @@ from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
+    AlgorithmConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
@@ -50,6 +51,7 @@ __all__ = [
     "PP",
     "TP",
     "Actor",
+    "AlgorithmConfig",
     "BackendError",
     "Batch",
     "ClippedLoss",

@@ -26,6 +26,11 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @classmethod
+    def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
+        """The table of a file with what follows from other keys filled in, before it is validated."""
+        return table
+
 
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
     """The tables of a TOML file, with `key.sub=value` overrides put over them.
@@ -67,6 +72,7 @@ def validate(
     `overrides`: those already in the table, so that a mistake in one is told as the command line's.
     Nothing is converted: "3" is no integer, and 1 is no boolean; an integer is a number.
     """
+    table = schema.prepared(table)
     try:
         # As JSON, where pydantic's strict mode still turns arrays into tuples and texts into paths.
         return schema.model_validate_json(json.dumps(table, default=str), strict=True)

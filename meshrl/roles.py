@@ -5,8 +5,8 @@ The standard columns of a batch are listed in `data.Batch`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from typing import Literal
+from collections.abc import AsyncIterator, Mapping
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -48,6 +48,24 @@ class ModelConfig(RoleConfig):
     chat: bool = False
     """Wrap each prompt as one user message in the tokenizer's chat template."""
     seed: int = 0
+
+
+class AlgorithmConfig(Config):
+    """The base of an algorithm's configuration. A role that names no `model` has the policy's."""
+
+    @classmethod
+    def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
+        """The table with the policy's model in each role that holds a model and names none."""
+        policy = table.get("policy")
+        if not isinstance(policy, Mapping) or "model" not in policy:
+            return table
+        filled = dict(table)
+        for name, field in cls.model_fields.items():
+            kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            role = filled.get(name, {} if field.is_required() else None)
+            if isinstance(role, Mapping) and any(issubclass(kind, ModelConfig) for kind in kinds):
+                filled[name] = {"model": policy["model"], **role}
+        return filled
 
 
 class OptimizerConfig(Config):

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "sharding", "actor"},
     {"config", "imports", "rows", "ragged", "contract", "engines.loop"},
-    {"columns", "metrics", "weights", "engine", "advantages", "losses", "engines.threads"},
+    {"columns", "metrics", "weights", "engine", "advantages", "losses", "scripts", "engines.threads"},
     {"data", "handle", "engines.local"},
     {"roles", "mesh", "tasks"},
-    {"registry", "rewards", "rollout", "recorder"},
-    {"run"},
+    {"registry", "rewards", "recorder"},
+    {"run", "rollout", "check"},
     {"testing", "cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""

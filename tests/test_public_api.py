@@ -65,7 +65,6 @@ PUBLIC = [
     "each",
     "endpoint",
     "evaluate",
-    "exact_match",
     "group_advantages",
     "leave_one_out",
     "publish",

@@ -137,6 +137,13 @@ def test_parts_made_anew_follow_the_plan(batch: Batch, n: int) -> None:
     assert Batch.join(batch.split(n), plan) == batch
 
 
+def test_copies_of_a_row_stay_in_the_order_they_were_given() -> None:
+    parts = [part.select(np.zeros(50, np.int64)).assign(copy=np.arange(50)) for part in rollouts().split(4)]
+    joined = Batch.join(parts)
+    assert joined.rewards.tolist() == [row for row in range(4) for _ in range(50)]
+    assert joined.row("copy").tolist() == list(range(50)) * 4
+
+
 def test_parts_made_anew_with_other_rows_are_refused() -> None:
     batch = rollouts()
     anew = [Batch.of(x=np.zeros(len(part) + 1)) for part in batch.split(2)]
@@ -327,147 +334,13 @@ def test_deepcopy_shares_arrays_and_copies_what_can_be_written() -> None:
     assert batch.objects("row")[0] == {"words": ["a"], "when": {1}}
 
 
-# --- columns
-
-
-def test_columns_are_read_by_kind() -> None:
-    batch = rollouts()
-    assert len(batch) == 4
-    assert batch.names == ("prompt", "tokens", "loss_mask", "rewards", "groups")
-    assert "tokens" in batch
-    assert "token" not in batch
-    assert batch["tokens"] is batch.tokens
-    assert batch.rewards.dtype == np.float32
-    assert batch.groups.tolist() == [0, 0, 1, 1]
-    assert batch.loss_mask[1].tolist() == [False, True]
-    assert batch.nbytes == 10 * 4 + 5 * 8 + 10 + 5 * 8 + 4 * 4 + 4 * 8
-    assert repr(batch) == (
-        "Batch(4 rows, 10 tokens: prompt str, tokens ragged int32, loss_mask ragged bool, rewards float32, "
-        "groups int64)"
-    )
-    assert repr(Batch.of(x=np.zeros((2, 3)), y=[1, "a"])) == "Batch(2 rows: x float64[3], y int/str)"
-    assert repr(Batch({})) == "Batch(0 rows: no columns)"
-
-
-def test_a_column_of_another_kind_or_name_is_told() -> None:
-    batch = rollouts()
-    with pytest.raises(DataError, match="no column `token`: did you mean `tokens`"):
-        _ = batch["token"]
-    with pytest.raises(DataError, match="no column `sampler_logprobs`: it has prompt, tokens"):
-        _ = batch.sampler_logprobs
-    with pytest.raises(DataError, match="no column `x`: it has none"):
-        Batch({}).only("x")
-    with pytest.raises(DataError, match=r"`prompt` is str, not a row column: read it with batch.objects\('prompt'\)"):
-        batch.row("prompt")
-    with pytest.raises(DataError, match=r"`rewards` is float32, not a token column: .* batch.row\('rewards'\)"):
-        batch.ragged("rewards")
-    with pytest.raises(DataError, match=r"`tokens` is ragged int32, not Python values: .* batch.ragged\('tokens'\)"):
-        batch.objects("tokens")
-
-
-def test_standard_columns_have_one_dtype() -> None:
-    batch = Batch.of(
-        rewards=np.array([0.5, 1.0]),
-        groups=np.array([0, 1], np.int32),
-        tokens=Ragged.of([[1], [2]], np.int64),
-        sampler_logprobs=Ragged.of([[0.0], [-1.0]], np.float64),
-        versions=Ragged.of([[0], [0]], np.int64),
-    )
-    found = {name: column.dtype.name for name, column in batch.columns.items() if not isinstance(column, tuple)}
-    assert found == {
-        "rewards": "float32",
-        "groups": "int64",
-        "tokens": "int32",
-        "sampler_logprobs": "float32",
-        "versions": "int32",
-    }
-    assert not batch.rewards.flags.writeable
-    assert not batch.tokens.values.flags.writeable
-
-
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ({"x": np.array(1.0)}, "`x` is one number, 1.0"),
-        ({"x": [np.zeros(2), np.zeros(3)]}, r"`x` is a list of arrays: .* Ragged.of"),
-        ({"x": "text"}, "`x` is str: give a numpy array"),
-        ({"x": np.array(["text", "more"])}, "column `x` has dtype <U4"),
-        ({"x": np.zeros(3), "y": ["a"]}, "differ in rows: `x` has 3, `y` has 1"),
-        ({"tokens": [[1], [2]]}, r"`tokens` is list: give Ragged.of\(rows, np.int32\)"),
-        ({"rewards": [1.0, 2.0]}, r"`rewards` is float: give np.array\(values, np.float32\)"),
-        ({"rewards": Ragged.of([[1.0]], np.float32)}, "`rewards` is ragged float32: give np.array"),
-        ({"groups": np.array([0.5])}, "`groups` is float64 and must be int64"),
-        ({"loss_mask": Ragged.of([[1]], np.int32)}, "`loss_mask` is int32 and must be bool"),
-        (
-            {"tokens": Ragged.of([[1], [2, 3]], np.int32), "versions": Ragged.of([[0], [0]], np.int32)},
-            "row 1 has 2 tokens and 1 in `versions`",
-        ),
-    ],
-)
-def test_columns_that_cannot_be_are_refused(column: dict[str, Column], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Batch(column)
-
-
-def test_assign_only_and_drop() -> None:
-    batch = rollouts()
-    more = batch.assign(prompt=("a", "b", "c", "d"), advantages=np.ones(4))
-    assert more.names == (*batch.names, "advantages")
-    assert more.objects("prompt") == ("a", "b", "c", "d")
-    assert more.tokens is batch.tokens
-    assert batch.only("tokens", "prompt").names == ("tokens", "prompt")
-    assert batch.drop("tokens", "loss_mask").names == ("prompt", "rewards", "groups")
-    assert len(batch.only()) == 4
-    with pytest.raises(DataError, match="`advantages` has 3 rows and the batch has 4"):
-        batch.assign(advantages=np.ones(3))
-    with pytest.raises(DataError, match="no column `reward`: did you mean `rewards`"):
-        batch.drop("reward")
-
-
-def test_select_by_number_or_mask() -> None:
-    batch = rollouts()
-    assert batch.select([3, 0, 0]).rewards.tolist() == [3, 0, 0]
-    assert batch.select([-1]).objects("prompt") == ("prompt 3",)
-    assert batch.select(batch.rewards > 1).tokens == Ragged.of([[30, 31, 32], [40, 41, 42, 43]], np.int32)
-    assert len(batch.select([])) == 0
-    assert batch.select([]).names == batch.names
-    assert batch.select(range(4)).tokens is batch.tokens, "all rows in order are not copied"
-    with pytest.raises(DataError, match=r"no row 4 in 4 rows \(0 to 3"):
-        batch.select([0, 4])
-    with pytest.raises(DataError, match="a mask of 2 rows selects from 4"):
-        batch.select([True, False])
-    with pytest.raises(DataError, match=r"selected by float64\[1\]"):
-        batch.select([0.5])
-    with pytest.raises(DataError, match=r"selected by int64\[1, 1\]"):
-        batch.select([[1]])
-    with pytest.raises(DataError, match="repeated -1 times"):
-        batch.repeat(-1)
+# --- protocols and equality
 
 
 @given(batches())
 def test_equality_ignores_the_order_of_columns_and_the_origin(batch: Batch) -> None:
     assert batch == batch.only(*reversed(batch.names))
     assert batch == batch.part(np.arange(len(batch)))
-
-
-def test_equality_is_of_names_kinds_dtypes_and_values() -> None:
-    base = Batch.of(x=np.array([1.0, np.nan]))
-    assert base == Batch.of(x=np.array([1.0, np.nan]))
-    others: list[Column] = [
-        np.array([1.0, 2.0]),
-        np.array([1.0, np.nan], np.float32),
-        (1.0, float("nan")),
-        Ragged.of([[1.0], [np.nan]], np.float64),
-    ]
-    for other in others:
-        assert base != Batch.of(x=other)
-    assert base != Batch.of(y=np.array([1.0, np.nan]))
-    assert base != "batch"
-    assert Batch.of(x=[float("nan"), 1]) == Batch.of(x=[float("nan"), 1])
-    assert Batch.of(x=["a", 1]) != Batch.of(x=["a", 2])
-    assert Batch.of(x=[{"a": [float("nan")]}]) == Batch.of(x=[{"a": [float("nan")]}])
-    for value in ({"b": [float("nan")]}, {"a": [1.0]}, {"a": [float("nan"), 1]}, [float("nan")], 1.0):
-        assert Batch.of(x=[{"a": [float("nan")]}]) != Batch.of(x=[value])
 
 
 def test_a_batch_is_what_marks_ask_for() -> None:

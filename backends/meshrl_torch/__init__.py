@@ -1,0 +1,13 @@
+"""The plain torch backend: each role holds a whole Hugging Face model on one rank, for a laptop or a test."""
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["ROLES"]
+
+ROLES: Final[Mapping[str, str]] = {
+    "Policy": "meshrl_torch.policy:TorchPolicy",
+    "Reference": "meshrl_torch.reference:TorchReference",
+    "Sampler": "meshrl_torch.sampler:TorchSampler",
+}
+"""Where each role's class is. Strings, so that looking a role up imports no torch."""

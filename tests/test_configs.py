@@ -1,0 +1,40 @@
+"""Every shipped configuration is right, as `meshrl check` would say, without a model being loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl import RunConfig
+from meshrl.check import find_mistakes
+from meshrl.scripts import about, load_job, shipped_configs, shipped_scripts
+
+CONFIGS = shipped_configs()
+
+
+@pytest.fixture
+def saved_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder in which each configuration has run: one may start from the model that another saved."""
+    monkeypatch.chdir(tmp_path)
+    for path in CONFIGS.values():
+        run = load_job(path, [], RunConfig).run
+        model = tmp_path / run.folder / run.name / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text("{}", "utf-8")
+
+
+@pytest.mark.usefixtures("saved_models")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_is_right(name: str) -> None:
+    job = load_job(CONFIGS[name], [], RunConfig)
+    assert find_mistakes(job.config) == []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_says_what_it_is_and_lies_with_its_algorithm(name: str) -> None:
+    job = load_job(CONFIGS[name], [], RunConfig)
+    assert about(CONFIGS[name])
+    assert job.script.path.stem == CONFIGS[name].parent.name
+
+
+def test_each_algorithm_has_a_configuration() -> None:
+    assert {path.parent.name for path in CONFIGS.values()} == set(shipped_scripts())

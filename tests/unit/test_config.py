@@ -1,0 +1,229 @@
+"""Configuration: TOML, overrides, and mistakes told all at once."""
+
+from pathlib import Path
+from typing import Literal, Self
+
+import pytest
+from pydantic import Field, ValidationError, model_validator
+
+from meshrl.config import Config, load_toml, nearest, validate
+from meshrl.errors import ConfigError
+
+
+class Optimizer(Config):
+    lr: float = Field(1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: Literal["constant", "linear"] = "constant"
+    warmup: int = 0
+    total: int | None = None
+
+    @model_validator(mode="after")
+    def _warmup_within_total(self) -> Self:
+        if self.total is not None and self.warmup > self.total:
+            raise ValueError(f"warmup = {self.warmup} is more than total = {self.total}")
+        return self
+
+
+class NewModel(Config):
+    characters: str
+    hidden: int = Field(64, gt=0)
+
+
+class PolicyConfig(Config):
+    model: str | NewModel
+    optimizer: Optimizer = Optimizer()
+
+
+class Whole(Config):
+    policy: PolicyConfig
+    steps: int = 3
+    greedy: bool = False
+    seeds: tuple[int, ...] = ()
+    meshes: dict[str, Optimizer] = {}
+    batch: Literal["auto"] | int = "auto"
+
+
+MODEL = "[policy]\nmodel = 'folder'\n"
+
+
+def read(folder: Path, text: str, *overrides: str) -> Whole:
+    path = folder / "x.toml"
+    path.write_text(text, "utf-8")
+    return validate(Whole, load_toml(path, overrides), "x.toml", overrides)
+
+
+def mistakes(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, text, *overrides)
+    lines = str(caught.value).splitlines()
+    if len(lines) > 1:
+        assert lines[0] == f"{len(lines) - 1} mistakes:"
+        lines = [line.removeprefix("  ") for line in lines[1:]]
+    return lines
+
+
+def test_a_file_becomes_a_frozen_model(tmp_path: Path) -> None:
+    whole = read(tmp_path, "seeds = [1, 2]\n" + MODEL + "optimizer = { lr = 1, betas = [0.5, 1] }\n")
+    assert whole.policy.model == "folder"
+    assert whole.policy.optimizer == Optimizer(lr=1.0, betas=(0.5, 1.0))
+    assert whole.seeds == (1, 2)
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(whole, "steps", 4)  # noqa: B010 -- a checker would refuse the assignment
+
+
+def test_a_union_takes_a_text_or_a_table(tmp_path: Path) -> None:
+    whole = read(tmp_path, "[policy.model]\ncharacters = 'abc'\n")
+    assert whole.policy.model == NewModel(characters="abc")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("steps=7", 7),
+        ("steps = 7", 7),
+        ("greedy=true", True),
+        ("batch=auto", "auto"),
+        ("batch='auto'", "auto"),
+        ("seeds=[3, 4]", (3, 4)),
+        ("policy.model=other/folder", "other/folder"),
+        ("policy.optimizer.lr=1e-3", 1e-3),
+        ("policy.model={characters='xyz'}", NewModel(characters="xyz")),
+        ("meshes.big.lr=1", 1.0),
+    ],
+)
+def test_an_override_is_toml_or_else_text(tmp_path: Path, override: str, value: object) -> None:
+    found: object = read(tmp_path, MODEL, override)
+    for part in override.partition("=")[0].strip().split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == value
+
+
+def test_a_later_override_wins(tmp_path: Path) -> None:
+    assert read(tmp_path, "steps = 1\n" + MODEL, "steps=2", "steps=3").steps == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (
+            MODEL + "optimizer = { lr = -1 }",
+            (),
+            "x.toml: policy.optimizer.lr = -1: must be greater than 0",
+        ),
+        (
+            MODEL,
+            ("policy.optimizer.lr=-1",),
+            "command line: policy.optimizer.lr = -1: must be greater than 0",
+        ),
+        (
+            MODEL + "optimiser = {}",
+            (),
+            "x.toml: policy.optimiser: no such key; did you mean policy.optimizer?",
+        ),
+        ("lr = 1\n" + MODEL, (), "x.toml: lr: no such key; did you mean policy.optimizer.lr?"),
+        (
+            "zzz = 1\n" + MODEL,
+            (),
+            "x.toml: zzz: no such key; the file has batch, greedy, meshes, policy, seeds, steps",
+        ),
+        ("steps = 1", (), "x.toml: policy: is missing"),
+        ("[policy]", (), "x.toml: policy.model: is missing"),
+        (MODEL, ("steps=3.5",), "command line: steps = 3.5: must be a whole number"),
+        (MODEL, ("steps=true",), "command line: steps = true: must be a whole number"),
+        (MODEL, ("steps='3'",), "command line: steps = '3': must be a whole number"),
+        (MODEL, ("greedy=yes",), "command line: greedy = 'yes': must be true or false"),
+        ("policy = 3", (), "x.toml: policy = 3: must be a table"),
+        ("[policy]\nmodel = 3", (), "x.toml: policy.model = 3: must be text in quotes, or must be a table"),
+        ("[policy.model]\nhidden = 1", (), "x.toml: policy.model.characters: is missing"),
+        (
+            "[policy.model]\ncharacters = 'a'\nhiden = 1",
+            (),
+            "x.toml: policy.model.hiden: no such key; did you mean policy.model.hidden?",
+        ),
+        (
+            MODEL,
+            ("policy.optimizer.schedule=linaer",),
+            "command line: policy.optimizer.schedule = 'linaer': must be 'constant' or 'linear'; "
+            "did you mean 'linear'?",
+        ),
+        (MODEL, ("batch=big",), "command line: batch = 'big': must be 'auto', or must be a whole number"),
+        (MODEL, ("seeds=[1, 'b']",), "command line: seeds[1] = 'b': must be a whole number"),
+        (MODEL, ("policy.optimizer.betas=[1]",), "command line: policy.optimizer.betas[1]: is missing"),
+        (MODEL, ("meshes.a.lr=0",), "command line: meshes.a.lr = 0: must be greater than 0"),
+        (
+            MODEL,
+            ("policy.optimizer={warmup=3, total=2}",),
+            "command line: policy.optimizer: warmup = 3 is more than total = 2",
+        ),
+    ],
+)
+def test_a_mistake_is_told_with_its_place_and_what_is_expected(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], expected: str
+) -> None:
+    assert mistakes(tmp_path, text, *overrides) == [expected]
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    found = mistakes(tmp_path, "stepps = 1\n[policy]\noptimizer = { lr = 0, warmup = 'x' }", "greedy=1")
+    assert found == [
+        "x.toml: policy.model: is missing",
+        "x.toml: policy.optimizer.lr = 0: must be greater than 0",
+        "x.toml: policy.optimizer.warmup = 'x': must be a whole number",
+        "command line: greedy = 1: must be true or false",
+        "x.toml: stepps: no such key; did you mean steps?",
+    ]
+
+
+def test_a_long_value_is_cut(tmp_path: Path) -> None:
+    (line,) = mistakes(tmp_path, MODEL, f"steps={'x' * 500}")
+    assert len(line) < 130
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "policy..lr=1", ".steps=1", ""])
+def test_what_is_no_override_is_refused(tmp_path: Path, override: str) -> None:
+    (line,) = mistakes(tmp_path, MODEL, override)
+    assert line == (f"command line: {override!r} is no override; write key.sub=value, as in policy.optimizer.lr=1e-4")
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    (line,) = mistakes(tmp_path, MODEL, "policy.model.hidden=3")
+    assert line == (
+        "command line: policy.model.hidden=3: policy.model is 'folder' in the file, which has no key 'hidden'; "
+        "give the whole of it, as in policy.model=..."
+    )
+
+
+def test_an_override_cannot_smuggle_in_other_keys(tmp_path: Path) -> None:
+    (line,) = mistakes(tmp_path, MODEL, "steps=1\ngreedy=true")
+    assert "must be a whole number" in line
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.toml").write_text(MODEL, "utf-8")
+    with pytest.raises(ConfigError, match=r"quikstart\.toml: no such file; did you mean .*/quickstart\.toml\?$"):
+        load_toml(tmp_path / "quikstart.toml")
+    with pytest.raises(ConfigError, match=r"missing/x\.toml: no such file$"):
+        load_toml(tmp_path / "missing" / "x.toml")
+    with pytest.raises(ConfigError, match="is a folder, not a TOML file"):
+        load_toml(tmp_path)
+    (tmp_path / "bad.toml").write_text("steps = \n", "utf-8")
+    with pytest.raises(ConfigError, match=r"bad\.toml: not valid TOML: .*line 1"):
+        load_toml(tmp_path / "bad.toml")
+    (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
+    with pytest.raises(ConfigError, match=r"latin\.toml: not valid TOML"):
+        load_toml(tmp_path / "latin.toml")
+
+
+def test_special_numbers_and_dates_survive(tmp_path: Path) -> None:
+    class Special(Config):
+        big: float
+        day: str
+
+    path = tmp_path / "x.toml"
+    path.write_text("big = inf\nday = 2026-01-02", "utf-8")
+    assert validate(Special, load_toml(path), path) == Special(big=float("inf"), day="2026-01-02")
+
+
+def test_nearest() -> None:
+    assert nearest("grop", ["sft", "grpo"]) == "grpo"
+    assert nearest("zzz", ["sft", "grpo"]) is None

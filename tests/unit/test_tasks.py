@@ -1,0 +1,230 @@
+"""Tasks: sources, templates, what is held out, and batches."""
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from meshrl.errors import DataError
+from meshrl.tasks import Task, TaskConfig, check_task, fill
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def to_file(*rows: object, name: str = "data.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        return str(path)
+
+    return to_file
+
+
+def sums(count: int) -> list[dict[str, object]]:
+    return [{"question": f"{n}+1=", "answer": str(n + 1), "metadata": {"n": n}} for n in range(count)]
+
+
+def test_a_json_lines_file(write: Write) -> None:
+    task = Task.load(TaskConfig(source=write(*sums(3)), held_out=0))
+    assert task.train.objects("prompt") == ("0+1=", "1+1=", "2+1=")
+    assert task.train.objects("answer") == ("1", "2", "3")
+    assert task.train.objects("row") == tuple(sums(3))
+    assert len(task.held_out) == 0
+    assert task.held_out.names == task.train.names
+
+
+def test_a_parquet_file(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pa.Table.from_pylist(sums(3)), path)
+    task = Task.load(TaskConfig(source=str(path), held_out=0, prompt="{metadata[n]} and one:"))
+    assert task.train.objects("prompt") == ("0 and one:", "1 and one:", "2 and one:")
+    assert task.train.objects("row") == tuple(sums(3))
+
+
+def test_a_reasoning_gym_dataset() -> None:
+    options = {"min_word_len": 3, "max_word_len": 4, "size": 60}
+    config = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=3)
+    task = Task.load(config)
+    prompts, answers = task.train.objects("prompt"), task.train.objects("answer")
+    assert [f"{str(answer)[::-1]}>" for answer in answers] == list(prompts)
+    assert len(task.held_out) == 3
+    assert Task.load(config).train == task.train, "without a seed of one's own the rows are the same each time"
+
+
+def test_blank_lines_are_skipped_and_the_answer_may_be_null(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a", "answer": null}\n\n{"question": "b", "answer": 2}\n', "utf-8")
+    task = Task.load(TaskConfig(source=str(path), held_out=0))
+    assert task.train.objects("answer") == ("", "2")
+
+
+def test_a_repeated_prompt_counts_once(write: Write) -> None:
+    task = Task.load(TaskConfig(source=write(*sums(3), *sums(5)), held_out=0))
+    assert len(task.train) == 5
+
+
+def test_held_out_prompts_are_apart_and_stay_so(write: Write) -> None:
+    def split(rows: list[dict[str, object]], held_out: int) -> tuple[set[object], set[object]]:
+        config = TaskConfig(source=write(*rows), held_out=held_out, held_out_fraction=0.3)
+        task = Task.load(config)
+        assert len(task.held_out) == held_out
+        return set(task.train.objects("prompt")), set(task.held_out.objects("prompt"))
+
+    train, held_out = split(sums(200), 40)
+    assert not train & held_out
+    assert 110 < len(train) < 170
+    # Fewer are judged by, and a longer file in another order: nothing that was held out is trained on.
+    fewer_train, fewer = split(sums(200), 10)
+    assert fewer < held_out
+    assert fewer_train == train
+    more_train, _ = split(sums(400)[::-1], 40)
+    assert not more_train & held_out
+    assert train < more_train
+
+
+def test_batches_deal_each_prompt_once_an_epoch(write: Write) -> None:
+    task = Task.load(TaskConfig(source=write(*sums(10)), held_out=0))
+    batches = list(islice(task.batches(4, seed=0), 5))
+    assert [len(batch) for batch in batches] == [4] * 5
+    dealt = [prompt for batch in batches for prompt in batch.objects("prompt")]
+    assert sorted(map(str, dealt[:10])) == sorted(map(str, dealt[10:])) == sorted(f"{n}+1=" for n in range(10))
+    assert dealt[:10] != dealt[10:]
+    assert np.concatenate([batch.groups for batch in batches]).tolist() == list(range(20))
+    assert batches[0].groups.dtype == np.int64
+
+
+def test_batches_may_be_larger_than_the_data(write: Write) -> None:
+    task = Task.load(TaskConfig(source=write(*sums(3)), held_out=0))
+    batch = next(task.batches(7, seed=0))
+    assert len(batch) == 7
+    assert len(set(batch.groups.tolist())) == 7
+
+
+def test_a_seed_repeats_the_batches(write: Write) -> None:
+    task = Task.load(TaskConfig(source=write(*sums(20)), held_out=0))
+    first, again, other = (list(islice(task.batches(8, seed), 4)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_batches_of_no_rows_are_refused(write: Write) -> None:
+    task = Task.load(TaskConfig(source=write(*sums(3)), held_out=0))
+    with pytest.raises(DataError, match="batches of 0 rows"):
+        next(task.batches(0, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "text"),
+    [
+        ("{a}-{b[c]}-{d[0]}", {"a": 1, "b": {"c": 2}, "d": [3]}, "1-2-3"),
+        ("{{{a}}}", {"a": "x"}, "{x}"),
+        ("{a:.2f}", {"a": 0.5}, "0.50"),
+        ("{my key}", {"my key": "x"}, "x"),
+        ("{a}", {"a": None}, ""),
+        ("fixed", {}, "fixed"),
+    ],
+)
+def test_templates(template: str, row: Mapping[str, object], text: str) -> None:
+    assert fill(template, row, "here") == text
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{questoin}", "prompt: the template '{questoin}' needs 'questoin', .*did you mean 'question'?"),
+        ("{word}", "needs 'word', which the row lacks; it has 'question', 'answer', 'metadata'"),
+        ("{metadata[word]}", "needs 'word', which the row lacks"),
+        ("{question", "does not fit the row: .* {{ and }} for braces"),
+        ("{}", "does not fit the row"),
+        ("{question.size}", "does not fit the row"),
+        ("{question:d}", "does not fit the row"),
+    ],
+)
+def test_a_template_that_does_not_fit(write: Write, template: str, message: str) -> None:
+    config = TaskConfig(source=write(*sums(2)), prompt=template, held_out=0)
+    with pytest.raises(DataError, match=message.replace("{", r"\{").replace("}", r"\}").replace("?", r"\?")) as caught:
+        Task.load(config)
+    assert "data.jsonl, line 1: prompt" in str(caught.value)
+    with pytest.raises(DataError):
+        check_task(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "a", "answer": "b"}\n{oops\n', r"data\.jsonl, line 2: not JSON: "),
+        ("[1]\n", r'line 1: a row must be an object such as \{"question": \.\.\.\}, not a list'),
+        ("3\n", "not a number"),
+        ("null\n", "not null"),
+        ("", "it has no rows"),
+        ("\n\n", "it has no rows"),
+    ],
+)
+def test_a_file_of_bad_rows(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text, "utf-8")
+    with pytest.raises(DataError, match=message):
+        Task.load(TaskConfig(source=str(path), held_out=0))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("missing.jsonl", {}, r"there is no file /.*missing\.jsonl"),
+        ("data.csv", {}, r"must be reasoning_gym:NAME, FILE\.jsonl or FILE\.parquet"),
+        ("missing.jsonl", {"size": 3}, "a file takes no options"),
+        ("reasoning_gym:spel_backward", {}, "no dataset of this name .*did you mean 'spell_backward'"),
+        ("reasoning_gym:zzzzzzzz", {}, "no dataset of this name among its"),
+        ("reasoning_gym:spell_backward", {"min_word": 3}, "do not fit: .*min_word"),
+        (
+            "reasoning_gym:spell_backward",
+            {"min_word_len": 9, "max_word_len": 2},
+            "do not fit: max_word_len must be >= min_word_len",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_read(source: str, options: dict[str, int], message: str) -> None:
+    config = TaskConfig.model_validate({"source": source, "options": options})
+    for read in (Task.load, check_task):
+        with pytest.raises(DataError, match=message):
+            read(config)
+
+
+def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_text("no parquet", "utf-8")
+    with pytest.raises(DataError, match="not a parquet file that can be read"):
+        Task.load(TaskConfig(source=str(path)))
+
+
+def test_more_held_out_than_there_is(write: Write) -> None:
+    with pytest.raises(DataError, match=r"held_out = 512, but held_out_fraction = 0\.1 of its 100 different prompts"):
+        Task.load(TaskConfig(source=write(*sums(100))))
+
+
+def test_nothing_left_to_train_on(write: Write) -> None:
+    config = TaskConfig(source=write(*sums(1)), held_out=1, held_out_fraction=0.999999)
+    with pytest.raises(DataError, match="no prompt is left to train on"):
+        Task.load(config)
+
+
+def test_checking_reads_only_the_first_row(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\noops\n', "utf-8")
+    check_task(TaskConfig(source=str(path)))
+
+
+def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(DataError, match=r"needs reasoning_gym: pip install 'meshrl\[tasks\]'"):
+        check_task(TaskConfig(source="reasoning_gym:spell_backward"))
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "x.parquet").touch()
+    with pytest.raises(DataError, match=r"need pyarrow: pip install 'meshrl\[tasks\]'"):
+        check_task(TaskConfig(source=str(tmp_path / "x.parquet")))
