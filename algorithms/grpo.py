@@ -34,8 +34,8 @@ class GrpoConfig(AlgorithmConfig):
     policy: PolicyConfig
     sampler: SamplerConfig
     reward: RewardConfig
-    reference: ReferenceConfig | None = None
-    """Needed where `loss.kl` is above 0."""
+    reference: ReferenceConfig
+    """Used where `loss.kl` is above 0."""
     sampling: Sampling = Sampling(n=8)
     loss: ClippedLoss = ClippedLoss(clip=0.2)
     scale: Scale = "std"
@@ -49,7 +49,7 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     policy = await run.spawn(Policy, config.policy)
     sampler = await run.spawn(Sampler, config.sampler)
     reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.reference else None
+    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
 
     await publish(policy, sampler)
     before = await evaluate(sampler, task.held_out, config.sampling)

@@ -1,10 +1,10 @@
 """What can be found wrong with a configuration before any model loads."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from meshrl.config import Config, Keys, dotted
+from meshrl.config import Config, Keys, dotted, nearest
 from meshrl.errors import BackendError, MeshrlError, ModelError
 from meshrl.registry import backends, implementation
 from meshrl.rewards import RewardConfig, load_function
@@ -29,11 +29,11 @@ _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
 )
 
 
-def find_mistakes(config: Config) -> list[str]:
+def find_mistakes(config: Config, meshes: Collection[str] = ()) -> list[str]:
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
     A task's source must exist and its first row fit the templates, a reward function must import, a backend be
-    installed and have the role, and a model's folder or file be there.
+    installed and have the role, a model's folder or file be there, and each of `meshes` be named by a role.
     """
     mistakes: list[str] = []
     for path, table in _tables(config):
@@ -42,6 +42,12 @@ def find_mistakes(config: Config) -> list[str]:
                 check()
             except MeshrlError as error:
                 mistakes.append(f"{dotted(path)}: {error}")
+    named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
+    for mesh in meshes:
+        if mesh not in named:
+            near = nearest(mesh, named)
+            hint = f"did you mean {near!r}?" if near else f"they name {', '.join(sorted(named)) or 'none'}"
+            mistakes.append(f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}")
     return mistakes
 
 

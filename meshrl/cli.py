@@ -14,6 +14,7 @@ from rich.table import Table
 
 from meshrl.check import find_mistakes
 from meshrl.config import as_list
+from meshrl.engines.loop import RankLoop
 from meshrl.errors import ConfigError, MeshrlError, RankFailed
 from meshrl.run import Run, RunConfig
 from meshrl.scripts import Job, about, copy_script, find_config, load_job, shipped_configs
@@ -39,7 +40,8 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     job = load_job(find_config(config), overrides or [], RunConfig)
     folder = Path(job.run.folder) / job.run.name
     try:
-        asyncio.run(_run(job))
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            runner.run(_run(job))
     except KeyboardInterrupt:
         typer.echo(f"Interrupted. What was recorded so far is in {folder}", err=True)
         raise typer.Exit(130) from None
@@ -50,7 +52,8 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
     source = find_config(config)
-    mistakes = find_mistakes(load_job(source, overrides or [], RunConfig).config)
+    job = load_job(source, overrides or [], RunConfig)
+    mistakes = find_mistakes(job.config, job.run.meshes)
     if mistakes:
         raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
     typer.echo(f"{source}: nothing wrong was found")

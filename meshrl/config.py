@@ -72,17 +72,21 @@ def validate(
     `overrides`: those already in the table, so that a mistake in one is told as the command line's.
     Nothing is converted: "3" is no integer, and 1 is no boolean; an integer is a number.
     """
-    table = schema.prepared(table)
+    whole = schema.prepared(table)
     try:
         # As JSON, where pydantic's strict mode still turns arrays into tuples and texts into paths.
-        return schema.model_validate_json(json.dumps(table, default=str), strict=True)
+        return schema.model_validate_json(json.dumps(whole, default=str), strict=True)
     except ValidationError as error:
-        found = _mistakes(schema, table, error.errors(include_url=False))
+        found = _mistakes(schema, whole, error.errors(include_url=False))
+    # A value that was filled in from another key is told there.
+    found = [
+        (path, text) for path, text in found if (_lookup(table, path) is _ABSENT) == (_lookup(whole, path) is _ABSENT)
+    ]
     given = [override.partition("=")[0].strip() for override in overrides]
     lines: list[str] = []
     for path, text in found:
         key = dotted(path)
-        ours = any(key == each or key.startswith(each + ".") for each in given)
+        ours = any(key == each or key.startswith((f"{each}.", f"{each}[")) for each in given)
         lines.append(f"{'command line' if ours else source}: {text}")
     raise ConfigError(as_list(lines))
 
@@ -286,5 +290,5 @@ def _paths(schema: type[BaseModel], above: Keys = ()) -> Iterator[Keys]:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    text = f"'{value}'" if isinstance(value, str) else str(value)
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -40,7 +40,7 @@ class RewardConfig(RoleConfig):
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
-    concurrency: int = Field(64, gt=0)
+    concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""
 
 

@@ -3,18 +3,17 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
-import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import Engine, Resources
 from meshrl.engines.local import LocalEngine
-from meshrl.errors import ConfigError
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.recorder import Recorder
@@ -31,11 +30,19 @@ class MeshConfig(Resources):
     axes: dict[str, int] = Field(default={})
     """The axes, the last one fastest; nothing means `dp = ranks`."""
 
+    @model_validator(mode="after")
+    def _axes_fit(self) -> Self:
+        if self.axes and prod(self.axes.values()) != self.ranks:
+            raise ValueError(
+                f"the axes {self.axes} multiply to {prod(self.axes.values())}, not to ranks = {self.ranks}"
+            )
+        return self
+
 
 class RunConfig(Config):
     """The `[run]` table of a configuration."""
 
-    name: str = Field(default="run", pattern=r"^[\w.-]+$")
+    name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
     """The run's folder is `folder/name`."""
     folder: str = "runs"
     seed: int = 0
@@ -127,22 +134,14 @@ class Run:
     async def _reserve(self, name: str) -> Mesh:
         config = self.config.meshes.get(name, MeshConfig())
         mesh = await self.mesh(config.ranks, Resources(cpus=config.cpus))
-        if not config.axes:
-            return mesh
-        if np.prod(list(config.axes.values())) != config.ranks:
-            raise ConfigError(
-                f"run.meshes.{name}: its axes {config.axes} multiply to {np.prod(list(config.axes.values()))}, "
-                f"not to ranks = {config.ranks}"
-            )
-        return mesh.shape(**config.axes)
+        return mesh.shape(**config.axes) if config.axes else mesh
 
 
 def _statistics(batch: Batch) -> dict[str, float]:
     """The numbers that people watch of a batch of rollouts."""
-    found: dict[str, float] = {"rows": len(batch)}
+    found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and len(batch):
-        learned = batch.loss_mask
-        found["completion_tokens"] = float(learned.values.sum()) / len(batch)
+        found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())
     if "truncated" in batch and len(batch):

@@ -24,15 +24,15 @@ class TaskConfig(Config):
 
     source: str
     """`reasoning_gym:NAME`, or a .jsonl or .parquet file (from the folder where the command runs)."""
-    options: dict[str, JsonValue] = Field({})
+    options: Mapping[str, JsonValue] = Field(default={})
     """reasoning_gym only: its own, such as `size` (here 10,000 unless told), `seed` (0) and the dataset's."""
     prompt: str = "{question}"
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"
     """The same. An answer that is null gives the empty text."""
-    held_out: int = Field(512, ge=0)
+    held_out: int = Field(default=512, ge=0)
     """Prompts that are never trained on; 0 trains on all."""
-    held_out_fraction: float = Field(0.1, gt=0, lt=1)
+    held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
     """The share of prompts that `held_out` is drawn from, by a hash of the prompt: the same in every run."""
 
 

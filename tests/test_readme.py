@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import builtins
 import inspect
 import re
 import sys
@@ -26,19 +27,21 @@ def blocks(page: Path) -> list[CodeType]:
     return found
 
 
-async def run(page: Path, module: ModuleType) -> None:
-    for code in blocks(page):
-        result = FunctionType(code, vars(module))()
-        if inspect.isawaitable(result):
-            await result
+def run(page: Path, module: ModuleType) -> None:
+    with asyncio.Runner() as runner:
+        for code in blocks(page):
+            result = FunctionType(code, vars(module))()
+            if inspect.iscoroutine(result):
+                runner.run(result)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = ModuleType(f"page_{page.stem}")
+    vars(module)["__builtins__"] = builtins
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
-    asyncio.run(run(page, module))
+    run(page, module)
 
 
 def test_the_readme_shows_code() -> None:

@@ -82,7 +82,7 @@ class Packed:
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0])[None]
 
 
-def _attention(
+def _attention(  # noqa: PLR0913, PLR0917 - as transformers calls it
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

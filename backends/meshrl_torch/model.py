@@ -1,33 +1,21 @@
-"""A causal language model and its tokenizer, loaded whole, and the forward pass over packed sequences."""
+"""A causal language model with its tokenizer, and its forward pass over packed sequences."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import logging as transformers_logging
 
 from meshrl.errors import DataError, ModelError
-from meshrl.roles import ModelConfig, NewModel
 from meshrl_torch import attention
 from meshrl_torch.attention import Attend, Group, Packed
-from meshrl_torch.files import folder_of
-from meshrl_torch.text import character_tokenizer, end_token
+from meshrl_torch.text import end_token
 
 MAX_LOGITS: Final = 1 << 25
 """Logits held at once, 128 MiB in float32; more are made in chunks, and made again for the backward pass."""
@@ -91,32 +79,18 @@ class LanguageModel:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's parameters and saved buffers by name, a tied one once. Writing into them changes it."""
-        seen: set[int] = set()
-        return {
-            name: tensor
-            for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items()
-            if not (tensor.data_ptr() in seen or seen.add(tensor.data_ptr()))
-        }
+        once: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
+            once.setdefault(tensor.data_ptr(), (name, tensor))
+        return dict(once.values())
 
 
-def load(config: ModelConfig) -> LanguageModel:
-    """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
-    dtype = cast("torch.dtype", getattr(torch, config.dtype))
-    if isinstance(config.model, NewModel):
-        network, tokenizer = _new(config.model, config.seed)
-        network = network.to(dtype)
-    else:
-        with _quiet():
-            folder = folder_of(config.model)
-            network, tokenizer = _read(config.model, folder, dtype)
-    return _ready(network, tokenizer, config.chat)
-
-
-def _ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> LanguageModel:
+def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> LanguageModel:
+    """Set a loaded network up: nothing random in its forward pass, packed sequences kept apart."""
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler's log-probs must be the trainer's
-    network.eval()
+    network.train(False)
     network.set_attn_implementation(attention.NAME)
     config = network.config.get_text_config()
     ends = getattr(network.generation_config, "eos_token_id", None)
@@ -129,7 +103,7 @@ def _ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: b
         ends=frozenset(stops | {end_token(tokenizer)}),
         max_tokens=int(getattr(config, "max_position_embeddings", None) or (1 << 62)),
     )
-    embeddings = network.get_input_embeddings().weight.shape[0]
+    embeddings = _embeddings(network)
     if len(tokenizer) > embeddings:
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path} has {len(tokenizer)} tokens and the model {embeddings}: they "
@@ -137,76 +111,6 @@ def _ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: b
         )
     _check_packing(model)
     return model
-
-
-def _new(spec: NewModel, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = character_tokenizer(spec.characters, spec.max_tokens)
-    if spec.hidden_size % (2 * spec.heads):
-        raise ModelError(
-            f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
-            "dims a head: it must be an even number"
-        )
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.ffn_size,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        max_position_embeddings=spec.max_tokens,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config), tokenizer
-
-
-def _read(name: str, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    try:
-        network, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:
-        raise ModelError(
-            f"model {name!r}: cannot be loaded as a causal language model: {_first_line(error)}"
-        ) from error
-    written = getattr(network.config, "architectures", None) or ()
-    if written and not any(type(network).__name__ == each for each in written):
-        raise ModelError(f"model {name!r} is a {written[0]}, not a causal language model: it cannot generate")
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelError(
-            f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
-            "random: the folder is incomplete or of another architecture"
-        )
-    try:
-        return network, AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise ModelError(
-            f"model {name!r}: the folder's tokenizer cannot be loaded (tokenizer.json or tokenizer.model and "
-            f"tokenizer_config.json belong beside config.json): {_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and advice from transformers while a model loads: what is wrong is raised."""
-    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
 
 
 class _Given(nn.Module):
@@ -228,7 +132,7 @@ def _headless(network: PreTrainedModel) -> PreTrainedModel:
 def _check_packing(model: LanguageModel) -> None:
     """ModelError for an architecture whose sequences see each other when packed, or that ignores positions."""
     ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    ids %= model.network.get_input_embeddings().weight.shape[0]
+    ids %= _embeddings(model.network)
     name = type(model.network).__name__
     try:
         with torch.no_grad():
@@ -242,3 +146,7 @@ def _check_packing(model: LanguageModel) -> None:
             f"{name} lets packed sequences see each other (a state-space layer, an attention of its own or positions "
             "that do not restart): the torch backend cannot train it"
         )
+
+
+def _embeddings(network: PreTrainedModel) -> int:
+    return len(cast("nn.Embedding", network.get_input_embeddings()).weight)

@@ -141,7 +141,7 @@ def _packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Mic
     return MicroBatch(
         ids=torch.from_numpy(tokens.values[read].astype(np.int64))[None],
         positions=torch.from_numpy(positions)[None],
-        attend=Packed(_groups(queries[order], (before + queries)[order]), keys),
+        attend=Packed(groups_of(queries[order], (before + queries)[order]), keys),
         source=torch.from_numpy(source),
         target=target,
     )
@@ -162,7 +162,7 @@ def _targets(rows: Rows, part: Ints, own_at: Ints, prompt_at: Ints, learn: Ragge
     return source[kept], target[kept]
 
 
-def _groups(queries: Ints, keys: Ints) -> tuple[Group, ...]:
+def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:
     """Runs of equal shapes."""
     changes = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
     bounds = [0, *changes.tolist(), len(queries)]

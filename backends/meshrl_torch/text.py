@@ -1,15 +1,20 @@
 """Text to tokens and back: one way for the policy and the sampler, and the character tokenizer."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshrl.errors import ConfigError, DataError, ModelError
 
+PAD: Final = 0
+END: Final = 1
+"""The tokens of a character tokenizer that are no characters."""
+
 
 def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerBase:
-    """One token a character, after `<pad>` (0) and `<eos>` (1); no beginning-of-text token."""
+    """One token a character, after `<pad>` (PAD) and `<eos>` (END); no beginning-of-text token."""
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice or not characters:
         wrong = f"has {''.join(twice)!r} twice" if twice else "is empty"
@@ -92,7 +97,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool)
         return []
     try:
         return list(tokenizer(texts, add_special_tokens=special)["input_ids"])
-    except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception
+    except Exception as error:
         known = {token for token in tokenizer.get_vocab() if len(token) == 1}
         for row, text in enumerate(texts):
             strange = sorted({character for character in text if character not in known})

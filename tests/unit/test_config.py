@@ -11,7 +11,7 @@ from meshrl.errors import ConfigError
 
 
 class Optimizer(Config):
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     schedule: Literal["constant", "linear"] = "constant"
     warmup: int = 0
@@ -26,7 +26,7 @@ class Optimizer(Config):
 
 class NewModel(Config):
     characters: str
-    hidden: int = Field(64, gt=0)
+    hidden: int = Field(default=64, gt=0)
 
 
 class PolicyConfig(Config):
@@ -39,7 +39,7 @@ class Whole(Config):
     steps: int = 3
     greedy: bool = False
     seeds: tuple[int, ...] = ()
-    meshes: dict[str, Optimizer] = {}
+    meshes: dict[str, Optimizer] = Field(default={})
     batch: Literal["auto"] | int = "auto"
 
 
@@ -143,8 +143,10 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         (
             MODEL,
             ("policy.optimizer.schedule=linaer",),
-            "command line: policy.optimizer.schedule = 'linaer': must be 'constant' or 'linear'; "
-            "did you mean 'linear'?",
+            (
+                "command line: policy.optimizer.schedule = 'linaer': must be 'constant' or 'linear'; "
+                "did you mean 'linear'?"
+            ),
         ),
         (MODEL, ("batch=big",), "command line: batch = 'big': must be 'auto', or must be a whole number"),
         (MODEL, ("seeds=[1, 'b']",), "command line: seeds[1] = 'b': must be a whole number"),

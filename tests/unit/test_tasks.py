@@ -48,7 +48,7 @@ def test_a_parquet_file(tmp_path: Path) -> None:
 
 
 def test_a_reasoning_gym_dataset() -> None:
-    options = {"min_word_len": 3, "max_word_len": 4, "size": 60}
+    options = {"min_word_len": 3, "max_word_len": 4, "size": 200}
     config = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=3)
     task = Task.load(config)
     prompts, answers = task.train.objects("prompt"), task.train.objects("answer")

@@ -1,0 +1,115 @@
+"""Keys and values of the sequences being decoded: one slot each, allocated once and used again."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from meshrl_torch.attention import Packed
+
+
+@dataclass
+class Cache:
+    """For each layer two tensors [slots, key heads, positions, dims], which grow where more is reserved.
+
+    Fresh memory is slow to touch first, so a cache is kept from one call to the next.
+    """
+
+    slots: int = 0
+    positions: int = 0
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def reserve(self, slots: int, positions: int) -> None:
+        """Let each layer have this many slots and positions, at least, when it is next asked for."""
+        self.slots = max(self.slots, slots)
+        self.positions = max(self.positions, positions)
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's tensors; heads, dims and dtype are those of `key` and `value` [_, heads, _, dims]."""
+        kept = self.layers.get(index)
+        if kept is None or kept[0].shape[0] < self.slots or kept[0].shape[2] < self.positions:
+            old = (None, None) if kept is None else kept
+            kept = self._grown(key, old[0]), self._grown(value, old[1])
+            self.layers[index] = kept
+        return kept
+
+    def move(self, source: Tensor, target: Tensor, positions: int) -> None:
+        """Copy the first positions of the source slots into the target slots, int64 each."""
+        for key, value in self.layers.values():
+            for states in (key, value):
+                states[target, :, :positions] = states[source, :, :positions]
+
+    def _grown(self, like: Tensor, old: Tensor | None) -> Tensor:
+        shape = (self.slots, like.shape[1], self.positions, like.shape[3])
+        grown = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if old is not None:
+            grown[: old.shape[0], :, : old.shape[2]] = old
+        return grown
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The attention of packed prompts, whose keys and values are also written into slots.
+
+    Entry i of `tokens`, `slots` and `positions`, int64[entries]: that packed token goes to that slot, at that
+    position. A prompt of several slots is computed once.
+    """
+
+    packed: Packed
+    cache: Cache
+    tokens: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Packed attention."""
+        for states, kept in zip((key, value), self.cache.layer(layer, key, value), strict=True):
+            kept[self.slots, :, self.positions] = states[0].transpose(0, 1)[self.tokens]
+        return self.packed(layer, query, key, value, scale, window)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The attention of one new token a slot: slots 0 to B, each at its own position, int64[B]."""
+
+    cache: Cache
+    positions: Tensor
+    longest: int
+    """One more than the highest position."""
+    even: bool
+    """Whether all positions are the same."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Write the token's key and value into its slot and look at all that is there."""
+        keys, values = self.cache.layer(layer, key, value)
+        count = len(self.positions)
+        if self.even:
+            keys[:count, :, self.longest - 1] = key[:, :, 0]
+            values[:count, :, self.longest - 1] = value[:, :, 0]
+        else:
+            slots = torch.arange(count)
+            keys[slots, :, self.positions] = key[:, :, 0]
+            values[slots, :, self.positions] = value[:, :, 0]
+        output = scaled_dot_product_attention(
+            query,
+            keys[:count, :, : self.longest],
+            values[:count, :, : self.longest],
+            self._mask(window),
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return output.transpose(1, 2)
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        """bool[B, 1, 1, longest], True where a slot may look."""
+        clipped = window is not None and window < self.longest
+        if self.even and not clipped:
+            return None
+        positions = self.positions[:, None, None, None]
+        seen = torch.arange(self.longest) <= positions
+        return seen & (torch.arange(self.longest) > positions - window) if clipped and window else seen

@@ -1,0 +1,29 @@
+"""Model folders, written whole or not at all."""
+
+import tempfile
+from pathlib import Path
+
+from meshrl.errors import ModelError
+from meshrl_torch.model import LanguageModel
+
+
+def write(model: LanguageModel, folder: str) -> None:
+    """Write a Hugging Face folder: beside its place first, then renamed. An older model there is replaced.
+
+    ModelError if the place is taken by something that is no model.
+    """
+    target = Path(folder).expanduser()
+    if target.exists() and not _replaceable(target):
+        raise ModelError(f"cannot save to {target}: it holds other files and no config.json; give a folder of its own")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
+        fresh = Path(beside, "new")
+        model.network.save_pretrained(fresh)
+        model.tokenizer.save_pretrained(fresh)
+        if target.exists():
+            target.rename(Path(beside, "old"))
+        fresh.rename(target)
+
+
+def _replaceable(target: Path) -> bool:
+    return target.is_dir() and ((target / "config.json").exists() or not any(target.iterdir()))

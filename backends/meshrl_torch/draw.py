@@ -1,0 +1,88 @@
+"""Drawing the next token: one uniform number a row and token, whatever slot the row is in."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.roles import Sampling
+
+UInt64 = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are drawn in one call of `generate`."""
+
+    sampling: Sampling
+    seed: UInt64
+    """uint64[]: what the call's random numbers hang on."""
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by in the log-probs that are told: 1 for greedy."""
+        return self.sampling.temperature or 1.0
+
+    def __call__(self, logits: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The next token, int64[B], and its log-probability, float32[B], from float32[B, vocabulary].
+
+        `rows` and `places` are int64[B]: which row of the call, and which of its tokens. `top_k` and `top_p`
+        restrict what is drawn; the log-probability is of the whole distribution at the temperature.
+        """
+        logprobs = (logits / self.temperature if self.temperature != 1 else logits).log_softmax(-1)
+        if self.sampling.temperature == 0:
+            tokens = logprobs.argmax(-1, keepdim=True)
+        else:
+            uniform = torch.from_numpy(uniforms(self.seed, rows, places))[:, None]
+            tokens = self._drawn(logprobs, uniform)
+        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+    def _drawn(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
+        """Invert the cumulative distribution at the uniform numbers: int64[B, 1]."""
+        probabilities = logprobs.exp()
+        if not self.sampling.top_k and self.sampling.top_p == 1:
+            return _inverse(probabilities, uniform)
+        # Sorted, the most probable first, what is kept is the head of each row.
+        kept, ids = probabilities.sort(stable=True, dim=-1, descending=True)
+        if self.sampling.top_k:
+            kept, ids = kept[:, : self.sampling.top_k], ids[:, : self.sampling.top_k]
+        before = kept.cumsum(-1) - kept
+        kept = kept.masked_fill(before >= self.sampling.top_p * kept.sum(-1, keepdim=True), 0)
+        return ids.gather(1, _inverse(kept, uniform))
+
+
+def _inverse(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """The first token whose cumulative probability is above the uniform number's share of the total.
+
+    Both are float32, and a uniform number is at most 1 - 2**-23, so the product is less than the total and a token
+    of no probability is never drawn.
+    """
+    cumulative = probabilities.cumsum(-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+
+
+def key(*parts: int) -> UInt64:
+    """One uint64[] that hangs on all the parts and on their order."""
+    mixed = np.zeros((), np.uint64)
+    for part in parts:
+        mixed = _mix(mixed + np.array(part & 0xFFFF_FFFF_FFFF_FFFF, np.uint64))
+    return mixed
+
+
+def uniforms(seed: UInt64, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float32]:
+    """A number from 0 to below 1 for each row and place, float32[B], of 23 bits; no state.
+
+    Splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), keyed by seed, then row, then place.
+    """
+    mixed = _mix(_mix(seed + rows.astype(np.uint64)) + places.astype(np.uint64))
+    return (mixed >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
+
+
+def _mix(state: UInt64) -> UInt64:
+    with np.errstate(over="ignore"):
+        mixed = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))

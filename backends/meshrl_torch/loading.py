@@ -1,0 +1,109 @@
+"""Models by name: a Hugging Face folder, a GGUF file, or a small Llama made from nothing."""
+
+import contextlib
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from meshrl.errors import ModelError
+from meshrl.roles import ModelConfig, NewModel
+from meshrl_torch.files import folder_of
+from meshrl_torch.model import LanguageModel, ready
+from meshrl_torch.text import END, PAD, character_tokenizer
+
+
+def load(config: ModelConfig) -> LanguageModel:
+    """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
+    if isinstance(config.model, NewModel):
+        network, tokenizer = _new(config.model, config.seed, dtype)
+    else:
+        with _quiet():
+            folder = folder_of(config.model)
+            network, tokenizer = _read(config.model, folder, dtype)
+    return ready(network, tokenizer, config.chat)
+
+
+def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = character_tokenizer(spec.characters, spec.max_tokens)
+    if spec.hidden_size % (2 * spec.heads):
+        raise ModelError(
+            f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
+            "dims a head: it must be an even number"
+        )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        max_position_embeddings=spec.max_tokens,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = LlamaForCausalLM(config)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return network, tokenizer
+
+
+def _read(name: str, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        loaded: object = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r}: cannot be loaded as a causal language model: {_first_line(error)}"
+        ) from error
+    network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
+    written = getattr(network.config, "architectures", None) or ()
+    if written and not any(type(network).__name__ == each for each in written):
+        raise ModelError(f"model {name!r} is a {written[0]}, not a causal language model: it cannot generate")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
+            "random: the folder is incomplete or of another architecture"
+        )
+    try:
+        return network, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ModelError(
+            f"model {name!r}: the folder's tokenizer cannot be loaded (tokenizer.json or tokenizer.model and "
+            f"tokenizer_config.json belong beside config.json): {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """No progress bars and advice from transformers while a model loads: what is wrong is raised."""
+    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()

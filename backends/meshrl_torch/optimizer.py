@@ -1,0 +1,89 @@
+"""AdamW with a warm-up, a schedule and clipping."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import OptimizerConfig
+
+
+class Optimizer:
+    """Steps over the parameters of a model. Weight decay falls on matrices, not on vectors such as norms.
+
+    Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2.
+    """
+
+    def __init__(self, config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> None:
+        if config.schedule != "constant" and config.total_steps is None:
+            raise ConfigError(
+                f'optimizer.schedule = "{config.schedule}" falls to zero at optimizer.total_steps, which is not set'
+            )
+        self._config = config
+        self._parameters = list(parameters)
+        self.steps = 0
+        groups = [
+            {
+                "params": [each for each in parameters if each.dim() >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self._config, self.steps)
+
+    def step(self) -> float:
+        """Clip the gradients, step, and forget them; the gradients' norm before clipping.
+
+        ModelError, and no step, if the norm is not finite.
+        """
+        norm = self._clip()
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self.forget()
+        self.steps += 1
+        return norm
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def _clip(self) -> float:
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total)
+        if not math.isfinite(norm):
+            worst = sum(not bool(gradient.isfinite().all()) for gradient in gradients)
+            self.forget()
+            raise ModelError(
+                f"the gradient of step {self.steps} is not finite: its norm is {norm}, in {worst} of {len(gradients)} "
+                f"tensors, at learning rate {self.lr:.3g}. No step was made. Look for infinite log-probs or "
+                "advantages in the batch, or lower optimizer.lr"
+            )
+        if self._config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, total)
+        return norm
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """The rate of step `step`, from 0: a linear warm-up, then the schedule down to zero at `total_steps`."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant" or config.total_steps is None:
+        return config.lr
+    left = (config.total_steps - step) / max(1, config.total_steps - config.warmup_steps)
+    left = min(1.0, max(0.0, left))
+    return config.lr * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)

@@ -1,0 +1,22 @@
+"""The reference of the torch backend: a frozen model."""
+
+import torch
+
+from meshrl.actor import current_rank
+from meshrl.data import Batch
+from meshrl.roles import Reference, ReferenceConfig
+from meshrl_torch.loading import load
+from meshrl_torch.scoring import score
+
+
+class TorchReference(Reference):
+    """A whole model on each rank."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        torch.set_num_threads(current_rank().threads)
+        self._config = config
+        self._model = load(config)
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        """Add `reference_logprobs`."""
+        return batch.assign(reference_logprobs=score(self._model, batch, self._config.micro_batch_tokens))

@@ -1,0 +1,42 @@
+"""Log-probabilities of given tokens, for the policy and the reference alike."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.data import Batch, Ragged
+from meshrl_torch.model import LanguageModel
+from meshrl_torch.packing import MicroBatch, micro_batches, whole
+
+
+def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
+    """The log-probability of each target of a micro-batch, float32[targets].
+
+    Logits are divided by the batch's `temperature` where it has one.
+    """
+    hidden = model.hidden(micro.ids, micro.positions, micro.attend)[0].index_select(0, micro.source)
+    tokens = torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64))
+    temperature = spread(batch, "temperature", micro.target) if "temperature" in batch else None
+    return model.logprobs(hidden, tokens, temperature)
+
+
+def spread(batch: Batch, name: str, target: NDArray[np.int64]) -> Tensor:
+    """A column at these positions of the token column; a row column gives each token its row's value."""
+    column = batch[name]
+    if isinstance(column, Ragged):
+        return torch.from_numpy(column.values[target])
+    row = np.searchsorted(batch.tokens.offsets, target, side="right") - 1
+    return torch.from_numpy(batch.row(name)[row])
+
+
+@torch.no_grad()
+def score(model: LanguageModel, batch: Batch, budget: int) -> Ragged:
+    """The log-probability of each token of `tokens`, ragged float32; 0 for the first of a row."""
+    tokens = batch.tokens
+    model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+    values = np.zeros(len(tokens.values), np.float32)
+    mask = batch.loss_mask if "loss_mask" in batch else None
+    for micro in micro_batches(tokens, whole(tokens, mask), None, budget):
+        values[micro.target] = predicted(model, batch, micro).numpy()
+    return Ragged(values, tokens.offsets)

@@ -1,0 +1,56 @@
+"""Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
+
+from typing import Final
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrl.errors import ModelError
+from meshrl.sharding import Array
+from meshrl.weights import Weights
+from meshrl_torch.model import LanguageModel
+
+_BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+
+
+def export_weights(model: LanguageModel, version: int) -> Weights:
+    """A copy of the model's tensors."""
+    return Weights(version, {name: _array(tensor).copy() for name, tensor in model.tensors().items()})
+
+
+def import_weights(model: LanguageModel, weights: Weights) -> None:
+    """Copy the weights into the model in place; ModelError, and nothing copied, if they are not of this model."""
+    own = {name: _array(tensor) for name, tensor in model.tensors().items()}
+    given = weights.tensors
+    lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if lacking or strange:
+        raise ModelError(
+            f"weights of version {weights.version} are of another model: {_some('missing', lacking)}"
+            f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and the sampler "
+            "the same `model`"
+        )
+    for name, array in own.items():
+        if array.shape != given[name].shape or array.dtype != given[name].dtype:
+            raise ModelError(
+                f"weight `{name}` of version {weights.version} is {given[name].dtype}{list(given[name].shape)} and the "
+                f"model has {array.dtype}{list(array.shape)}: give the policy and the sampler the same `model` and "
+                "`dtype`"
+            )
+    for name, array in own.items():
+        np.copyto(array, given[name])
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's memory as an array."""
+    plain = tensor.detach()
+    if plain.dtype == torch.bfloat16:
+        return plain.view(torch.int16).numpy().view(_BFLOAT16)
+    return plain.numpy()
+
+
+def _some(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return f"{len(names)} tensors {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"

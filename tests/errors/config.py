@@ -1,0 +1,131 @@
+"""Mistakes in a configuration, made on the command line in an empty folder."""
+
+from pathlib import Path
+
+from meshrl.cli import app
+
+TABLES = """
+[task]
+source = "words.jsonl"
+held_out = 0
+[policy]
+backend = "fake"
+model = "none"
+[sampler]
+backend = "fake"
+model = "none"
+[reward]
+"""
+WORDS = '{"question": "cat>", "answer": "tac"}\n'
+
+
+def _meshrl(*arguments: str) -> None:
+    app(args=arguments, standalone_mode=False)
+
+
+def _check(top: str = "", tables: str = "", *overrides: str, algorithm: str = "grpo") -> None:
+    Path("words.jsonl").write_text(WORDS, "utf-8")
+    Path("mine.toml").write_text(f'algorithm = "{algorithm}"\n{top}\n{TABLES}\n{tables}', "utf-8")
+    _meshrl("check", "mine.toml", *overrides)
+
+
+def _script(code: str) -> None:
+    Path("mine.py").write_text(code, "utf-8")
+    _check(algorithm="mine.py")
+
+
+def unknown_key() -> None:
+    _check("stepz = 10")
+
+
+def misplaced_key() -> None:
+    _check("lr = 1e-4")
+
+
+def wrong_type() -> None:
+    _check('steps = "400"')
+
+
+def wrong_choice() -> None:
+    _check('scale = "sdt"')
+
+
+def out_of_range() -> None:
+    _check(tables="[sampling]\ntemperature = -1.0")
+
+
+def missing_key() -> None:
+    Path("mine.toml").write_text('algorithm = "grpo"\n' + TABLES.replace("source", "# source"), "utf-8")
+    _meshrl("check", "mine.toml")
+
+
+def several_mistakes() -> None:
+    _check("step = 10\nprompts = 0.5", "[sampling]\nn = true")
+
+
+def keys_that_belong_together() -> None:
+    _check(tables='[loss]\nnormalise = "constant"')
+
+
+def no_override() -> None:
+    _check("", "", "steps")
+
+
+def wrong_override() -> None:
+    _check("", "", "sampling.top_p=most")
+
+
+def override_below_a_value() -> None:
+    _check("", "", "task.source.name=words.jsonl")
+
+
+def not_toml() -> None:
+    _check("steps = ")
+
+
+def missing_file() -> None:
+    Path("mine.toml").touch()
+    _meshrl("check", "mien.toml")
+
+
+def unknown_configuration() -> None:
+    _meshrl("check", "grpo/quikstart")
+
+
+def no_algorithm() -> None:
+    Path("mine.toml").write_text(TABLES, "utf-8")
+    _meshrl("check", "mine.toml")
+
+
+def unknown_algorithm() -> None:
+    _check(algorithm="gpro")
+
+
+def missing_script() -> None:
+    _check(algorithm="mine.py")
+
+
+def script_without_its_function() -> None:
+    _script("async def main(run, config): ...")
+
+
+def script_without_a_config() -> None:
+    _script("async def mine(run, config): ...")
+
+
+def script_that_raises() -> None:
+    _script("import numpyy")
+
+
+def new_over_own_work() -> None:
+    Path("grpo.py").touch()
+    _meshrl("new", "grpo", ".")
+
+
+def mesh_of_no_role() -> None:
+    _check(tables="[run.meshes.mian]\nranks = 2")
+
+
+def axes_that_do_not_multiply() -> None:
+    _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }")
+    _meshrl("run", "mine.toml")

@@ -1,0 +1,45 @@
+"""The wheel holds everything that the command line needs, also outside a checkout."""
+
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's content, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "content")
+    return folder / "content"
+
+
+def test_the_wheel_holds_both_packages_and_what_is_shipped(unpacked: Path) -> None:
+    for folder in ("algorithms", "configs"):
+        there = {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.*")}
+        shipped = unpacked / "meshrl" / "_shipped" / folder
+        assert {path for path in there if "__pycache__" not in path.parts} == {
+            path.relative_to(shipped) for path in shipped.rglob("*.*")
+        }
+    assert (unpacked / "meshrl_torch" / "__init__.py").is_file()
+    assert (unpacked / "meshrl" / "py.typed").is_file()
+
+
+def test_the_command_line_finds_the_shipped_configurations_in_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from meshrl.cli import main; main(['configs'])"
+    command = [sys.executable, "-c", code, str(unpacked)]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    for path in (ROOT / "configs").rglob("*.toml"):
+        assert path.relative_to(ROOT / "configs").with_suffix("").as_posix() in done.stdout
+
+
+def test_the_backends_announce_themselves() -> None:
+    assert {"torch", "fake"} <= entry_points(group="meshrl.backends").names

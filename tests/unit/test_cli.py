@@ -1,0 +1,310 @@
+"""The command line, from the files that a user writes to what it prints."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import structlog
+
+from meshrl import cli
+from meshrl.check import check_model, find_mistakes
+from meshrl.config import Config
+from meshrl.errors import MeshrlError, ModelError, RankFailed
+from meshrl.roles import PolicyConfig, RoleConfig
+from meshrl.scripts import about, load_script, shipped, shipped_configs
+
+SCRIPT = '''
+"""Counts."""
+
+import asyncio
+from meshrl import Config, DataError, Metrics, Run
+
+
+class CountConfig(Config):
+    steps: int = 2
+    fail: bool = False
+    wait: bool = False
+
+
+async def count(run: Run, config: CountConfig) -> None:
+    for step in run.steps(config.steps):
+        run.record(Metrics.of(loss=(1.0, 2.0)), reward=step / 2)
+    if config.fail:
+        raise DataError("the data is [bad]")
+    if config.wait:
+        print("waiting", flush=True)
+        await asyncio.sleep(60)
+    run.summary(exact_match_after=0.5)
+'''
+
+Meshrl = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def meshrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Meshrl:
+    """Run the command in a folder of its own: exit status, what it printed, and what it complained of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            cli.main(arguments)
+            status = 0
+        except SystemExit as leaving:
+            status = int(leaving.code or 0)
+        finally:
+            structlog.reset_defaults()
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return command
+
+
+def write(folder: Path, config: str = "", script: str = SCRIPT) -> None:
+    (folder / "count.py").write_text(script, "utf-8")
+    (folder / "count.toml").write_text(f'# Counts.\nalgorithm = "count.py"\n{config}\n', "utf-8")
+
+
+def test_run_writes_the_runs_folder_and_prints_its_summary(meshrl: Meshrl, tmp_path: Path) -> None:
+    write(tmp_path, '[run]\nname = "mine"')
+    status, out, err = meshrl("run", "count.toml", "steps=3")
+    assert status == 0
+    assert "step 3/3" in err
+    assert "exact_match_after  0.5" in out
+    folder = tmp_path / "runs" / "mine"
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, object])
+    assert (summary["status"], summary["steps"], summary["last_reward"]) == ("finished", 3, 1.0)
+    resolved = tomllib.loads((folder / "config.toml").read_text("utf-8"))
+    assert (resolved["algorithm"], resolved["steps"], resolved["run"]["seed"]) == ("count.py", 3, 0)
+
+
+def test_an_error_of_the_users_is_told_without_a_traceback(meshrl: Meshrl, tmp_path: Path) -> None:
+    write(tmp_path)
+    status, _, err = meshrl("run", "count.toml", "fail=true")
+    assert status == 1
+    assert err.endswith("error: the data is [bad]\n")
+    assert "Traceback" not in err
+    assert b'"failed"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
+
+
+def test_a_bug_in_a_script_keeps_its_traceback(meshrl: Meshrl, tmp_path: Path) -> None:
+    write(tmp_path, script=SCRIPT.replace("DataError(", "ZeroDivisionError("))
+    with pytest.raises(ZeroDivisionError):
+        meshrl("run", "count.toml", "fail=true")
+
+
+def test_control_c_ends_cleanly(tmp_path: Path) -> None:
+    write(tmp_path)
+    command = [sys.executable, "-c", "from meshrl.cli import main; main()", "run", "count.toml", "wait=true"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=20)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 130
+    assert err.endswith("Interrupted. What was recorded so far is in runs/run\n")
+    assert "Traceback" not in err
+    assert b'"interrupted"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
+
+
+def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Path) -> None:
+    write(tmp_path, "stepps = 3\nfail = 1\n[run]\nnam = 'mine'\n[runn]")
+    status, _, err = meshrl("run", "count.toml", "steps=x")
+    assert status == 1
+    assert err.splitlines() == [
+        "error: 5 mistakes:",
+        "  command line: steps = 'x': must be a whole number",
+        "  count.toml: fail = 1: must be true or false",
+        "  count.toml: run.nam: no such key; did you mean run.name?",
+        "  count.toml: stepps: no such key; did you mean steps?",
+        "  count.toml: runn: no such key; did you mean run?",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.toml",), "missing.toml: no such file"),
+        (("cuont.toml",), "cuont.toml: no such file; did you mean count.toml?"),
+        (("grpo/quikstart",), "grpo/quikstart: no such file or shipped configuration; did you mean grpo/quickstart?"),
+        (("zzzzz",), "zzzzz: no such file or shipped configuration; the shipped ones are grpo/quickstart, "),
+        (("count.toml", "steps"), "command line: 'steps' is no override; write key.sub=value"),
+        (("count.toml", "algorithm=grop"), "no algorithm 'grop' is shipped; did you mean 'grpo'?"),
+        (("count.toml", "algorithm=other.py"), "count.toml: algorithm = 'other.py': there is no file /"),
+        (("count.toml", "algorithm=3"), 'count.toml: algorithm is missing: write algorithm = "NAME" (of grpo, sft)'),
+    ],
+)
+def test_what_is_not_there(meshrl: Meshrl, tmp_path: Path, arguments: Sequence[str], message: str) -> None:
+    write(tmp_path)
+    for command in ("run", "check"):
+        status, _, err = meshrl(command, *arguments)
+        assert status == 1
+        assert err.startswith(f"error: {message}") or message in err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "'script' is not there; it needs `async def script(run: Run, config: ItsConfig) -> None`"),
+        ("def script(run, config): ...", "'script' is not an async function; it needs"),
+        ("async def script(run): ...", "script(run) has no config parameter that is a Config"),
+        ("async def script(run, config: int): ...", "has no config parameter that is a Config"),
+        (
+            "from meshrl import Config\nclass C(Config):\n    run: int\nasync def script(run, config: C): ...",
+            "C.run: the key 'run' is meshrl's own; rename it",
+        ),
+        ("async def script(run, config: 'Missing'): ...", "cannot be resolved: name 'Missing' is not defined"),
+        ("import no_such_module_here", "failed: ModuleNotFoundError: No module named 'no_such_module_here' ("),
+        ("def script(:", "failed: SyntaxError: "),
+    ],
+)
+def test_a_script_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(text, "utf-8")
+    with pytest.raises(MeshrlError) as caught:
+        load_script(path)
+    assert str(caught.value).startswith(f"algorithm {path}: ")
+    assert message in str(caught.value)
+
+
+def test_a_script_with_postponed_annotations(tmp_path: Path) -> None:
+    path = tmp_path / "count.py"
+    path.write_text("from __future__ import annotations\n" + SCRIPT.replace('"""Counts."""', ""), "utf-8")
+    assert load_script(path).schema.__name__ == "CountConfig"
+
+
+def test_new_copies_a_script_and_a_configuration_that_run(meshrl: Meshrl, tmp_path: Path) -> None:
+    status, out, _ = meshrl("new", "grpo", "mine")
+    assert status == 0
+    config = tmp_path / "mine" / shipped_configs()["grpo/quickstart"].name
+    assert out.splitlines() == [
+        f"wrote {Path('mine', 'grpo.py')}",
+        f"wrote {Path('mine', config.name)}",
+        f"run it with: meshrl run {Path('mine', config.name)}",
+    ]
+    assert (tmp_path / "mine" / "grpo.py").read_bytes() == (shipped("algorithms") / "grpo.py").read_bytes()
+    original = tomllib.loads(shipped_configs()["grpo/quickstart"].read_text("utf-8"))
+    copied = tomllib.loads(config.read_text("utf-8"))
+    assert copied == {**original, "algorithm": "grpo.py"}
+    assert about(config) == about(shipped_configs()["grpo/quickstart"])
+
+
+def test_new_overwrites_nothing(meshrl: Meshrl, tmp_path: Path) -> None:
+    (tmp_path / "grpo.py").write_text("mine", "utf-8")
+    status, _, err = meshrl("new", "grpo", ".")
+    assert status == 1
+    assert err == "error: grpo.py: already there, and not overwritten; choose another folder\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
+    status, _, err = meshrl("new", "grop", ".")
+    assert (status, err) == (1, "error: no algorithm 'grop' is shipped; did you mean 'grpo'?\n")
+
+
+def test_configs_lists_each_with_its_first_line(meshrl: Meshrl) -> None:
+    status, out, _ = meshrl("configs")
+    assert status == 0
+    for name, path in shipped_configs().items():
+        assert name in out
+        assert about(path) in out
+
+
+def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
+    (tmp_path / "mine.toml").write_text(
+        """
+        algorithm = "grpo"
+        task = { source = "data.jsonl", prompt = "{questoin}" }
+        policy = { model = "no/such/folder", backend = "fake" }
+        sampler = { model = "no/such/folder", backend = "functoin" }
+        reward = { function = "exact_mach" }
+        reference = { model = "no/such/model.gguf", backend = "function" }
+        run.meshes.mian = { ranks = 2 }
+        """,
+        "utf-8",
+    )
+    status, _, err = meshrl("check", "mine.toml")
+    assert status == 1
+    found = err.splitlines()
+    assert found[0] == "error: 7 mistakes:"
+    for line, expected in zip(
+        found[1:],
+        [
+            "mine.toml: task: data.jsonl, line 1: prompt: the template '{questoin}' needs 'questoin', ",
+            "mine.toml: sampler: no backend 'functoin' is installed: did you mean 'function'?",
+            "mine.toml: sampler: model 'no/such/folder': there is no folder /",
+            "mine.toml: reward: reward function 'exact_mach': ",
+            "mine.toml: reference: backend 'function' has no Reference: it has Reward",
+            "mine.toml: reference: model 'no/such/model.gguf': there is no file /",
+            "mine.toml: run.meshes.mian: no role has `mesh = 'mian'`; did you mean 'main'?",
+        ],
+        strict=True,
+    ):
+        assert line.strip().startswith(expected)
+
+
+def test_check_with_nothing_wrong(meshrl: Meshrl, tmp_path: Path) -> None:
+    write(tmp_path)
+    assert meshrl("check", "count.toml")[:2] == (0, "count.toml: nothing wrong was found\n")
+
+
+def test_check_of_a_role_of_ones_own() -> None:
+    class Judge(RoleConfig):
+        pass
+
+    class Whole(Config):
+        judge: Judge = Judge()
+
+    assert find_mistakes(Whole(judge=Judge(backend="function"))) == []
+    (mistake,) = find_mistakes(Whole(judge=Judge(backend="zzz")))
+    assert mistake.startswith("judge: no backend 'zzz' is installed: there are ")
+
+
+def test_where_a_model_may_be(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ModelError, match=r"holds no config\.json, so it is no model's folder"):
+        check_model(str(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").touch()
+    check_model(str(tmp_path / "model"))
+    (tmp_path / "model.gguf").touch()
+    check_model(str(tmp_path / "model.gguf"))
+    with pytest.raises(ModelError, match="the package 'no_such_package_here' is not installed"):
+        check_model("package:no_such_package_here/model.gguf")
+    with pytest.raises(ModelError, match=r"there is no file .*/meshrl/model\.gguf"):
+        check_model("package:meshrl/model.gguf")
+    assert PolicyConfig(model=str(tmp_path / "model")).backend == "torch"
+
+
+def test_an_error_that_a_rank_raised_on_purpose_is_told_without_its_traceback(
+    meshrl: Meshrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(cause: BaseException) -> Callable[[str], Path]:
+        def find_config(name: str) -> Path:
+            raise RankFailed("Policy", 1, {"dp": 1}, "__init__", "reason", "Traceback ...") from cause
+
+        return find_config
+
+    monkeypatch.setattr(cli, "find_config", fail(ModelError("there is no folder x")))
+    assert meshrl("run", "x")[2] == "error: there is no folder x\n(in Policy.__init__ on rank 1)\n"
+    monkeypatch.setattr(cli, "find_config", fail(ValueError("a bug")))
+    assert "Traceback ..." in meshrl("run", "x")[2]
+
+
+def test_a_command_that_is_misspelt(meshrl: Meshrl) -> None:
+    status, _, err = meshrl("rnu", "x")
+    assert status == 2
+    assert "rnu" in err

@@ -1,0 +1,217 @@
+"""Rewards: the shipped functions, the boundary around users' own, and finding them by name."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl.data import Batch
+from meshrl.errors import ConfigError
+from meshrl.rewards import FunctionReward, RewardConfig, boundary, load_function
+
+FUNCTIONS = """
+import asyncio
+import numpy as np
+
+class Judge:
+    def __call__(self, prompt, completion, row):
+        return 0.25
+
+judge = Judge()
+constant = 3
+running = most = 0
+
+def length(prompt, completion, row):
+    return len(completion)
+
+async def slow_length(prompt, completion, row):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.001 * (5 - len(completion)))
+    running -= 1
+    return np.float32(len(completion))
+
+def picky(prompt, completion, row):
+    if completion == "bad":
+        raise ValueError(f"cannot judge {prompt}")
+    return True
+
+def greedy(prompt, completion, row):
+    row["answer"] = row["extra"]["list"] = None
+    row["extra"].clear()
+    return 1
+
+def returned(prompt, completion, row):
+    return {"none": None, "text": "1", "nan": float("nan"), "inf": float("inf"), "list": [1]}[completion]
+
+def one_argument(completion):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "my_rewards.py"
+    path.write_text(FUNCTIONS, "utf-8")
+    return str(path)
+
+
+def rollouts(*completions: str, **columns: list[object]) -> Batch:
+    prompts = [f"prompt {index}" for index in range(len(completions))]
+    rows: list[object] = [{"extra": {"list": [1]}} for _ in completions]
+    given: dict[str, list[object]] = {"answer": ["right"] * len(completions), "row": rows, **columns}
+    return Batch({"prompt": prompts, "completion": list(completions), **given})
+
+
+async def scored(function: str, batch: Batch) -> tuple[list[float], list[object]]:
+    done = await FunctionReward(RewardConfig(function=function)).score(batch)
+    assert done.rewards.dtype == np.float32
+    assert done.drop("rewards", "reward_error") == batch
+    return done.rewards.tolist(), list(done.objects("reward_error"))
+
+
+async def test_exact_match_ignores_white_space_around() -> None:
+    values, errors = await scored("exact_match", rollouts("right", " right\n", "rights", "", "ri ght"))
+    assert values == [1, 1, 0, 0, 0]
+    assert errors == [None] * 5
+
+
+async def test_an_empty_completion_does_not_match_a_missing_answer() -> None:
+    values, errors = await scored("exact_match", rollouts("", answer=[""]))
+    assert values == [0]
+    assert errors == ["ValueError: the row has no answer to compare with"]
+
+
+async def test_exact_match_compares_with_the_answer_column() -> None:
+    batch = rollouts("short", row=[{"answer": "a long explanation; short"}], answer=["short"])
+    assert (await scored("exact_match", batch))[0] == [1]
+
+
+async def test_reasoning_gym_scores_with_the_rows_own_dataset() -> None:
+    row = {"question": "q", "answer": "cba", "metadata": {"source_dataset": "spell_backward", "word": "abc"}}
+    values, errors = await scored("reasoning_gym", rollouts("cba", "xyz", answer=["cba"] * 2, row=[row] * 2))
+    assert values[0] == 1.0
+    assert values[1] < 1.0
+    assert errors == [None, None]
+
+
+async def test_reasoning_gym_needs_rows_of_its_own() -> None:
+    _, errors = await scored("reasoning_gym", rollouts("cba"))
+    assert errors == ["ValueError: the row is not of reasoning_gym: it has no metadata.source_dataset"]
+
+
+async def test_a_function_of_a_file(functions: str) -> None:
+    assert await scored(f"{functions}:length", rollouts("a", "bcd", "")) == ([1, 3, 0], [None] * 3)
+    assert await scored(f"{functions}:judge", rollouts("a")) == ([0.25], [None])
+
+
+async def test_an_async_function_keeps_the_rows_in_order_and_the_limit(functions: str) -> None:
+    config = RewardConfig(function=f"{functions}:slow_length", concurrency=2)
+    done = await FunctionReward(config).score(rollouts("a", "bcd", "", "ef"))
+    assert done.rewards.tolist() == [1, 3, 0, 2]
+    assert vars(sys.modules["meshrl_file_my_rewards"])["most"] == 2
+
+
+async def test_what_a_function_raises_stays_on_its_row_and_is_logged_once(functions: str) -> None:
+    with capture_logs() as logs:
+        values, errors = await scored(f"{functions}:picky", rollouts("bad", "good", "bad"))
+    assert values == [0, 1, 0]
+    assert errors == ["ValueError: cannot judge prompt 0", None, "ValueError: cannot judge prompt 2"]
+    (log,) = logs
+    assert log["error"] == "ValueError: cannot judge prompt 0"
+    assert "my_rewards.py, line " in log["at"]
+
+
+async def test_what_is_no_finite_number_is_an_error(functions: str) -> None:
+    with capture_logs():
+        values, errors = await scored(f"{functions}:returned", rollouts("none", "text", "nan", "inf", "list", "other"))
+    assert values == [0] * 6
+    assert errors == [
+        "TypeError: a reward must be a number, not None",
+        "TypeError: a reward must be a number, not '1'",
+        "ValueError: a reward must be finite, not nan",
+        "ValueError: a reward must be finite, not inf",
+        "TypeError: a reward must be a number, not [1]",
+        "KeyError: 'other'",
+    ]
+
+
+async def test_a_function_may_change_its_row(functions: str) -> None:
+    batch = rollouts("a", "b")
+    assert await scored(f"{functions}:greedy", batch) == ([1, 1], [None, None])
+    assert batch == rollouts("a", "b")
+
+
+async def test_rows_without_answers_or_rows(functions: str) -> None:
+    batch = rollouts("a", "b").only("prompt", "completion")
+    assert await scored(f"{functions}:length", batch) == ([1, 1], [None, None])
+
+
+async def test_no_rows() -> None:
+    assert await scored("exact_match", rollouts()) == ([], [])
+
+
+async def test_cancelling_is_no_error_of_the_function() -> None:
+    async def forever(prompt: str, completion: str, row: dict[str, object]) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    task = asyncio.create_task(boundary(forever, "", "", {}))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mtch", "file.py:name or package.module:name; did you mean 'exact_match'"),
+        ("FILE:lenght", "has no 'lenght'; did you mean 'length'?"),
+        ("FILE:zzzzz", "has no 'zzzzz'; it has length, slow_length, picky"),
+        ("FILE:constant", "is 3, not a function"),
+        ("FILE:one_argument", "too many positional arguments; it is called as function(prompt, completion, row)"),
+        ("missing.py:reward", "missing.py"),
+        ("no_such_package_here.sub:reward", "importing failed: ModuleNotFoundError: No module named"),
+        (":reward", "importing failed: ValueError"),
+    ],
+)  # fmt: skip
+def test_a_name_that_finds_nothing(functions: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_function(name.replace("FILE", functions))
+    assert message in str(caught.value)
+
+
+def test_a_function_of_an_installed_package() -> None:
+    assert load_function("meshrl.rewards:exact_match") is load_function("exact_match")
+
+
+def test_a_file_that_fails_when_it_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\nraise RuntimeError('no luck')\n", "utf-8")
+    with pytest.raises(
+        ConfigError, match=r"running .*broken\.py failed: RuntimeError: no luck \(.*broken\.py, line 2\)"
+    ):
+        load_function(f"{path}:reward")
+    path.write_text("def reward(:\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"SyntaxError: .*broken\.py, line 1"):
+        load_function(f"{path}:reward")
+
+
+def test_a_file_may_import_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_rewards.py").write_text("VALUE = 2.0\n", "utf-8")
+    path = tmp_path / "random.py"
+    path.write_text("from neighbour_of_rewards import VALUE\ndef reward(p, c, row): return VALUE\n", "utf-8")
+    assert load_function(f"{path}:reward")("", "", {}) == 2.0
+    assert Path(str(sys.modules["random"].__file__)) != path, "a user's random.py is not the library's"
+
+
+def test_reasoning_gym_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs reasoning_gym: pip install 'meshrl\[tasks\]'"):
+        load_function("reasoning_gym")
