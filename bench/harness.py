@@ -1,8 +1,9 @@
 """What every benchmark here shares: contestants that take turns, one JSON form, one table.
 
-`python bench/NAME.py --json F` writes one object: {"bench", "commit", "machine", "figures": [{"name", "value",
-"unit", "peer", "ratio", "target", "ok"}]}. `ratio` is value / peer. `target` bounds the ratio from below (`at_least`)
-or the value from above (`at_most`). A missed target is printed as missed; the exit status is 0 all the same.
+`python bench/NAME.py --json F` writes one object: {"bench", "commit", "machine", "figures": [{"name",
+"value", "unit", "peer", "ratio", "target", "ok"}]}. `ratio` is value / peer. `target` bounds the ratio from
+below (`at_least`) or the value from above (`at_most`). A missed target is printed as missed; the exit status
+is 0 all the same.
 """
 
 import argparse
@@ -10,13 +11,14 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +26,12 @@ from rich.table import Table
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
+ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(10**10),
+    "MALLOC_TRIM_THRESHOLD_": str(10**10),
+}
+"""Freed memory stays with the process: fresh pages cost torch on CPU more than a tenth of a step of a small model."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ def at_most(name: str, value: float, unit: str, target: float, peer: float | Non
 
 
 def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Each contestant's results; in every round each has one turn, and the order reverses from round to round.
+    """Each contestant's results. In a round each has one turn; the order reverses from round to round.
 
     What else the machine does, and how warm it is, then falls on all contestants alike.
     """
@@ -75,8 +83,8 @@ def median(values: Sequence[float]) -> float:
 class Worker:
     """A contestant in a process of its own: one JSON line in, one JSON line out, on a given number of cores.
 
-    A worker only works between its question and its answer, so workers that wait do not disturb the one whose turn
-    it is. It writes {"ready": true} first. Its standard error goes to ours.
+    It works only between its question and its answer, so those that wait do not disturb the one whose turn
+    it is. It writes {"ready": true} first.
     """
 
     def __init__(self, command: Sequence[str | Path], threads: int) -> None:
@@ -85,8 +93,7 @@ class Worker:
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
-            # Large pages spare torch most of the cost of fresh memory; peers gain from it, so everybody gets it.
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+            **ALLOCATOR,
         }
         with _cores(threads):
             self._process = subprocess.Popen(
@@ -105,9 +112,13 @@ class Worker:
         self._process.stdin.flush()
         return self._answer()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Close the worker's input, which ends it, and wait for it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
@@ -119,13 +130,13 @@ class Worker:
                 answer: dict[str, float] = json.loads(line)
                 return answer
         raise SystemExit(
-            f"The worker `{self._process.args!r}` ended with status {self._process.wait()} before it answered;"
-            " its own message is above."
+            f"The worker {self._process.args!r} ended with status {self._process.wait()} before it "
+            "answered; its own message is above."
         )
 
 
 @contextlib.contextmanager
-def _cores(count: int) -> Iterator[None]:
+def _cores(count: int) -> Generator[None]:
     """Processes started inside may use only the first `count` of our cores."""
     ours = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(ours)[:count])
@@ -135,11 +146,11 @@ def _cores(count: int) -> Iterator[None]:
         os.sched_setaffinity(0, ours)
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with `--json` and `--rounds`; the script adds its own."""
+def arguments(doc: str | None, rounds: int | None) -> argparse.ArgumentParser:
+    """A parser with `--json` and `--rounds`, `rounds` if not given; the script adds its own."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures to this file")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant; the median counts")
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of each contestant; the median counts")
     return parser
 
 
@@ -169,9 +180,7 @@ def machine() -> dict[str, str | int | float]:
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
-        )
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": model,
@@ -185,7 +194,8 @@ def _commit() -> str:
     """The commit that was measured; `+` when the working tree differs from it."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        command = [shutil.which("git") or "git", *words]
+        return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
 

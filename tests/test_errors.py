@@ -86,8 +86,9 @@ def test_meshrl_says_what_the_table_says(row: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     text = plain(say(MISTAKES[row]), tmp_path)
-    assert row in TABLE, f"docs/errors.md has no row {row}. It would say:\n{as_cell(text, '')}"
-    assert as_cell(text, TABLE[row]) == TABLE[row]
+    assert row in TABLE, f"docs/errors.md has no row {row}; its third cell would be\n{as_cell(text, '')}"
+    cell = as_cell(text, TABLE[row])
+    assert cell == TABLE[row], f"the third cell of the row {row} in docs/errors.md should be\n{cell}"
 
 
 def test_each_row_is_made_as_a_mistake() -> None:

@@ -30,10 +30,12 @@ GROWTH: Final = 32
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of `generate` asks for: `n` rows a prompt, adjacent."""
+    """What one call of `generate` asks for."""
 
     prompts: Sequence[Sequence[int]]
-    n: int
+    """Different prompts, each of one token or more."""
+    prompt: Ints
+    """Which of them each row continues, int64[rows]; rows of one prompt are best adjacent."""
     limits: Ints
     """The most new tokens of each row, int64[rows]."""
     numbers: Ints
@@ -126,12 +128,12 @@ class Decoder:
         """The next rows take the slots after the last; each prompt is read once for all its rows."""
         rows = np.arange(self._next, self._next + count)
         self._next += count
-        prompts = rows // self._request.n
-        rows = rows[np.argsort(self._lengths[prompts], kind="stable")]
+        prompts = self._request.prompt[rows]
+        rows = rows[np.lexsort((prompts, self._lengths[prompts]))]
         for part in self._affordable(rows):
             first = self._count
             self._count += len(part)
-            lengths = self._lengths[part // self._request.n]
+            lengths = self._lengths[self._request.prompt[part]]
             here = slice(first, self._count)
             self._row[here], self._prompt[here] = part, lengths
             self._place[here], self._end[here] = lengths - 1, lengths + self._request.limits[part]
@@ -141,7 +143,7 @@ class Decoder:
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
         """Runs of rows whose different prompts are PREFILL_TOKENS at most, or of one prompt that is longer."""
-        prompts = rows // self._request.n
+        prompts = self._request.prompt[rows]
         new = np.append(True, prompts[1:] != prompts[:-1])
         start = filled = 0
         for index in np.flatnonzero(new).tolist():
@@ -154,14 +156,14 @@ class Decoder:
 
     def _prefill(self, rows: Ints, slots: Ints) -> Tensor:
         """Read the prompts of these rows into their slots: float32[rows, vocabulary] of the last token of each."""
-        prompts, which = np.unique(rows // self._request.n, return_inverse=True)
+        prompts, which = np.unique(self._request.prompt[rows], return_inverse=True)
         order = np.argsort(self._lengths[prompts], kind="stable")
         lengths = self._lengths[prompts[order]]
         ids = np.concatenate([self._request.prompts[prompt] for prompt in prompts[order]]).astype(np.int64)
         ends = np.cumsum(lengths)
         at = np.empty_like(ends)
         at[order] = ends - lengths  # where each prompt starts in the packed sequence
-        mine = self._lengths[rows // self._request.n]
+        mine = self._lengths[prompts[which]]
         entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
         slot = np.repeat(slots, mine)
         self._tokens[slot, places] = ids[entries]

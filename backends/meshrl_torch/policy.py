@@ -15,7 +15,7 @@ from meshrl_torch.loading import load
 from meshrl_torch.optimizer import Optimizer
 from meshrl_torch.packing import learned, micro_batches
 from meshrl_torch.scoring import predicted, score, spread
-from meshrl_torch.text import encode_completions, encode_prompts
+from meshrl_torch.text import encode_completions, encode_prompts, texts_of
 from meshrl_torch.transfer import export_weights
 
 
@@ -33,15 +33,15 @@ class TorchPolicy(Policy):
         self._config = config
         self._model = load(config)
         if config.activation_checkpointing:
-            self._model.network.gradient_checkpointing_enable({"use_reentrant": False})
+            self._model.network.activation_checkpointing_enable({"use_reentrant": False})
             self._model.network.train(True)  # what transformers asks for; its dropout is zero
         self._optimizer = Optimizer(config.optimizer, list(self._model.network.parameters()))
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
         tokenizer = self._model.tokenizer
-        prompts = encode_prompts(tokenizer, _texts(batch, "prompt"), self._model.chat)
-        completions = encode_completions(tokenizer, _texts(batch, "completion"))
+        prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), self._model.chat)
+        completions = encode_completions(tokenizer, texts_of(batch, "completion"))
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             self._model.check_lengths(len(prompt) + len(completion), f"row {row}")
         pairs = list(zip(prompts, completions, strict=True))
@@ -93,14 +93,8 @@ class TorchPolicy(Policy):
         checkpoint.write(self._model, folder)
 
 
-def _texts(batch: Batch, name: str) -> tuple[object, ...]:
-    return batch.objects(name) if len(batch) else ()
-
-
 def _learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:
     """How many rows have a learned token, and how many such tokens there are."""
-    if not np.array_equal(tokens.offsets, mask.offsets):
-        raise DataError("`loss_mask` and `tokens` differ in lengths: each token needs one bool")
     starts = tokens.offsets[:-1][tokens.lengths > 0]
     values = np.asarray(mask.values, np.bool_)
     if values[starts].any():

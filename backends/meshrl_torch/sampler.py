@@ -16,7 +16,7 @@ from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder, Finished, Request
 from meshrl_torch.draw import Draw, key
 from meshrl_torch.loading import load
-from meshrl_torch.text import decode, encode_prompts
+from meshrl_torch.text import decode, encode_prompts, texts_of
 from meshrl_torch.transfer import import_weights
 
 YIELD_STEPS: Final = 8
@@ -41,7 +41,7 @@ class TorchSampler(Sampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in some steps at a time; no rows give one batch of none."""
         repeated = prompts.repeat(sampling.n)
-        request = self._request(prompts, repeated, sampling)
+        request = self._request(repeated, sampling)
         draw = Draw(sampling, key(self._config.seed, sampling.seed, self._version, self._calls))
         self._calls += 1
         cache = self._caches.pop() if self._caches else Cache()
@@ -66,22 +66,25 @@ class TorchSampler(Sampler):
         import_weights(self._model, weights)
         self._version = weights.version
 
-    def _request(self, prompts: Batch, repeated: Batch, sampling: Sampling) -> Request:
-        texts = prompts.objects("prompt") if len(prompts) else ()
-        ids = encode_prompts(self._model.tokenizer, texts, self._model.chat)
+    def _request(self, repeated: Batch, sampling: Sampling) -> Request:
+        texts = texts_of(repeated, "prompt")
+        different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        ids = encode_prompts(self._model.tokenizer, list(different), self._model.chat)
+        prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
         own = repeated.row("max_tokens") if "max_tokens" in repeated else sampling.max_tokens
         limits = np.broadcast_to(np.asarray(own, np.int64), len(repeated))
         if len(limits) and limits.min() < 1:
             row = int(limits.argmin())
             raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion has at least 1 token")
-        for row, prompt in enumerate(ids):
-            most = int(limits[row * sampling.n : (row + 1) * sampling.n].max())
-            self._model.check_lengths(len(prompt) + most, f"prompt {row} with {most} new tokens (max_tokens)")
+        totals = np.fromiter(map(len, ids), np.int64, len(ids))[prompt] + limits
+        if len(totals):
+            row = int(totals.argmax())
+            self._model.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
         numbers = repeated.origins[-1] if repeated.origins else np.arange(len(repeated))
         if len(np.unique(numbers)) != len(numbers):  # rows taken twice since the split: equal draws are not wanted
             numbers = np.arange(len(repeated))
         ends = frozenset[int]() if sampling.ignore_eos else self._model.ends
-        return Request(ids, sampling.n, limits, numbers, ends, sampling.stop)
+        return Request(ids, prompt, limits, numbers, ends, sampling.stop)
 
     def _rollouts(self, repeated: Batch, finished: Finished, draw: Draw) -> Batch:
         offsets = np.append(0, np.cumsum(finished.lengths))

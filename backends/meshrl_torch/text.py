@@ -6,6 +6,7 @@ from typing import Final
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 
 PAD: Final = 0
@@ -32,13 +33,13 @@ def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizer
     )
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[object], chat: bool) -> list[list[int]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[list[int]]:
     """The tokens of each prompt as generation starts from them, with what the tokenizer puts before a text.
 
-    With `chat`, each prompt is one user message in the tokenizer's template. DataError for what is not text,
-    has no token or cannot be encoded; ModelError if there is no template.
+    With `chat`, each prompt is one user message in the tokenizer's template. DataError for one that has no token
+    or cannot be encoded; ModelError if there is no template.
     """
-    texts = _texts(prompts, "prompt")
+    texts = list(prompts)
     if chat:
         if not tokenizer.chat_template:
             raise ModelError(
@@ -54,16 +55,16 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[object]
             for text in texts
         ]
     tokens = _encode(tokenizer, texts, special=not chat)
-    for row, ids in enumerate(tokens):
+    for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
-            raise DataError(f"prompt {row} is {prompts[row]!r}, which has no token: generation needs one to start")
+            raise DataError(f"the prompt {prompt!r} has no token: generation needs one to start")
     return tokens
 
 
-def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[object]) -> list[list[int]]:
+def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[str]) -> list[list[int]]:
     """The tokens of each completion and the end-of-text token."""
     end = end_token(tokenizer)
-    tokens = _encode(tokenizer, _texts(completions, "completion"), special=False)
+    tokens = _encode(tokenizer, list(completions), special=False)
     return [[*ids, end] for ids in tokens]
 
 
@@ -85,10 +86,12 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return end
 
 
-def _texts(values: Sequence[object], what: str) -> list[str]:
+def texts_of(batch: Batch, name: str) -> list[str]:
+    """A column of text; DataError for a value that is none."""
+    values = batch.objects(name) if len(batch) else ()
     for row, value in enumerate(values):
         if not isinstance(value, str):
-            raise DataError(f"{what} {row} is {value!r} ({type(value).__name__}), not text")
+            raise DataError(f"`{name}` of row {row} is {value!r} ({type(value).__name__}), not text")
     return [str(value) for value in values]
 
 
@@ -99,11 +102,11 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool)
         return list(tokenizer(texts, add_special_tokens=special)["input_ids"])
     except Exception as error:
         known = {token for token in tokenizer.get_vocab() if len(token) == 1}
-        for row, text in enumerate(texts):
+        for text in texts:
             strange = sorted({character for character in text if character not in known})
             if strange:
                 raise DataError(
-                    f"text {row}, {_short(text)!r}, has {', '.join(map(repr, strange))}, which the tokenizer does "
+                    f"the text {_short(text)!r} has {', '.join(map(repr, strange))}, which the tokenizer does "
                     f"not know; its characters are {''.join(sorted(known))!r}: add to model.characters, or clean "
                     "the text"
                 ) from error

@@ -1,8 +1,13 @@
-"""The reward of bench/grpo.py, the same file for meshrl and for its peer: standard library only."""
+"""The rewards of bench/grpo.py, one file for meshrl and for its peer: standard library only."""
 
 
-def reward(prompt: str, completion: str, row: dict[str, object]) -> float:
-    """The share of the answer's characters that stand where they should; 1 if nothing is wrong or left over."""
+def exact(prompt: str, completion: str, row: dict[str, object]) -> float:
+    """1 where the completion is the answer."""
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+def share(prompt: str, completion: str, row: dict[str, object]) -> float:
+    """The share of characters that stand where the answer has them."""
     answer = str(row["answer"])
     right = sum(mine == wanted for mine, wanted in zip(completion, answer, strict=False))
     return right / max(len(completion), len(answer))

@@ -25,6 +25,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+# Fastest of 32, 64, 128 and 512 where completions have up to 256 tokens; short ones are fastest in one batch.
+LONG_MICRO_ROWS = 64
+
 
 class ForcedLengths(LogitsProcessor):
     """Makes row i end after exactly `lengths[i]` new tokens: EOS is impossible before, and certain then.
@@ -100,11 +103,11 @@ def main(folder: str, job_path: str) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    turns = Turns()
+    turns, judge = Turns(), getattr(score, job["reward"])
 
     def reward(prompts, completions, completion_ids, answer, **_):
         rows = zip(prompts, completions, answer, strict=True)
-        rewards = [score.reward(prompt, text, {"answer": wanted}) for prompt, text, wanted in rows]
+        rewards = [judge(prompt, text, {"answer": wanted}) for prompt, text, wanted in rows]
         turns.count(completion_ids, rewards)
         return rewards
 
@@ -120,13 +123,14 @@ def main(folder: str, job_path: str) -> None:
         model.generate = forced
 
     rows = job["prompts_per_step"] * job["completions"]
+    micro_rows = LONG_MICRO_ROWS if job["lengths"] else rows
     config = GRPOConfig(
         output_dir=str(Path(folder) / "trl"),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=job["trl_micro_rows"],
-        gradient_accumulation_steps=rows // job["trl_micro_rows"],
+        per_device_train_batch_size=micro_rows,
+        gradient_accumulation_steps=rows // micro_rows,
         num_generations=job["completions"],
         max_completion_length=job["max_tokens"],
         cache_implementation=job.get("cache"),

@@ -14,6 +14,8 @@ model = "none"
 [sampler]
 backend = "fake"
 model = "none"
+[reference]
+backend = "fake"
 [reward]
 """
 WORDS = '{"question": "cat>", "answer": "tac"}\n'
@@ -128,4 +130,3 @@ def mesh_of_no_role() -> None:
 
 def axes_that_do_not_multiply() -> None:
     _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }")
-    _meshrl("run", "mine.toml")

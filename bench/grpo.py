@@ -1,0 +1,239 @@
+"""Samples per second of whole GRPO steps (generate, reward, advantages, update, publish) against TRL's GRPOTrainer.
+
+    python bench/grpo.py --json F [--threads 1,2] [--cases short,long] [--rounds N]
+
+Both start from one model (the quickstart's, warmed up by its 200 supervised steps), and read the same prompts, shapes
+and hyper-parameters from one file. Each runs in a process of its own on the first `threads` cores, under the same
+allocator settings, and they take turns; steps before the first turn are not counted. Two cases of 64 prompts x 8
+completions, a step an update:
+
+short  the quickstart's: at most 10 new tokens, rewarded when exactly right
+long   completion lengths forced, log-uniform from 8 to 256: with Sampling(ignore_eos=True) and a `max_tokens` column
+       here, with a logits processor in TRL (bench/peers/trl_grpo.py); rewarded by the share of right characters
+
+TRL needs `make peers`. About 6 minutes.
+"""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from algorithms.grpo import GrpoConfig
+from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
+from meshrl import (
+    Batch,
+    Config,
+    Policy,
+    Reward,
+    RewardConfig,
+    Run,
+    RunConfig,
+    Sampler,
+    Task,
+    group_advantages,
+    publish,
+    rollout,
+)
+from meshrl.config import load_toml, validate
+from meshrl.engines.loop import RankLoop
+from meshrl.scripts import find_config
+
+TRL: Final = ROOT / ".peers/trl/bin/python"
+LONGEST: Final = 256
+
+
+class Case(Config):
+    """One comparison: what is generated, how often it is measured, and what is wanted."""
+
+    name: str
+    long: bool
+    steps: int
+    """Steps a turn."""
+    warm_up: int
+    rounds: int
+    target: float
+    """Samples per second over TRL's."""
+
+
+CASES: Final = {
+    "short": Case(name="at most 10 tokens", long=False, steps=5, warm_up=10, rounds=7, target=1.3),
+    "long": Case(name="8 to 256 tokens", long=True, steps=1, warm_up=1, rounds=3, target=3.0),
+}
+
+
+class Job(Config):
+    """What both contestants are told."""
+
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+    prompts_per_step: int
+    completions: int
+    max_tokens: int
+    lengths: tuple[tuple[int, ...], ...]
+    """The forced lengths of a step's rows, a step after the other, round and round; nothing: the model decides."""
+    reward: Literal["exact", "share"]
+    """A function in bench/peers/score.py."""
+    clip: float
+    lr: float
+    betas: tuple[float, float]
+    warmup_steps: int
+    max_grad_norm: float
+    seed: int = 0
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=None)
+    parser.add_argument("--threads", default="1,2", help="numbers of threads to measure with (default: 1,2)")
+    parser.add_argument("--cases", default="short,long", help="which cases (default: both)")
+    parser.add_argument("--worker", nargs=2, metavar=("MODEL", "JOB"), help="be the contestant meshrl")
+    options = parser.parse_args()
+    if options.worker:
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            model, job = options.worker
+            runner.run(contest(model, Job.model_validate_json(Path(job).read_bytes())))
+        return
+    if not TRL.exists():
+        raise SystemExit(f"{TRL.relative_to(ROOT)} is not there: run `make peers` first")
+    with tempfile.TemporaryDirectory() as folder:
+        model = warmed_up_model(Path(folder))
+        figures: list[Figure] = []
+        for name in options.cases.split(","):
+            job = Path(folder) / f"{name}.json"
+            job.write_text(make_job(CASES[name]).model_dump_json())
+            for threads in map(int, options.threads.split(",")):
+                figures += compare(CASES[name], options.rounds or CASES[name].rounds, threads, model, job)
+        report("grpo", figures, options.json)
+
+
+def warmed_up_model(folder: Path) -> Path:
+    """The model that sft/quickstart makes, but for longer texts."""
+    settings = [f"run.folder={folder}", "run.name=warm", f"policy.model.max_tokens={LONGEST + 64}"]
+    meshrl = Path(sys.executable).parent / "meshrl"
+    subprocess.run([meshrl, "run", "sft/quickstart", *settings], check=True, cwd=ROOT, capture_output=True)
+    return folder / "warm/model"
+
+
+def quickstart(model: str) -> GrpoConfig:
+    """The settings of grpo/quickstart, starting from this model."""
+    source = find_config("grpo/quickstart")
+    table = load_toml(source, [f"policy.model={model}"])
+    return validate(GrpoConfig, {key: table[key] for key in table.keys() - {"run", "algorithm"}}, source)
+
+
+def make_job(case: Case) -> Job:
+    """The quickstart's prompts and numbers; in the long case also a length for each row of a step."""
+    config = quickstart("")
+    train = Task.load(config.task).train.select(np.arange(64 * 64))
+    rng = np.random.default_rng(0)
+    rows = config.prompts * config.sampling.n
+    lengths = np.exp(rng.uniform(np.log(8), np.log(LONGEST), (4, rows))).round().astype(int).tolist()
+    optimizer = config.policy.optimizer
+    return Job(
+        prompts=tuple(map(str, train.objects("prompt"))),
+        answers=tuple(map(str, train.objects("answer"))),
+        prompts_per_step=config.prompts,
+        completions=config.sampling.n,
+        max_tokens=LONGEST if case.long else config.sampling.max_tokens,
+        lengths=tuple(map(tuple, lengths)) if case.long else (),
+        reward="share" if case.long else "exact",
+        clip=config.loss.clip,
+        lr=optimizer.lr,
+        betas=optimizer.betas,
+        warmup_steps=optimizer.warmup_steps,
+        max_grad_norm=optimizer.max_grad_norm or 0.0,
+    )
+
+
+def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> list[Figure]:
+    """Let both take turns and set their medians side by side."""
+    commands: dict[str, Sequence[str | Path]] = {
+        "meshrl": [sys.executable, __file__, "--worker", model, job],
+        "trl": [TRL, ROOT / "bench/peers/trl_grpo.py", model, job],
+    }
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(command, threads)) for name, command in commands.items()}
+        for worker in workers.values():
+            worker.ask(steps=case.warm_up)
+        turns = take_turns({name: partial(worker.ask, steps=case.steps) for name, worker in workers.items()}, rounds)
+
+    def middle(name: str, measure: Callable[[dict[str, float]], float]) -> float:
+        return median([measure(answer) for answer in turns[name]])
+
+    def both(what: str, unit: str, measure: Callable[[dict[str, float]], float]) -> Figure:
+        return figure(f"{what}, {label}", middle("meshrl", measure), unit, middle("trl", measure))
+
+    label = f"{case.name}, {threads} thread{'s' if threads > 1 else ''}"
+    rates = [middle(name, lambda answer: answer["rows"] / answer["wall"]) for name in ("meshrl", "trl")]
+    if case.long and {answer["tokens"] for answer in turns["meshrl"]} != {answer["tokens"] for answer in turns["trl"]}:
+        raise SystemExit(f"the contestants made different numbers of tokens: {turns}")
+    return [
+        at_least(f"speed, {label}", rates[0], "samples/s", rates[1], case.target),
+        both("wall", "s/step", lambda answer: answer["wall"] / case.steps),
+        both("CPU", "s/step", lambda answer: answer["cpu"] / case.steps),
+        both("completion", "tokens/sample", lambda answer: answer["tokens"] / answer["rows"]),
+        both("reward", "of 1", lambda answer: answer["reward"]),
+    ]
+
+
+async def contest(model: str, job: Job) -> None:
+    """The contestant meshrl: GRPO as in algorithms/grpo.py, some steps for each question on standard input."""
+    config = quickstart(model)
+    sampling = config.sampling.model_copy(update={"max_tokens": job.max_tokens, "ignore_eos": bool(job.lengths)})
+    scores = RewardConfig(function=f"{ROOT}/bench/peers/score.py:share") if job.lengths else config.reward
+    async with Run(RunConfig(folder=str(Path(model).parent), name="contest")) as run:
+        policy = await run.spawn(Policy, config.policy)
+        sampler = await run.spawn(Sampler, config.sampler)
+        reward = await run.spawn(Reward, scores)
+        await publish(policy, sampler)
+        prompts = step_prompts(job)
+        print('{"ready": true}', flush=True)
+        for question in sys.stdin:
+            done: list[Batch] = []
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(json.loads(question)["steps"]):
+                batch = next(prompts)
+                n = job.completions * job.prompts_per_step // len(batch)
+                batch = await rollout(sampler, batch, sampling.model_copy(update={"n": n}))
+                batch = await reward.score(batch)
+                advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
+                await policy.update(batch.assign(advantages=advantages), config.loss)
+                await publish(policy, sampler)
+                done.append(batch)
+            answer = {
+                "wall": time.perf_counter() - wall,
+                "cpu": time.process_time() - cpu,
+                "rows": sum(map(len, done)),
+                "tokens": sum(int(batch.loss_mask.values.sum()) for batch in done),
+                "reward": float(np.mean([batch.rewards.mean() for batch in done])),
+            }
+            print(json.dumps(answer), flush=True)
+
+
+def step_prompts(job: Job) -> Iterator[Batch]:
+    """The prompts of each step; where lengths are forced, a row of its own for each completion."""
+    step = 0
+    while True:
+        here = np.arange(job.prompts_per_step) + step * job.prompts_per_step
+        rows = here % len(job.prompts)
+        batch = Batch.of(
+            prompt=[job.prompts[row] for row in rows], answer=[job.answers[row] for row in rows], groups=here
+        )
+        if job.lengths:
+            limits = np.array(job.lengths[step % len(job.lengths)])
+            batch = batch.repeat(job.completions).assign(max_tokens=limits)
+        yield batch
+        step += 1
+
+
+if __name__ == "__main__":
+    main()
