@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshrl.errors import DataError, ModelError
 from meshrl_torch import attention
@@ -109,15 +108,33 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bo
             f"the tokenizer of {tokenizer.name_or_path} has {len(tokenizer)} tokens and the model {embeddings}: they "
             "are not of one model"
         )
+    if chat and not tokenizer.chat_template:
+        raise ModelError(
+            f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use an "
+            "instruction-tuned model, or chat = false"
+        )
     _check_packing(model)
     return model
+
+
+class _States:
+    """What a body returns: its last hidden states, and None for whatever else a head asks for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return None if index else self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _Given(nn.Module):
     """Stands where a model's body was: its hidden states are given."""
 
-    def forward(self, inputs_embeds: Tensor, **_: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _States:
+        return _States(inputs_embeds)
 
 
 def _headless(network: PreTrainedModel) -> PreTrainedModel:

@@ -37,15 +37,10 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], c
     """The tokens of each prompt as generation starts from them, with what the tokenizer puts before a text.
 
     With `chat`, each prompt is one user message in the tokenizer's template. DataError for one that has no token
-    or cannot be encoded; ModelError if there is no template.
+    or cannot be encoded.
     """
     texts = list(prompts)
     if chat:
-        if not tokenizer.chat_template:
-            raise ModelError(
-                f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat "
-                "template: use an instruction-tuned model, or chat = false"
-            )
         texts = [
             str(
                 tokenizer.apply_chat_template(

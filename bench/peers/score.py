@@ -7,7 +7,6 @@ def exact(prompt: str, completion: str, row: dict[str, object]) -> float:
 
 
 def share(prompt: str, completion: str, row: dict[str, object]) -> float:
-    """The share of characters that stand where the answer has them."""
+    """The share of the answer's characters that stand where they should; what follows them does not count."""
     answer = str(row["answer"])
-    right = sum(mine == wanted for mine, wanted in zip(completion, answer, strict=False))
-    return right / max(len(completion), len(answer))
+    return sum(mine == wanted for mine, wanted in zip(completion, answer, strict=False)) / len(answer)

@@ -1,0 +1,232 @@
+"""Models by name: what loads, and what each folder that does not is told."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from meshrl import Batch, ModelConfig, NewModel, PolicyConfig
+from meshrl.actor import Rank, rank_context
+from meshrl.errors import ConfigError, ModelError
+from meshrl_torch.loading import load
+from meshrl_torch.policy import TorchPolicy
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    rank_context.set(Rank(threads=1))
+
+
+@pytest.fixture
+async def folder(tmp_path: Path) -> Path:
+    """A good folder, for a test to spoil."""
+    await TorchPolicy(PolicyConfig(model=MODEL)).save(str(tmp_path / "model"))
+    return tmp_path / "model"
+
+
+def test_a_new_model() -> None:
+    model = load(ModelConfig(model=MODEL))
+    assert sum(tensor.numel() for tensor in model.tensors().values()) == 11 * 16 + 2 * (4 * 256 + 3 * 384 + 32) + 16
+    ids = model.tokenizer("ab> \n"[:3])["input_ids"]
+    assert ids == [2, 3, 10]
+    assert model.tokenizer.decode([2, 3, 10, 1], skip_special_tokens=True) == "ab>"
+    assert (model.tokenizer.bos_token_id, model.tokenizer.eos_token_id, model.max_tokens) == (None, 1, 48)
+    state = torch.random.get_rng_state()
+    again = load(ModelConfig(model=MODEL))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in model.tensors().items())
+
+
+async def test_a_saved_folder_loads_again(folder: Path) -> None:
+    model, again = load(ModelConfig(model=MODEL)), load(ModelConfig(model=str(folder)))
+    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in model.tensors().items())
+    assert again.tokenizer("ab>")["input_ids"] == [2, 3, 10]
+
+
+async def test_a_chat_template_wraps_prompts(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}a{{ message.content }}{% endfor %}{{ 'b' }}"
+    tokenizer.save_pretrained(folder)
+    policy = TorchPolicy(PolicyConfig(model=str(folder), chat=True))
+    batch = await policy.encode(Batch.of(prompt=["c>"], completion=["d"]))
+    assert batch.tokens[0].tolist() == [2, 4, 10, 3, 5, 1]
+
+
+def rewrite(folder: Path, name: str, **changes: object) -> None:
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def no_end(folder: Path) -> None:
+    rewrite(folder, "tokenizer_config.json", eos_token=None)
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not a model")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def unknown_model(folder: Path) -> None:
+    rewrite(folder, "config.json", model_type="llama9")
+
+
+def masked(folder: Path) -> None:
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    BertForMaskedLM(BertConfig(vocab_size=11, **shape)).save_pretrained(folder)
+
+
+def encoder_decoder(folder: Path) -> None:
+    shape: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    T5ForConditionalGeneration(T5Config(vocab_size=11, **shape)).save_pretrained(folder)
+
+
+def state_space(folder: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1}
+    MambaForCausalLM(MambaConfig(vocab_size=11, **shape)).save_pretrained(folder)
+
+
+def capped(folder: Path) -> None:
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = Gemma2Config(vocab_size=11, **shape, num_key_value_heads=2, head_dim=8, eos_token_id=1)
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+
+
+def a_layer_short(folder: Path) -> None:
+    rewrite(folder, "config.json", num_hidden_layers=3)
+
+
+def another_shape(folder: Path) -> None:
+    rewrite(folder, "config.json", intermediate_size=32)
+
+
+def larger_tokenizer(folder: Path) -> None:
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=5, **shape)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (empty, "has no config.json, so it is no Hugging Face model"),
+        (no_tokenizer, "tokenizer cannot be loaded .tokenizer.json"),
+        (no_end, "has no end-of-text token"),
+        (truncated, "cannot be loaded as a causal language model: SafetensorError"),
+        (garbage, "cannot be loaded as a causal language model: SafetensorError"),
+        (no_weights, "cannot be loaded as a causal language model: OSError"),
+        (broken_config, "cannot be loaded as a causal language model"),
+        (unknown_model, "cannot be loaded as a causal language model: .*llama9"),
+        (masked, "is a BertForMaskedLM, not a causal language model"),
+        (encoder_decoder, "cannot be loaded as a causal language model"),
+        (state_space, "MambaForCausalLM"),
+        (capped, "uses capped attention scores, which the torch backend does not have"),
+        (a_layer_short, "its files lack 9 tensors"),
+        (another_shape, "cannot be loaded as a causal language model"),
+        (larger_tokenizer, "tokenizer of .* has 11 tokens and the model 5"),
+    ],
+)
+async def test_folders_that_are_no_model(folder: Path, spoil: Callable[[Path], None], text: str) -> None:
+    spoil(folder)
+    with pytest.raises(ModelError, match=text):
+        load(ModelConfig(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("nowhere", "nowhere does not exist"),
+        ("HuggingFaceTB/SmolLM2-135M", "Nothing is downloaded: give a folder on this machine"),
+        ("package:meshrl", "write package:NAME/FILE"),
+        ("package:no_such_package/a.gguf", "no package 'no_such_package' is installed"),
+        ("package:meshrl/a.gguf", "package 'meshrl' has no 'a.gguf'; it has no GGUF file"),
+        ("{tmp}/file.bin", "is a file: give a Hugging Face folder"),
+        ("{tmp}/file.gguf", "transformers cannot read this GGUF file"),
+    ],
+)
+def test_names_of_no_model(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "file.bin").write_bytes(b"x")
+    (tmp_path / "file.gguf").write_bytes(b"not GGUF")
+    with pytest.raises(ModelError, match=text):
+        load(ModelConfig(model=name.format(tmp=tmp_path)))
+
+
+def test_a_folder_of_gguf_files_names_one(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"for GGUF name the file, as in .*tiny\.gguf"):
+        load(ModelConfig(model=str(tmp_path)))
+
+
+def test_chat_needs_a_template() -> None:
+    with pytest.raises(ModelError, match="no chat template"):
+        load(ModelConfig(model=MODEL, chat=True))
+
+
+def test_characters_twice() -> None:
+    with pytest.raises(ConfigError, match=r"model\.characters has 'ab' twice"):
+        load(ModelConfig(model=MODEL.model_copy(update={"characters": "abcab"})))
+
+
+def test_heads_that_do_not_divide() -> None:
+    with pytest.raises(ModelError, match=r"hidden_size 16 over model\.heads 3"):
+        load(ModelConfig(model=MODEL.model_copy(update={"heads": 3})))
+
+
+async def test_save_spares_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ModelError, match=r"holds other files and no config\.json"):
+        await TorchPolicy(PolicyConfig(model=MODEL)).save(str(tmp_path))
+    assert (tmp_path / "thesis.tex").exists()
