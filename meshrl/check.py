@@ -36,8 +36,10 @@ def find_mistakes(config: Config, meshes: Collection[str] = ()) -> list[str]:
     installed and have the role, a model's folder or file be there, and each of `meshes` be named by a role.
     """
     mistakes: list[str] = []
+    policy = getattr(config, "policy", None)
+    shared = policy.model if isinstance(policy, PolicyConfig) else None  # a role with the policy's model is told there
     for path, table in _tables(config):
-        for check in _checks(table):
+        for check in _checks(table, None if table is policy else shared):
             try:
                 check()
             except MeshrlError as error:
@@ -77,14 +79,19 @@ def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
             yield from _tables(value, (*above, name))
 
 
-def _checks(table: Config) -> Iterator[Callable[[], object]]:
+def _checks(table: Config, shared: object) -> Iterator[Callable[[], object]]:
     if isinstance(table, TaskConfig):
         yield lambda: check_task(table)
     if isinstance(table, RoleConfig):
         yield lambda: _check_backend(table)
     if isinstance(table, RewardConfig) and table.backend == "function":
         yield lambda: load_function(table.function)
-    if isinstance(table, ModelConfig) and isinstance(model := table.model, str) and table.backend != "fake":
+    if (
+        isinstance(table, ModelConfig)
+        and isinstance(model := table.model, str)
+        and table.backend != "fake"
+        and model != shared
+    ):
         yield lambda: check_model(model)
 
 

@@ -178,16 +178,14 @@ def _result_mistakes(mark: Mark, shape: Mapping[str, int], stream: bool) -> list
         if mark.type is type(None) or mark.type is None or not several:
             return []
         name = _type_name(mark.type)
-        return [
-            (
-                f"the result {name} of {prod(shape.values())} ranks is not marked: write Gather[{name}] to join, "
-                f"Mean or Sum to reduce, Same[{name}] if all ranks return the same"
-            )
-        ]
+        ways = [f"Same[{name}] if all ranks return the same"]
+        ways += [f"Gather[{name}] to join"] if _leaves_have(mark.type, "join") else []
+        ways += [f"Mean[{name}] or Sum[{name}] to reduce"] if _leaves_have(mark.type, "mean") else []
+        return [f"the result {name} of {prod(shape.values())} ranks is not marked: write {', '.join(ways)}"]
     mistakes = _axis_mistakes("the result", mark, shape)
     needed = {"gather": "join", "mean": "mean", "sum": "__add__"}.get(mark.kind)
     if needed and not _leaves_have(mark.type, needed):
-        mistakes.append(f"the result {mark}: {_type_name(mark.type)} has no `{needed}`; return Same or use each()")
+        mistakes.append(f"the result {mark}: {_type_name(mark.type)} has no `{needed}`; write Same, or gather a Batch")
     return mistakes
 
 
@@ -224,7 +222,8 @@ def _override_mistakes(
     here = list(inspect.signature(override).parameters.values())[1:]
     role = list(base.parameters.values())[1:]
     if [(p.name, p.kind) for p in here[: len(role)]] != [(p.name, p.kind) for p in role]:
-        mistakes.append(f"its parameters {_names(here)} do not start with {_names(role)}, those of {owner.__name__}")
+        text = f"do not start with {_names(role)}, those of {owner.__name__}: write these first, in this order"
+        mistakes.append(f"its parameters {_names(here)} {text}")
     elif needless := [p.name for p in here[len(role) :] if p.default is p.empty and p.kind.value not in (2, 4)]:
         mistakes.append(f"its parameter `{needless[0]}` is not in {owner.__name__}: give it a default")
     return mistakes

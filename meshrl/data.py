@@ -19,6 +19,10 @@ from meshrl.sharding import Array, Rows
 __all__ = ["Batch", "Column", "Ragged"]
 
 
+_TURNS = 1 << 20
+"""The most times that `repeat` gives a row: what stays apart in the numbers that rows remember."""
+
+
 class Batch:
     """Rows of named columns. Immutable: each change is a new batch that shares what did not change.
 
@@ -180,12 +184,13 @@ class Batch:
         return self._take(_row_numbers(rows, self._rows))
 
     def repeat(self, n: int) -> Self:
-        """Each row n times, adjacent."""
-        if n < 0:
-            raise DataError(f"rows cannot be repeated {n} times: give a number from 0")
+        """Each row n times, adjacent. Ranks may repeat their rows a different number of times."""
+        if not 0 <= n <= _TURNS:
+            raise DataError(f"rows cannot be repeated {n} times: give a number from 0 to {_TURNS}")
         repeated = self._take(np.repeat(np.arange(self._rows), n))
         turn = np.tile(np.arange(n), self._rows)
-        return self._make(len(repeated), repeated.columns, [level * n + turn for level in repeated.origins])
+        # The same factor whatever n is, so that parts which were repeated differently still sort as one batch.
+        return self._make(len(repeated), repeated.columns, [level * _TURNS + turn for level in repeated.origins])
 
     def _take(self, rows: Rows) -> Self:
         """These rows, which are in range. Columns that share offsets share one index over the tokens."""
@@ -329,7 +334,7 @@ def _row_numbers(rows: ArrayLike, count: int) -> Rows:
         )
     if given.dtype == bool:
         if len(given) != count:
-            raise DataError(f"a mask of {len(given)} rows selects from {count}: give a bool for each row")
+            raise DataError(f"a mask of {len(given)} bools for a batch of {count} rows: give one for each row")
         return np.flatnonzero(given)
     wrong = given[(given < -count) | (given >= count)]
     if len(wrong):

@@ -81,8 +81,11 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, endpoint: str, requests: Sequence[Request]) -> AsyncGenerator[object]:
-        """The values that the members' generators yield, as they come. A rank is at most one value ahead."""
+    def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
+        """Run each member's generator; the values of the requests in `heard`, as they come.
+
+        A rank that is heard is at most one value ahead of the reader; the others run along unheard.
+        """
         ...
 
     async def close(self) -> None:

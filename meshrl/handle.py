@@ -12,7 +12,7 @@ from meshrl import rows
 from meshrl.actor import Rank
 from meshrl.contract import EVERY_RANK, Axes, Contract, Endpoint
 from meshrl.engine import Engine, Member, Request
-from meshrl.errors import ContractError
+from meshrl.errors import ContractError, MeshrlError
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -124,17 +124,23 @@ class BoundEndpoint:
             ranks = [self.deployment.members[number].rank.index for number in chosen]
             return rows.agree(parts, ranks, self.where)
         if kind == "gather":
-            return rows.gather(parts, plans.get(axes))
+            return self._gather(parts, plans.get(axes))
         return rows.mean(parts) if kind == "mean" else rows.total(parts)
+
+    def _gather(self, parts: Sequence[object], plan: rows.Plan | None) -> object:
+        try:
+            return rows.gather(parts, plan)
+        except MeshrlError as error:
+            raise type(error)(f"{self.where}: {error}") from error
 
     async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
         requests, _ = self._requests(args, kwargs)
         axes = self.endpoint.result.axes
-        chosen = self.deployment.replica(axes) if self.endpoint.result.kind == "gather" else [0]
-        stream = self.deployment.engine.stream(self.endpoint.name, [requests[number] for number in chosen])
+        heard = self.deployment.replica(axes) if axes else [0]
+        stream = self.deployment.engine.stream(self.endpoint.name, requests, heard)
         try:
             async for value in stream:
-                yield rows.gather([value], None) if axes else value
+                yield self._gather([value], None) if axes else value
         finally:
             await stream.aclose()
 
@@ -199,7 +205,7 @@ def at(actor: A, **axes: int) -> A:
     for axis, index in axes.items():
         size = deployment.shape.get(axis)
         if size is None or not 0 <= index < size:
-            has = ", ".join(f"{axis}={size}" for axis, size in deployment.shape.items())
+            has = ", ".join(f"{axis} from 0 to {size - 1}" for axis, size in deployment.shape.items())
             raise ContractError(f"at({deployment.name}, {axis}={index}): the mesh has {has}")
     members = [m for m in deployment.members if all(m.rank.axes[axis] == index for axis, index in axes.items())]
     shape = {axis: 1 if axis in axes else size for axis, size in deployment.shape.items()}

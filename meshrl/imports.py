@@ -1,5 +1,6 @@
 """Importing a Python file by its path: a user's algorithm script or reward function."""
 
+import importlib
 import importlib.util
 import sys
 import traceback
@@ -36,8 +37,8 @@ def import_file(path: Path) -> ModuleType:
 
 
 def where_raised(error: BaseException) -> str:
-    """`ValueError: what (file, line 3)`: the last line of a traceback and its place."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, SyntaxError) or not frames:
-        return f"{type(error).__name__}: {error}"
-    return f"{type(error).__name__}: {error} ({frames[-1].filename}, line {frames[-1].lineno})"
+    """`ValueError: what (file, line 3)`: the last line of a traceback, and its place where that is the user's."""
+    ours = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}" + ("" if isinstance(error, SyntaxError) else place)

@@ -39,7 +39,8 @@ class Mesh:
         written = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         if not axes or min(axes.values()) < 1 or prod(axes.values()) != len(self._slots):
             raise ContractError(
-                f"mesh.shape({written}) is {prod(axes.values())} ranks, but the mesh has {len(self._slots)}"
+                f"mesh.shape({written}): the sizes multiply to {prod(axes.values())}, but the mesh has "
+                f"{len(self._slots)} ranks"
             )
         return Mesh(self._engine, self._slots, axes)
 
@@ -50,10 +51,13 @@ class Mesh:
         constructor raises; then nothing is left running.
         """
         if not isinstance(cls, type):
-            raise TypeError(f"spawn needs an actor class, not {cls!r}")
+            kind = type(cls).__name__
+            raise ContractError(f"spawn needs an actor class, not a {kind} made already: write spawn({kind}, ...)")
         if inspect.isabstract(cls):
             missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-            raise TypeError(f"{cls.__name__} is a role without an implementation of {missing}: spawn a backend's class")
+            raise ContractError(
+                f"{cls.__name__} is a role without an implementation of {missing}: spawn a backend's class"
+            )
         contract = read_contract(cls, self.axes)
         try:
             inspect.signature(cls).bind(*args, **kwargs)

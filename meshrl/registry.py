@@ -44,6 +44,7 @@ def implementation(role: Callable[..., R], backend: str) -> Callable[[RoleConfig
         cls = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"backend {backend!r} needs the package {error.name!r}, which is not installed: install meshrl[{backend}]"
+            f"backend {backend!r} needs the package {error.name!r}, which is not installed: install it; for meshrl's "
+            "own backends it is in the extra of the backend's name, as in meshrl[torch]"
         ) from error
     return cast("Callable[[RoleConfig], R]", cls)

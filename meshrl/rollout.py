@@ -1,5 +1,6 @@
 """What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
 
+from math import nan
 from typing import cast
 
 import numpy as np
@@ -32,7 +33,12 @@ async def publish(policy: Policy, *samplers: Sampler) -> Weights:
 
 
 async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict[str, float]:
-    """Exact match on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature."""
+    """Exact match on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature.
+
+    NaN where there are no prompts.
+    """
+    if not len(prompts):
+        return {"greedy": nan, "sampled": nan}
     greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
     return {"greedy": _exact_match(greedy), "sampled": _exact_match(sampled)}

@@ -1,5 +1,6 @@
 """Splitting a call's values over ranks and joining what the ranks return."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import cast
@@ -53,8 +54,13 @@ def gather(parts: Sequence[object], plan: Plan | None) -> object:
     if isinstance(first, Mapping):
         return {key: gather([cast("Mapping[str, object]", part)[key] for part in parts], plan) for key in first}
     if isinstance(first, list | tuple):
-        columns = zip(*cast("Sequence[Sequence[object]]", parts), strict=True)
-        return type(first)(gather(column, plan) for column in columns)
+        lists = cast("Sequence[Sequence[object]]", parts)
+        if len({len(part) for part in lists}) > 1:
+            raise ContractError(
+                f"ranks returned lists of {[len(part) for part in lists]} values, which are joined one by one: return "
+                "as many from each rank"
+            )
+        return type(first)(gather(column, plan) for column in zip(*lists, strict=True))
     if isinstance(first, np.ndarray):
         return _gather_arrays(cast("Sequence[Array]", parts), plan)
     return cast("type[Joinable]", type(first)).join(cast("Sequence[Joinable]", parts), plan)
@@ -78,7 +84,7 @@ def agree(parts: Sequence[object], ranks: Sequence[int], where: str) -> object:
         if not _equal(parts[0], part):
             raise ReplicasDisagree(
                 f"{where} is marked Same, but rank {ranks[0]} returned {_short(parts[0])} "
-                f"and rank {rank} returned {_short(part)}"
+                f"and rank {rank} returned {_short(part)}; make them agree, return Gather, or call each()"
             )
     return parts[0]
 
@@ -99,7 +105,7 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Splittable | A
 def _splittable(value: object) -> Splittable:
     if not hasattr(value, "part"):
         raise ContractError(
-            f"a {type(value).__name__} cannot be split over ranks: shard a Batch, an array, or a dict or list of them"
+            f"{type(value).__name__} cannot be split over ranks: shard a Batch, an array, or a dict or list of them"
         )
     return cast("Splittable", value)
 
@@ -131,7 +137,13 @@ def _total(values: Sequence[object]) -> object:
 
 def _equal(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
+        return one.dtype == other.dtype and np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
 
 

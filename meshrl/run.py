@@ -128,8 +128,10 @@ class Run:
     ) -> None:
         for reservation in self._meshes.values():
             reservation.cancel()
-        await self.engine.close()
-        self.recorder.close(error)
+        try:
+            await self.engine.close()
+        finally:
+            self.recorder.close(error)
 
     async def _reserve(self, name: str) -> Mesh:
         config = self.config.meshes.get(name, MeshConfig())

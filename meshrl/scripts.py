@@ -143,7 +143,10 @@ def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
         script=script,
         run=cast("R", vars(read)["run"]),
         config=script.schema.model_validate(values),
-        resolved={"algorithm": algorithm, **read.model_dump(mode="json")},
+        resolved={
+            "algorithm": str(script.path) if algorithm.endswith(".py") else algorithm,
+            **read.model_dump(mode="json"),
+        },
     )
 
 

@@ -65,7 +65,8 @@ def _unpack(path: Path) -> tempfile.TemporaryDirectory[str]:
     source = {"gguf_file": path.name, "local_files_only": True}
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
-        delattr(model.config, "quantization_config")  # the tensors are plain now, and saving would refuse
+        delattr(model.config, "quantization_config")  # its tensors are plain now, but saving it would be refused
+        delattr(model, "hf_quantizer")
         model.save_pretrained(unpacked.name)
         AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(unpacked.name)
     except Exception as error:

@@ -103,9 +103,9 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bo
         max_tokens=int(getattr(config, "max_position_embeddings", None) or (1 << 62)),
     )
     embeddings = _embeddings(network)
-    if len(tokenizer) > embeddings:
+    if tokenizer.vocab_size > embeddings:  # added tokens beyond may stand there unused
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path} has {len(tokenizer)} tokens and the model {embeddings}: they "
+            f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: they "
             "are not of one model"
         )
     if chat and not tokenizer.chat_template:

@@ -91,25 +91,23 @@ class LocalEngine:
 
             work.send(run, lambda error: post(caller, settle, error))
 
-        for index, work in enumerate(works):
-            send(index, work)
         try:
+            for index, work in enumerate(works):
+                send(index, work)
             return await done
         finally:
             for index in waiting.copy():
                 works[index].cancel()
 
-    async def stream(self, endpoint: str, requests: Sequence[Request]) -> AsyncGenerator[object]:
-        """The members' values as they come. A rank makes its next value while one of its own waits, no more."""
+    async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
+        """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
         works = [_work(endpoint, request) for request in requests]
         stream = _Stream(asyncio.get_running_loop(), len(works))
-        for work in works:
-            stream.send(work)
         try:
+            for index, work in enumerate(works):
+                stream.send(work, heard=index in heard)
             while await stream.arrival():
-                value, taken = stream.values.popleft()
-                taken()
-                yield value
+                yield stream.take()
         finally:
             for work in works:
                 work.cancel()
@@ -127,23 +125,30 @@ class _Stream:
     """The caller's side of several ranks' generators."""
 
     def __init__(self, caller: asyncio.AbstractEventLoop, members: int) -> None:
-        self.values: deque[tuple[object, Callable[[], object]]] = deque()
+        self._values: deque[tuple[object, Callable[[], object]]] = deque()
         self._open = members
         self._caller = caller
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
 
     async def arrival(self) -> bool:
-        """Wait for a value; False when all generators have ended. Raises the first failure."""
-        while self._error is None and self._open and not self.values:
+        """Wait for a value; False when all generators have ended. Raises the first failure, after what came before."""
+        while self._error is None and self._open and not self._values:
             self._arrived.clear()
             await self._arrived.wait()
-        if self._error is not None:
+        if self._error is not None and not self._values:
             raise self._error
-        return bool(self.values)
+        return bool(self._values)
 
-    def send(self, work: Work) -> None:
-        """Run the generator on its rank; it waits while a value of its own is not taken."""
+    def take(self) -> object:
+        """The next value. Its rank goes on, unless one of the ranks has failed."""
+        value, taken = self._values.popleft()
+        if self._error is None:
+            taken()
+        return value
+
+    def send(self, work: Work, *, heard: bool) -> None:
+        """Run the generator on its rank; one that is heard waits while a value of its own is not taken."""
         loop = work.member.loop
         free = asyncio.Semaphore(1)
 
@@ -151,6 +156,8 @@ class _Stream:
             values = cast("AsyncGenerator[object] | AsyncIterator[object]", work.call())
             try:
                 async for value in values:
+                    if not heard:
+                        continue
                     await free.acquire()
                     post(self._caller, self._arrive, isolated(value), lambda: post(loop, free.release))
             finally:
@@ -161,7 +168,7 @@ class _Stream:
         work.send(run, lambda error: post(self._caller, self._fail, error))
 
     def _arrive(self, value: object, taken: Callable[[], object]) -> None:
-        self.values.append((value, taken))
+        self._values.append((value, taken))
         self._arrived.set()
 
     def _end(self) -> None:

@@ -32,7 +32,9 @@ def sendable(
     try:
         return isolated(arguments) if arguments else (), isolated(dict(keywords)) if keywords else {}
     except TypeError as error:
-        raise ContractError(f"{where}: an argument cannot be sent to a rank: {error}") from error
+        raise ContractError(
+            f"{where}: an argument cannot be sent to a rank: {error}; make it on the rank, in the actor's constructor"
+        ) from error
 
 
 class LocalSlot:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -65,6 +66,10 @@ def model_of(made: TorchPolicy | TorchReference) -> LanguageModel:
     return made._model
 
 
+def floats(array: np.ndarray[Any, Any]) -> NDArray[np.float32]:
+    return np.asarray(array, np.float32)
+
+
 def rollouts(rows: int = 14, prompts: int = 4, seed: int = 0) -> Batch:
     """Rows with shared prompts, and a few alone: prompt and completion of 1 to 9 tokens."""
     rng = np.random.default_rng(seed)
@@ -97,7 +102,7 @@ async def test_packed_logprobs_equal_transformers(masked: bool) -> None:
     trainer, batch = policy(micro_batch_tokens=64), rollouts()
     scored = await trainer.logprobs(batch if masked else batch.only("tokens"))
     expected = torch.cat(by_row(model_of(trainer), batch)).detach().numpy()
-    np.testing.assert_allclose(scored.ragged("logprobs").values, expected, atol=1e-5)
+    np.testing.assert_allclose(floats(scored.ragged("logprobs").values), expected, atol=1e-5)
 
 
 ARCHITECTURES: list[PreTrainedModel] = [
@@ -115,7 +120,7 @@ async def test_other_architectures_equal_transformers(network: PreTrainedModel, 
     trainer, batch = policy(model=str(tmp_path / "tiny")), rollouts()
     scored = await trainer.logprobs(batch)
     expected = torch.cat(by_row(model_of(trainer), batch)).detach().numpy()
-    np.testing.assert_allclose(scored.ragged("logprobs").values, expected, atol=1e-5)
+    np.testing.assert_allclose(floats(scored.ragged("logprobs").values), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("normalise", ["token-mean", "sequence-mean", "constant"])
@@ -193,7 +198,7 @@ async def test_limits_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = (await trainer.logprobs(batch)).ragged("logprobs")
     assert scored.lengths.tolist() == [1, 0, 9, 2, 3]
     assert scored[0] == 0
-    assert (scored[2][1:] < 0).all()
+    assert floats(scored[2][1:]).max() < 0
 
 
 async def test_no_rows() -> None:
@@ -216,7 +221,7 @@ async def test_temperature_divides_the_logits() -> None:
     ids = torch.from_numpy(batch.tokens[0].astype(np.int64))
     model = model_of(trainer).network.set_attn_implementation("eager") or model_of(trainer).network
     expected = (model(input_ids=ids[None]).logits[0] / 0.5).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    np.testing.assert_allclose(cold.ragged("logprobs")[0][1:], expected.detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(floats(cold.ragged("logprobs")[0][1:]), expected.detach().numpy(), atol=1e-5)
 
 
 async def test_chunked_logits_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +269,7 @@ async def test_save_is_a_folder_that_transformers_opens(tmp_path: Path) -> None:
     assert ids.tolist() == [[2, 3, 4, 10]]
     batch = Batch.of(tokens=Ragged.of(ids.tolist(), np.int32))
     expected = network(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].detach().numpy()
-    np.testing.assert_allclose((await trainer.logprobs(batch)).ragged("logprobs")[0][1:], expected, atol=1e-5)
+    np.testing.assert_allclose(floats((await trainer.logprobs(batch)).ragged("logprobs")[0][1:]), expected, atol=1e-5)
 
 
 async def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """The torch sampler: what it draws, what it says of it, and that slots do not matter."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from meshrl import Batch, NewModel, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
@@ -42,6 +44,14 @@ async def sampler(slots: int = 512, **changes: object) -> TorchSampler:
     return made
 
 
+def floats(array: np.ndarray[Any, Any]) -> NDArray[np.float32]:
+    return np.asarray(array, np.float32)
+
+
+def bools(array: np.ndarray[Any, Any]) -> NDArray[np.bool_]:
+    return np.asarray(array, np.bool_)
+
+
 async def parts(made: Sampler, prompts: Batch, sampling: Sampling) -> list[Batch]:
     return [part async for part in made.generate(prompts, sampling)]
 
@@ -57,7 +67,7 @@ async def test_columns() -> None:
     assert len(batch) == 15
     assert batch.groups.tolist() == np.repeat(np.arange(10, 15), 3).tolist()
     for row, prompt in enumerate(batch.objects("prompt")):
-        text, tokens, new = str(prompt), batch.tokens[row], batch.loss_mask[row]
+        text, tokens, new = str(prompt), batch.tokens[row], bools(batch.loss_mask[row])
         assert (~new[: len(text)]).all()
         assert new[len(text) :].all()
         assert ((batch.sampler_logprobs[row] != 0) == new).all()
@@ -75,8 +85,8 @@ async def test_columns() -> None:
 async def test_logprobs_agree_with_the_trainer(temperature: float) -> None:
     batch = await rollout(await sampler(slots=4), PROMPTS, Sampling(n=5, max_tokens=30, temperature=temperature))
     scored = (await policy().logprobs(batch)).ragged("logprobs").values
-    mask = batch.loss_mask.values
-    np.testing.assert_allclose(batch.sampler_logprobs.values[mask], scored[mask], atol=1e-4)
+    mask = bools(batch.loss_mask.values)
+    np.testing.assert_allclose(floats(batch.sampler_logprobs.values)[mask], floats(scored)[mask], atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2"])
@@ -85,25 +95,20 @@ async def test_greedy_equals_transformers(kind: str, tmp_path: Path) -> None:
     await trainer.save(str(tmp_path / "model"))
     torch.manual_seed(0)
     if kind == "mistral":  # grouped queries and a window
-        shape: dict[str, Any] = {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        }
-        config = MistralConfig(vocab_size=11, **shape, num_key_value_heads=2, sliding_window=4, eos_token_id=1)
-        config.initializer_range = 0.3
-        MistralForCausalLM(config).save_pretrained(tmp_path / "model")
+        wide: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+        mistral = MistralConfig(vocab_size=11, **wide, **heads, eos_token_id=1, initializer_range=0.3)
+        MistralForCausalLM(mistral).save_pretrained(tmp_path / "model")
     if kind == "gpt2":  # learned positions, dropout in its configuration
         shape: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-        config = GPT2Config(vocab_size=11, **shape, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
-        GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+        gpt2 = GPT2Config(vocab_size=11, **shape, eos_token_id=1, bos_token_id=None, initializer_range=0.3)
+        GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "model")
     made = TorchSampler(SamplerConfig(model=str(tmp_path / "model"), slots=3))
     batch = await rollout(made, PROMPTS, Sampling(max_tokens=20, temperature=0))
-    network = made._model.network
+    network: Any = made._model.network
     network.set_attn_implementation("eager")
     for row, tokens in enumerate(batch.tokens):
-        prompt = torch.from_numpy(tokens[~batch.loss_mask[row]].astype(np.int64))[None]
+        prompt = torch.from_numpy(tokens[~bools(batch.loss_mask[row])].astype(np.int64))[None]
         expected = network.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=20, pad_token_id=0
         )
@@ -116,7 +121,9 @@ async def test_draws_do_not_depend_on_slots() -> None:
     for other in whole[1:]:
         assert other.tokens == whole[0].tokens
         assert other.objects("completion") == whole[0].objects("completion")
-        np.testing.assert_allclose(other.sampler_logprobs.values, whole[0].sampler_logprobs.values, atol=1e-5)
+        np.testing.assert_allclose(
+            floats(other.sampler_logprobs.values), floats(whole[0].sampler_logprobs.values), atol=1e-5
+        )
 
 
 async def test_draws_do_not_depend_on_how_a_mesh_divides_the_rows() -> None:
@@ -175,7 +182,7 @@ async def test_top_k_and_top_p_restrict_the_draw_and_not_the_logprob() -> None:
     batch = await rollout(await sampler(), PROMPTS, Sampling(n=20, max_tokens=8, top_k=1))
     greedy = await rollout(await sampler(), PROMPTS, Sampling(n=20, max_tokens=8, temperature=0))
     assert batch.tokens == greedy.tokens
-    np.testing.assert_allclose(batch.sampler_logprobs.values, greedy.sampler_logprobs.values, atol=1e-6)
+    np.testing.assert_allclose(floats(batch.sampler_logprobs.values), floats(greedy.sampler_logprobs.values), atol=1e-6)
     assert (await rollout(await sampler(), PROMPTS, Sampling(n=20, max_tokens=8, top_p=1e-6))).tokens == greedy.tokens
 
 
@@ -219,6 +226,7 @@ async def test_new_weights_reach_rows_in_flight() -> None:
 async def test_a_stream_that_is_closed_gives_its_cache_back() -> None:
     made = await sampler()
     stream = made.generate(PROMPTS, Sampling(max_tokens=30, ignore_eos=True, n=4))
+    assert isinstance(stream, AsyncGenerator)
     task = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     task.cancel()
@@ -244,8 +252,8 @@ async def test_weights_round_trip() -> None:
     await made.load(weights)
     greedy = await rollout(made, PROMPTS, Sampling(max_tokens=8, temperature=0))
     scored = (await trainer.logprobs(greedy)).ragged("logprobs").values
-    mask = greedy.loss_mask.values
-    np.testing.assert_allclose(greedy.sampler_logprobs.values[mask], scored[mask], atol=1e-4)
+    mask = bools(greedy.loss_mask.values)
+    np.testing.assert_allclose(floats(greedy.sampler_logprobs.values)[mask], floats(scored)[mask], atol=1e-4)
 
 
 async def test_weights_of_another_model() -> None:

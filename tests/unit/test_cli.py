@@ -230,7 +230,7 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
         algorithm = "grpo"
         task = { source = "data.jsonl", prompt = "{questoin}" }
         policy = { model = "no/such/folder", backend = "fake" }
-        sampler = { model = "no/such/folder", backend = "functoin" }
+        sampler = { model = "no/other/folder", backend = "functoin" }
         reward = { function = "exact_mach" }
         reference = { model = "no/such/model.gguf", backend = "function" }
         run.meshes.mian = { ranks = 2 }
@@ -246,7 +246,7 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
         [
             "mine.toml: task: data.jsonl, line 1: prompt: the template '{questoin}' needs 'questoin', ",
             "mine.toml: sampler: no backend 'functoin' is installed: did you mean 'function'?",
-            "mine.toml: sampler: model 'no/such/folder': there is no folder /",
+            "mine.toml: sampler: model 'no/other/folder': there is no folder /",
             "mine.toml: reward: reward function 'exact_mach': ",
             "mine.toml: reference: backend 'function' has no Reference: it has Reward",
             "mine.toml: reference: model 'no/such/model.gguf': there is no file /",

@@ -119,7 +119,7 @@ def test_select_by_number_or_mask() -> None:
     assert batch.select(range(4)).tokens is batch.tokens, "all rows in order are not copied"
     with pytest.raises(DataError, match=r"no row 4 in 4 rows \(0 to 3"):
         batch.select([0, 4])
-    with pytest.raises(DataError, match="a mask of 2 rows selects from 4"):
+    with pytest.raises(DataError, match="a mask of 2 bools for a batch of 4 rows"):
         batch.select([True, False])
     with pytest.raises(DataError, match=r"selected by float64\[1\]"):
         batch.select([0.5])
