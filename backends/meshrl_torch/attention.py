@@ -4,7 +4,7 @@ A model is called with `attend=...`; transformers hands unknown keywords down to
 and no T x T mask is made, because no mask function is registered under the name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import torch
@@ -38,15 +38,17 @@ class Group:
     queries: int
     keys: int
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """bool[queries, keys], True where a query may look; None where plain causal masking says it all."""
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, [queries, keys]: 0 or -inf. None where plain causal masking says it all."""
         clipped = window is not None and window < self.keys
         if not clipped and (self.queries in (1, self.keys)):
             return None
         query = torch.arange(self.keys - self.queries, self.keys)[:, None]
         key = torch.arange(self.keys)
-        seen = key <= query
-        return seen & (key > query - window) if clipped and window is not None else seen
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Packed:
 
     groups: tuple[Group, ...]
     keys: Tensor | None = None
+    masks: dict[tuple[Group, int | None], Tensor | None] = field(default_factory=dict)
+    """Made in the first layer, and used in all."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
@@ -73,7 +77,9 @@ class Packed:
         outputs: list[Tensor] = []
         for group, *parts in zip(self.groups, asked, k.split(seen), v.split(seen), strict=True):
             gq, gk, gv = (part.unflatten(0, (group.count, -1)).transpose(1, 2) for part in parts)
-            mask = group.mask(window)
+            if (group, window) not in self.masks:
+                self.masks[group, window] = group.mask(window, q.dtype)
+            mask = self.masks[group, window]
             causal = mask is None and group.queries > 1
             output = scaled_dot_product_attention(
                 gq, gk, gv, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -81,6 +81,8 @@ class Decode:
     """One more than the highest position."""
     even: bool
     """Whether all positions are the same."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window; made in the first layer, and used in all."""
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
@@ -99,17 +101,21 @@ class Decode:
             query,
             keys[:count, :, : self.longest],
             values[:count, :, : self.longest],
-            self._mask(window),
+            self._mask(window, query.dtype),
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output.transpose(1, 2)
 
-    def _mask(self, window: int | None) -> Tensor | None:
-        """bool[B, 1, 1, longest], True where a slot may look."""
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores, [B, 1, 1, longest]: 0 where a slot may look, -inf elsewhere."""
         clipped = window is not None and window < self.longest
         if self.even and not clipped:
             return None
-        positions = self.positions[:, None, None, None]
-        seen = torch.arange(self.longest) <= positions
-        return seen & (torch.arange(self.longest) > positions - window) if clipped and window else seen
+        if window not in self.masks:
+            key, query = torch.arange(self.longest), self.positions[:, None, None, None]
+            hidden = key > query
+            if window is not None:
+                hidden |= key <= query - window
+            self.masks[window] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return self.masks[window]

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 from meshrl.errors import ModelError
+from meshrl_torch.loading import quiet
 from meshrl_torch.model import LanguageModel
 
 
@@ -18,8 +19,9 @@ def write(model: LanguageModel, folder: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         fresh = Path(beside, "new")
-        model.network.save_pretrained(fresh)
-        model.tokenizer.save_pretrained(fresh)
+        with quiet():
+            model.network.save_pretrained(fresh)
+            model.tokenizer.save_pretrained(fresh)
         if target.exists():
             target.rename(Path(beside, "old"))
         fresh.rename(target)

@@ -1,5 +1,7 @@
 """Where a model's files are: a folder, or a GGUF file that is unpacked once a process."""
 
+import atexit
+import shutil
 import tempfile
 import threading
 from importlib.util import find_spec
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.errors import ModelError
 
-_unpacked: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+_unpacked: dict[Path, Path] = {}
 _lock = threading.Lock()
 
 
@@ -29,7 +31,7 @@ def folder_of(model: str) -> Path:
         with _lock:
             if path not in _unpacked:
                 _unpacked[path] = _unpack(path)
-            return Path(_unpacked[path].name)
+            return _unpacked[path]
     if not path.is_dir():
         raise ModelError(f"model {model!r} is a file: give a Hugging Face folder, or a file that ends in .gguf")
     if not (path / "config.json").exists():
@@ -60,16 +62,20 @@ def _located(model: str) -> Path:
     return path
 
 
-def _unpack(path: Path) -> tempfile.TemporaryDirectory[str]:
-    unpacked = tempfile.TemporaryDirectory(prefix="meshrl-gguf-")
-    source = {"gguf_file": path.name, "local_files_only": True}
+def _unpack(path: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source)
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        )
         delattr(model.config, "quantization_config")  # its tensors are plain now, but saving it would be refused
         delattr(model, "hf_quantizer")
-        model.save_pretrained(unpacked.name)
-        AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(unpacked.name)
+        model.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        tokenizer.save_pretrained(folder)
     except Exception as error:
-        unpacked.cleanup()
-        raise ModelError(f"{path}: transformers cannot read this GGUF file: {type(error).__name__}: {error}") from error
-    return unpacked
+        raise ModelError(
+            f"model {path}: transformers cannot read this GGUF file: {type(error).__name__}: {error}"
+        ) from error
+    return folder

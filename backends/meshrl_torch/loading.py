@@ -29,7 +29,7 @@ def load(config: ModelConfig) -> LanguageModel:
     if isinstance(config.model, NewModel):
         network, tokenizer = _new(config.model, config.seed, dtype)
     else:
-        with _quiet():
+        with quiet():
             folder = folder_of(config.model)
             network, tokenizer = _read(config.model, folder, dtype)
     return ready(network, tokenizer, config.chat)
@@ -96,8 +96,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """No progress bars and advice from transformers while a model loads: what is wrong is raised."""
+def quiet() -> Generator[None]:
+    """No progress bars and advice from transformers while it reads or writes a model: what is wrong is raised."""
     level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

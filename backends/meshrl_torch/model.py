@@ -105,8 +105,8 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bo
     embeddings = _embeddings(network)
     if tokenizer.vocab_size > embeddings:  # added tokens beyond may stand there unused
         raise ModelError(
-            f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: they "
-            "are not of one model"
+            f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: "
+            "they are not of one model"
         )
     if chat and not tokenizer.chat_template:
         raise ModelError(

@@ -26,8 +26,7 @@ class TorchPolicy(Policy):
         rank = current_rank()
         if rank.size > 1:
             raise ContractError(
-                f"TorchPolicy trains on one rank, and its mesh has {rank.size}: set meshes.{config.mesh}.ranks = 1, or "
-                'backend = "fsdp" for the policy'
+                f"TorchPolicy trains on one rank, and its mesh has {rank.size}: set run.meshes.{config.mesh}.ranks = 1"
             )
         torch.set_num_threads(rank.threads)
         self._config = config

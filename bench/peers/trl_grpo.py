@@ -133,7 +133,7 @@ def main(folder: str, job_path: str) -> None:
         gradient_accumulation_steps=rows // micro_rows,
         num_generations=job["completions"],
         max_completion_length=job["max_tokens"],
-        cache_implementation=job.get("cache"),
+        cache_implementation="static" if job["lengths"] else None,
         temperature=1.0,
         loss_type="dapo",
         scale_rewards="group",

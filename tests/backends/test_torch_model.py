@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -21,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from meshrl import Batch, ModelConfig, NewModel, PolicyConfig
+from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
 from meshrl_torch.loading import load
@@ -202,6 +204,48 @@ def test_names_of_no_model(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "file.gguf").write_bytes(b"not GGUF")
     with pytest.raises(ModelError, match=text):
         load(ModelConfig(model=name.format(tmp=tmp_path)))
+
+
+def write_gguf(path: Path) -> None:
+    """A Llama of one layer, quantised, with a byte-pair tokenizer."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(48)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(16)
+    tokens = ["<eos>", *"abcdefgh>", "ab"]
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] + [1] * 10)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    rng = np.random.default_rng(0)
+    for name in ("token_embd", "output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        shape = {"token_embd": (len(tokens), 32)}.get(name, (32,))
+        writer.add_tensor(f"{name}.weight", rng.normal(0, 0.3, shape).astype(np.float32))
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        blocks = quantize(rng.normal(0, 0.3, (32, 32)).astype(np.float32), GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+async def test_a_gguf_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    policy = TorchPolicy(PolicyConfig(model=str(tmp_path / "tiny.gguf")))
+    batch = await policy.encode(Batch.of(prompt=["abc>"], completion=["h"]))
+    assert batch.tokens[0].tolist() == [10, 3, 9, 8, 0]
+    await policy.update(batch, CrossEntropy())
+    await policy.save(str(tmp_path / "model"))
+    again = TorchPolicy(PolicyConfig(model=str(tmp_path / "model")))
+    assert (await again.weights()).fingerprint() == (await policy.weights()).fingerprint()
 
 
 def test_a_folder_of_gguf_files_names_one(tmp_path: Path) -> None:

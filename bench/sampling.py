@@ -1,0 +1,78 @@
+"""Continuous batching against waiting for a batch's longest row, in new tokens per CPU second on one thread.
+
+    python bench/sampling.py --json F [--rounds N]
+
+The quickstart's model, 512 rows of 64 prompts, completion lengths log-uniform from 8 to 256 (what a mixed task gives)
+or all 72 (their mean, where nothing can be gained). With fewer slots than rows, a free slot is filled at once, or with
+others (an eighth of the slots, the sampler's choice), or only when all slots are free, which is waiting; rows that
+ended leave the forward pass in each case. `padded` is what decoding to the longest row without letting any leave does
+(`generate` of transformers): its steps times its slots, at the cost of a waiting step. A minute.
+"""
+
+import time
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.harness import Figure, arguments, figure, median, report, take_turns
+from meshrl import NewModel, SamplerConfig, Sampling
+from meshrl_torch.cache import Cache
+from meshrl_torch.decode import Decoder, Request
+from meshrl_torch.draw import Draw, key
+from meshrl_torch.loading import load
+from meshrl_torch.model import LanguageModel
+from meshrl_torch.text import encode_prompts
+
+ROWS: Final = 512
+MODEL: Final = NewModel(characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY", max_tokens=288)
+POLICIES: Final = {"refill at once": 0, "refill by eighths": 8, "wait for all": 1}
+"""The share of the slots that must be free."""
+
+
+def main() -> None:
+    options = arguments(__doc__, rounds=3).parse_args()
+    torch.set_num_threads(1)
+    model = load(SamplerConfig(model=MODEL))
+    rng = np.random.default_rng(0)
+    ragged = np.exp(rng.uniform(np.log(8), np.log(257), ROWS)).astype(np.int64)
+    figures: list[Figure] = []
+    for lengths, limits in (("lengths 8 to 256", ragged), ("all lengths 72", np.full(ROWS, 72))):
+        for slots in (512, 128, 32):
+            turns = take_turns(
+                {
+                    name: partial(speed, model, limits, slots, slots // share if share else 1)
+                    for name, share in POLICIES.items()
+                    if slots < ROWS or share == 1
+                },
+                options.rounds,
+            )
+            speeds = {name: median(values) for name, values in turns.items()}
+            waiting = speeds.pop("wait for all")
+            figures.append(figure(f"{lengths}, {slots} slots: wait for all", waiting, "tokens/CPU s"))
+            figures += [
+                figure(f"{lengths}, {slots} slots: {name}", value, "tokens/CPU s", waiting)
+                for name, value in speeds.items()
+            ]
+    report("sampling", figures, options.json)
+
+
+def speed(model: LanguageModel, limits: NDArray[np.int64], slots: int, refill: int) -> float:
+    """New tokens per CPU second of one call."""
+    rng = np.random.default_rng(1)
+    letters = list("abcdefghijklmnop")
+    prompts = ["".join(rng.choice(letters, rng.integers(3, 9))) for _ in range(ROWS // 8)]
+    ids = encode_prompts(model.tokenizer, prompts, chat=False)
+    numbers = np.arange(ROWS)
+    request = Request(ids, numbers // 8, limits, numbers, ends=frozenset(), stop=())
+    decoder = Decoder(model, Cache(), request, Draw(Sampling(), key(0)), slots, refill)
+    start = time.process_time()
+    while decoder.busy:
+        decoder.step(0)
+    return float(limits.sum()) / (time.process_time() - start)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Tokens per second of `update`, packed, against one padded batch of the same rows.
+
+    python bench/train.py --json F [--threads 1,2] [--rounds N]
+
+64 rows, lengths log-uniform from 32 to 512, of which the first 16 tokens are the prompt; the GRPO loss. The padded
+contestant is plain transformers: all rows padded on the right to the longest, an attention mask, sdpa, one forward
+and backward pass, then the same clipping and AdamW. Tokens are those of the rows, padding is not counted. Both start
+from one model folder, each in a process of its own on the first `threads` cores, take turns, and must report the same
+loss for the first step. The target is 0.8 of what dropping the padding can give: padded over real tokens.
+
+tiny    the quickstart's size: hidden 64, ffn 192, 3 layers, 4 heads
+larger  hidden 192, ffn 576, 4 layers, 6 heads
+
+About 4 minutes.
+"""
+
+import asyncio
+import contextlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns
+from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
+from meshrl.engines.loop import RankLoop
+from meshrl.roles import Policy
+
+CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>"
+LONGEST: Final = 512
+PROMPT: Final = 16
+MODELS: Final = {
+    "tiny": NewModel(characters=CHARACTERS, max_tokens=LONGEST),
+    "larger": NewModel(characters=CHARACTERS, max_tokens=LONGEST, hidden_size=192, ffn_size=576, layers=4, heads=6),
+}
+OPTIMIZER: Final = OptimizerConfig(lr=1e-4)
+LOSS: Final = ClippedLoss()
+
+Step = Callable[[], Awaitable[float]]
+"""One update; its loss."""
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--threads", default="1,2", help="numbers of threads to measure with (default: 1,2)")
+    parser.add_argument("--models", default="tiny,larger", help="which models (default: both)")
+    parser.add_argument("--worker", nargs=2, metavar=("CONTESTANT", "MODEL"), help="be this contestant")
+    options = parser.parse_args()
+    if options.worker:
+        contestant, model = options.worker
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            runner.run({"packed": packed, "padded": padded}[contestant](model))
+        return
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.models.split(","):
+            model = str(Path(folder) / name)
+            asyncio.run(make_model(MODELS[name], folder, model))
+            for threads in map(int, options.threads.split(",")):
+                figures += compare(name, model, threads, options.rounds)
+    report("train", figures, options.json)
+
+
+async def make_model(spec: NewModel, folder: str, model: str) -> None:
+    """Write the model that both start from."""
+    async with Run(RunConfig(folder=folder, name="new")) as run:
+        policy = await run.spawn(Policy, PolicyConfig(model=spec))
+        await policy.save(model)
+
+
+def compare(name: str, model: str, threads: int, rounds: int) -> list[Figure]:
+    """Let both take turns and set their medians side by side."""
+    with contextlib.ExitStack() as stack:
+        workers = {
+            contestant: stack.enter_context(Worker([sys.executable, __file__, "--worker", contestant, model], threads))
+            for contestant in ("packed", "padded")
+        }
+        losses = [worker.ask(steps=1)["loss"] for worker in workers.values()]
+        if not math.isclose(*losses, rel_tol=1e-3, abs_tol=1e-5):
+            raise SystemExit(f"the contestants differ in the loss of their first step: {losses}")
+        turns = take_turns({each: partial(worker.ask, steps=2) for each, worker in workers.items()}, rounds)
+    lengths = make_rows().lengths
+    real, ratio = int(lengths.sum()), float(len(lengths) * lengths.max() / lengths.sum())
+    speeds = [median([2 * real / answer["wall"] for answer in turns[each]]) for each in workers]
+    cpu = [median([answer["cpu"] / 2 for answer in turns[each]]) for each in workers]
+    label = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+    return [
+        at_least(f"update, {label}", speeds[0], "tokens/s", speeds[1], 0.8 * ratio),
+        figure(f"CPU, {label}", cpu[0], "s/step", cpu[1]),
+        figure(f"padded over real tokens, {label}", ratio, "ratio"),
+    ]
+
+
+def make_rows() -> Batch:
+    """The rows of each step: random text, rewarded at random, as a model that knows nothing would draw them."""
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.uniform(np.log(32), np.log(LONGEST), 64)).round().astype(int)
+    lengths[0] = LONGEST
+    offsets = np.append(0, np.cumsum(lengths))
+    count, vocabulary = int(offsets[-1]), len(CHARACTERS) + 2
+    place = np.arange(count) - np.repeat(offsets[:-1], lengths)
+    return Batch.of(
+        tokens=Ragged(rng.integers(2, vocabulary, count, dtype=np.int32), offsets),
+        loss_mask=Ragged(place >= PROMPT, offsets),
+        sampler_logprobs=Ragged(np.full(count, -np.log(vocabulary), np.float32), offsets),
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
+    )
+
+
+async def packed(model: str) -> None:
+    """The policy of meshrl, on a mesh of one rank."""
+    batch = make_rows()
+    async with Run(RunConfig(folder=str(Path(model).parent), name="packed")) as run:
+        policy = await run.spawn(Policy, PolicyConfig(model=model, optimizer=OPTIMIZER))
+
+        async def step() -> float:
+            return (await policy.update(batch, LOSS))["loss"]
+
+        await answer_questions(step)
+
+
+async def padded(model: str) -> None:
+    """Plain transformers and torch, all rows in one rectangle."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(
+        network.parameters(),
+        lr=OPTIMIZER.lr,
+        betas=OPTIMIZER.betas,
+        eps=OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
+        fused=True,
+    )
+    batch = make_rows()
+    attention = torch.arange(LONGEST) < torch.from_numpy(batch.lengths)[:, None]
+    tokens = torch.zeros(attention.shape, dtype=torch.long)
+    tokens[attention] = torch.from_numpy(batch.tokens.values.astype(np.int64))
+    learned = torch.zeros(attention.shape, dtype=torch.bool)
+    learned[attention] = torch.from_numpy(np.array(batch.loss_mask.values))
+    learned = learned[:, 1:]
+    columns = {
+        "sampler_logprobs": torch.full((int(learned.sum()),), float(batch.sampler_logprobs.values[0])),
+        "advantages": torch.from_numpy(np.array(batch.row("advantages")))[:, None].expand_as(learned)[learned],
+    }
+
+    async def step() -> float:
+        logits = network(tokens, attention_mask=attention, use_cache=False).logits[:, :-1]
+        logprobs = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        judged = LOSS(logprobs[learned], columns)
+        value = judged.values.mean()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), OPTIMIZER.max_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value.item()
+
+    await answer_questions(step)
+
+
+async def answer_questions(step: Step) -> None:
+    """Make as many steps as each line on standard input asks for, and tell how long they took."""
+    print('{"ready": true}', flush=True)
+    for question in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        losses = [await step() for _ in range(json.loads(question)["steps"])]
+        answer = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "loss": losses[-1]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
