@@ -188,7 +188,9 @@ def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> li
 async def contest(model: str, job: Job) -> None:
     """The contestant meshrl: GRPO as in algorithms/grpo.py, some steps for each question on standard input."""
     config = quickstart(model)
-    sampling = config.sampling.model_copy(update={"max_tokens": job.max_tokens, "ignore_eos": bool(job.lengths)})
+    sampling = config.sampling.model_copy(
+        update={"max_tokens": job.max_tokens, "ignore_eos": bool(job.lengths), "seed": job.seed}
+    )
     scores = RewardConfig(function=f"{ROOT}/bench/peers/score.py:share") if job.lengths else config.reward
     async with Run(RunConfig(folder=str(Path(model).parent), name="contest")) as run:
         policy = await run.spawn(Policy, config.policy)

@@ -5,8 +5,7 @@
 The quickstart's model, 512 rows of 64 prompts, completion lengths log-uniform from 8 to 256 (what a mixed task gives)
 or all 72 (their mean, where nothing can be gained). With fewer slots than rows, a free slot is filled at once, or with
 others (an eighth of the slots, the sampler's choice), or only when all slots are free, which is waiting; rows that
-ended leave the forward pass in each case. `padded` is what decoding to the longest row without letting any leave does
-(`generate` of transformers): its steps times its slots, at the cost of a waiting step. A minute.
+ended leave the forward pass in each case. A minute or two.
 """
 
 import time
@@ -41,11 +40,11 @@ def main() -> None:
     figures: list[Figure] = []
     for lengths, limits in (("lengths 8 to 256", ragged), ("all lengths 72", np.full(ROWS, 72))):
         for slots in (512, 128, 32):
+            shares = {name: share for name, share in POLICIES.items() if slots < ROWS or share == 1}
             turns = take_turns(
                 {
                     name: partial(speed, model, limits, slots, slots // share if share else 1)
-                    for name, share in POLICIES.items()
-                    if slots < ROWS or share == 1
+                    for name, share in shares.items()
                 },
                 options.rounds,
             )

@@ -17,12 +17,17 @@ class Cache:
     """
 
     slots: int = 0
+    """How many the current call uses."""
     positions: int = 0
+    """How many it has asked for so far."""
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def reserve(self, slots: int, positions: int) -> None:
-        """Let each layer have this many slots and positions, at least, when it is next asked for."""
-        self.slots = max(self.slots, slots)
+    def begin(self, slots: int) -> None:
+        """A new call, of this many slots. What is in the cache is forgotten; the memory stays."""
+        self.slots, self.positions = slots, 0
+
+    def reserve(self, positions: int) -> None:
+        """Let each layer have this many positions, at least, when it is next asked for."""
         self.positions = max(self.positions, positions)
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +49,8 @@ class Cache:
         shape = (self.slots, like.shape[1], self.positions, like.shape[3])
         grown = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if old is not None:
-            grown[: old.shape[0], :, : old.shape[2]] = old
+            slots, positions = min(self.slots, old.shape[0]), min(self.positions, old.shape[2])
+            grown[:slots, :, :positions] = old[:slots, :, :positions]
         return grown
 
 

@@ -71,6 +71,7 @@ class Decoder:
     ) -> None:
         self._model = model
         self._cache = cache
+        cache.begin(min(slots, len(request.limits)))
         self._request = request
         self._draw = draw
         self._lengths = np.fromiter(map(len, request.prompts), np.int64, len(request.prompts))
@@ -242,4 +243,4 @@ class Decoder:
             self._tokens = np.pad(self._tokens, more)
             self._logprobs = np.pad(self._logprobs, more)
             self._versions = np.pad(self._versions, more)
-        self._cache.reserve(self._slots, room)
+        self._cache.reserve(room)

@@ -3,7 +3,7 @@
 import atexit
 import shutil
 import tempfile
-import threading
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,9 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.errors import ModelError
-
-_unpacked: dict[Path, Path] = {}
-_lock = threading.Lock()
 
 
 def folder_of(model: str) -> Path:
@@ -28,10 +25,11 @@ def folder_of(model: str) -> Path:
         hub = " Nothing is downloaded: give a folder on this machine." if model.count("/") == 1 else ""
         raise ModelError(f"model {model!r}: {path.absolute()} does not exist.{hub}")
     if path.suffix == ".gguf" and path.is_file():
-        with _lock:
-            if path not in _unpacked:
-                _unpacked[path] = _unpack(path)
-            return _unpacked[path]
+        try:
+            return _unpacked(path.resolve())
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelError(f"model {model}: transformers cannot read this GGUF file: {reason}") from error
     if not path.is_dir():
         raise ModelError(f"model {model!r} is a file: give a Hugging Face folder, or a file that ends in .gguf")
     if not (path / "config.json").exists():
@@ -62,20 +60,16 @@ def _located(model: str) -> Path:
     return path
 
 
-def _unpack(path: Path) -> Path:
+@cache
+def _unpacked(path: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="meshrl-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
-        )
-        delattr(model.config, "quantization_config")  # its tensors are plain now, but saving it would be refused
-        delattr(model, "hf_quantizer")
-        model.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        raise ModelError(
-            f"model {path}: transformers cannot read this GGUF file: {type(error).__name__}: {error}"
-        ) from error
+    source = path.parent
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    )
+    delattr(model.config, "quantization_config")  # its tensors are plain now, but saving it would be refused
+    delattr(model, "hf_quantizer")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, gguf_file=path.name, local_files_only=True).save_pretrained(folder)
     return folder

@@ -1,6 +1,7 @@
 """Models by name: a Hugging Face folder, a GGUF file, or a small Llama made from nothing."""
 
 import contextlib
+import threading
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import cast
@@ -22,9 +23,17 @@ from meshrl_torch.files import folder_of
 from meshrl_torch.model import LanguageModel, ready
 from meshrl_torch.text import END, PAD, character_tokenizer
 
+_lock = threading.RLock()
+"""One model at a time: making one seeds torch, reading and writing one quiets transformers, and threads share both."""
+
 
 def load(config: ModelConfig) -> LanguageModel:
     """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
+    with _lock:
+        return _load(config)
+
+
+def _load(config: ModelConfig) -> LanguageModel:
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     if isinstance(config.model, NewModel):
         network, tokenizer = _new(config.model, config.seed, dtype)
@@ -98,12 +107,13 @@ def _first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
     """No progress bars and advice from transformers while it reads or writes a model: what is wrong is raised."""
-    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
+    with _lock:
+        level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(level)
+            if bar:
+                transformers_logging.enable_progress_bar()

@@ -57,6 +57,7 @@ class TorchPolicy(Policy):
         rows, count = _learnable(tokens, mask)
         self._model.check_lengths(int(tokens.lengths.max()), "a row")
         weights = token_weights(mask, loss.normalise, tokens=count, rows=rows, constant=loss.constant)
+        self._optimizer.forget()  # what an update left behind that failed half-way
         total = 0.0
         sums: dict[str, float] = {}
         for micro in micro_batches(tokens, learned(tokens, mask), mask, self._config.micro_batch_tokens):
@@ -70,14 +71,14 @@ class TorchPolicy(Policy):
                 sums[name] = sums.get(name, 0.0) + float(metric.sum())
         rate = self._optimizer.lr
         norm = self._optimizer.step()
-        return Metrics.of(
+        own = Metrics.of(
             loss=(total, 1),
             grad_norm=(norm, 1),
             lr=(rate, 1),
             rows=(len(batch), 1),
             tokens=(len(tokens.values), 1),
-            **{name: (value, count) for name, value in sums.items()},
         )
+        return own | Metrics({name: (value, count) for name, value in sums.items()})
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `logprobs`."""

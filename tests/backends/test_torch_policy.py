@@ -1,7 +1,7 @@
 """The torch policy: packed training equals what transformers computes row by row."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +315,28 @@ async def test_a_gradient_that_is_not_finite_makes_no_step() -> None:
         await trainer.update(rollouts(), Broken())
     assert (await trainer.weights()).fingerprint() == before
     await trainer.update(rollouts(), ClippedLoss())
+
+
+@dataclass(frozen=True)
+class Late(Broken):
+    """Fails after the first micro-batch has left its gradient."""
+
+    calls: list[int] = field(default_factory=list)
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        self.calls.append(1)
+        if len(self.calls) == 2:
+            raise ZeroDivisionError
+        return TokenLoss(-logprobs, {})
+
+
+async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
+    failed, fresh = policy(micro_batch_tokens=40), policy(micro_batch_tokens=40)
+    with pytest.raises(ZeroDivisionError):
+        await failed.update(rollouts(), Late())
+    for trainer in (failed, fresh):
+        await trainer.update(rollouts(), ClippedLoss())
+    assert (await failed.weights()) == (await fresh.weights())
 
 
 def test_learning_rates() -> None:

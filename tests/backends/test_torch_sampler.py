@@ -236,6 +236,18 @@ async def test_a_stream_that_is_closed_gives_its_cache_back() -> None:
     assert len(made._caches) == 1
 
 
+async def test_the_cache_is_kept_and_is_no_larger_than_a_call_needs() -> None:
+    made = await sampler()
+    await rollout(made, PROMPTS, Sampling(n=8, max_tokens=4, ignore_eos=True))
+    (cache,) = made._caches
+    kept = cache.layers[0][0]
+    assert kept.shape == (40, 2, 32, 8)
+    await rollout(made, PROMPTS, Sampling(n=4, max_tokens=4, ignore_eos=True))
+    assert cache.layers[0][0] is kept
+    await rollout(made, PROMPTS, Sampling(max_tokens=50, ignore_eos=True))
+    assert cache.layers[0][0].shape == (5, 2, 64, 8)
+
+
 async def test_streams_at_once_do_not_mix() -> None:
     sampling = Sampling(n=4, max_tokens=24)
     made = await sampler()
