@@ -1,6 +1,7 @@
 """The command line: run, check, new, configs."""
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,6 +85,10 @@ def configs() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `meshrl` command. A mistake of the user's is told without a traceback, with exit status 1."""
     _log_to_stderr()
+    # GNU OpenMP's threads spin for milliseconds while they wait for each other. With another program on the same
+    # cores that makes steps of milliseconds take seconds; so they spin shortly, which costs nothing alone. It is read
+    # when torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     if "" not in sys.path:
         # As with `python -m`: a reward function in a package of the current folder can be imported.
         sys.path.append("")
