@@ -24,11 +24,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
-from algorithms.grpo import GrpoConfig
 from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
 from meshrl import (
     Batch,
@@ -44,9 +43,8 @@ from meshrl import (
     publish,
     rollout,
 )
-from meshrl.config import load_toml, validate
 from meshrl.engines.loop import RankLoop
-from meshrl.scripts import find_config
+from meshrl.scripts import find_config, load_job
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 LONGEST: Final = 256
@@ -123,11 +121,10 @@ def warmed_up_model(folder: Path) -> Path:
     return folder / "warm/model"
 
 
-def quickstart(model: str) -> GrpoConfig:
+def quickstart(model: str) -> Any:
     """The settings of grpo/quickstart, starting from this model."""
-    source = find_config("grpo/quickstart")
-    table = load_toml(source, [f"policy.model={model}"])
-    return validate(GrpoConfig, {key: table[key] for key in table.keys() - {"run", "algorithm"}}, source)
+    overrides = [f"policy.model={model}", "policy.optimizer.schedule=constant"]
+    return load_job(find_config("grpo/quickstart"), overrides, RunConfig).config
 
 
 def make_job(case: Case) -> Job:

@@ -123,9 +123,22 @@ def main(folder: str, job_path: str) -> None:
 
         model.generate = forced
 
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=settings(job, folder),
+        train_dataset=Dataset.from_dict({"prompt": job["prompts"], "answer": job["answers"]}),
+        processing_class=tokenizer,
+        callbacks=[turns],
+    )
+    trainer.train()
+
+
+def settings(job, folder: str) -> GRPOConfig:
+    """The job's numbers in TRL's words."""
     rows = job["prompts_per_step"] * job["completions"]
     micro_rows = LONG_MICRO_ROWS if job["lengths"] else rows
-    config = GRPOConfig(
+    return GRPOConfig(
         output_dir=str(Path(folder) / "trl"),
         use_cpu=True,
         bf16=False,
@@ -156,15 +169,6 @@ def main(folder: str, job_path: str) -> None:
         disable_tqdm=True,
         seed=job["seed"],
     )
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": job["prompts"], "answer": job["answers"]}),
-        processing_class=tokenizer,
-        callbacks=[turns],
-    )
-    trainer.train()
 
 
 if __name__ == "__main__":
