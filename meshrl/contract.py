@@ -156,6 +156,8 @@ def _kind_mistakes(cls: type, name: str, stream: bool) -> list[str]:
 
 def _parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) -> list[str]:
     where = f"parameter `{parameter}`"
+    if mark.kind == "plain" and _holds_mark(mark.type):
+        return [f"{where}: a mark stands inside {_type_name(mark.type)}: write it outermost, as in Shard[list[Batch]]"]
     if mark.kind in ("gather", "mean", "sum", "same"):
         return [f"{where} is marked {mark}, which joins results: write Shard or Replicate"]
     mistakes = _axis_mistakes(where, mark, shape)
@@ -173,6 +175,8 @@ def _result_mistakes(mark: Mark, shape: Mapping[str, int], stream: bool) -> list
         return [f"the result is marked {mark}, which splits arguments: write Gather, Mean, Sum or Same"]
     if stream and mark.kind not in ("plain", "gather"):
         return [f"a stream cannot yield {mark}: its values are handed on one by one; write AsyncIterator[Gather[...]]"]
+    if mark.kind == "plain" and _holds_mark(mark.type):
+        return [f"the result: a mark stands inside {_type_name(mark.type)}: write it outermost, as in Gather[...]"]
     several = prod(shape.values()) > 1
     if mark.kind == "plain":
         if mark.type is type(None) or mark.type is None or not several:
@@ -258,6 +262,10 @@ def _leaves_have(hint: object, attribute: str) -> bool:
     found = getattr(leaf, attribute, None)
     joins = inspect.ismethod(found) if attribute in ("join", "mean") else found is not None
     return joins or issubclass(leaf, np.ndarray)
+
+
+def _holds_mark(hint: object) -> bool:
+    return read_mark(hint).kind != "plain" or any(map(_holds_mark, typing.get_args(hint)))
 
 
 def _type_name(hint: object) -> str:

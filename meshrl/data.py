@@ -187,6 +187,8 @@ class Batch:
         """Each row n times, adjacent. Ranks may repeat their rows a different number of times."""
         if not 0 <= n <= _TURNS:
             raise DataError(f"rows cannot be repeated {n} times: give a number from 0 to {_TURNS}")
+        if any(level.max(initial=0) >= (1 << 63) // _TURNS for level in self._origins):
+            raise DataError("rows of a part were repeated too often, one time within another: join the part first")
         repeated = self._take(np.repeat(np.arange(self._rows), n))
         turn = np.tile(np.arange(n), self._rows)
         # The same factor whatever n is, so that parts which were repeated differently still sort as one batch.

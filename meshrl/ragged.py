@@ -19,8 +19,9 @@ _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtype
 def frozen(array: Array, what: str = "an array") -> Array:
     """The same values in a C-contiguous, native-endian array that nobody can write.
 
-    An array that owns its memory is frozen in place: the caller gives it up, with the views of it that he
-    holds, and writing into it raises from now on. A view of memory that somebody may still write is copied.
+    An array that owns its memory is frozen in place: the caller gives it up, and writing into it raises from
+    now on. (A view of it that he made before stays writable, which numpy cannot tell: give that up too.) A view
+    of memory that somebody may still write is copied.
     Any shape; bool, integer, float, complex, bfloat16 and float8; another dtype is a DataError that names
     `what`.
     """

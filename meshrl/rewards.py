@@ -76,7 +76,7 @@ class FunctionReward(Reward):
             reward_error=[error for _, error in scored],
         )
 
-    def _first(self, error: Exception | None) -> str | None:
+    def _first(self, error: Exception | SystemExit | None) -> str | None:
         """The error as text; where it arose goes to the log, the first time."""
         if error is None:
             return None
@@ -89,14 +89,16 @@ class FunctionReward(Reward):
         return text
 
 
-async def boundary(function: RewardFunction, prompt: str, completion: str, row: Row) -> tuple[float, Exception | None]:
+async def boundary(
+    function: RewardFunction, prompt: str, completion: str, row: Row
+) -> tuple[float, Exception | SystemExit | None]:
     """The reward, or 0.0 and what the function raised, or why what it returned is no reward."""
     try:
         value = function(prompt, completion, row)
         if inspect.isawaitable(value):
             value = await value
         return _finite(value), None
-    except Exception as error:  # noqa: BLE001 -- a user's function may raise anything; it is data on its row
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's function may raise anything; it is data
         return 0.0, error
 
 

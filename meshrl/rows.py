@@ -48,6 +48,7 @@ def take(value: object, rows: Rows) -> object:
 
 def gather(parts: Sequence[object], plan: Plan | None) -> object:
     """Join one value a rank into one, rows in the order of the sharded argument."""
+    _check_alike(parts)
     first = parts[0]
     if first is None:
         return None
@@ -55,26 +56,25 @@ def gather(parts: Sequence[object], plan: Plan | None) -> object:
         return {key: gather([cast("Mapping[str, object]", part)[key] for part in parts], plan) for key in first}
     if isinstance(first, list | tuple):
         lists = cast("Sequence[Sequence[object]]", parts)
-        if len({len(part) for part in lists}) > 1:
-            raise ContractError(
-                f"ranks returned lists of {[len(part) for part in lists]} values, which are joined one by one: return "
-                "as many from each rank"
-            )
-        return type(first)(gather(column, plan) for column in zip(*lists, strict=True))
+        return type(first)(gather(values, plan) for values in zip(*lists, strict=True))
     if isinstance(first, np.ndarray):
         return _gather_arrays(cast("Sequence[Array]", parts), plan)
     return cast("type[Joinable]", type(first)).join(cast("Sequence[Joinable]", parts), plan)
 
 
 def mean(parts: Sequence[object]) -> object:
-    """The mean of one value a rank."""
-    if isinstance(parts[0], int | float | np.ndarray | np.generic | Mapping):
-        return _reduce(parts, lambda values: cast("float", _total(values)) / len(values))
-    return cast("type[Averageable]", type(parts[0])).mean(cast("Sequence[Averageable]", parts))
+    """The mean of one value a rank, container by container."""
+
+    def leaf(values: Sequence[object]) -> object:
+        if isinstance(values[0], int | float | np.ndarray | np.generic):
+            return cast("float", _total(values)) / len(values)
+        return cast("type[Averageable]", type(values[0])).mean(cast("Sequence[Averageable]", values))
+
+    return _reduce(parts, leaf)
 
 
 def total(parts: Sequence[object]) -> object:
-    """The sum of one value a rank."""
+    """The sum of one value a rank, container by container."""
     return _reduce(parts, _total)
 
 
@@ -125,9 +125,29 @@ def _gather_arrays(parts: Sequence[Array], plan: Plan | None) -> Array:
 
 
 def _reduce(parts: Sequence[object], join: Callable[[Sequence[object]], object]) -> object:
-    if isinstance(parts[0], Mapping):
-        return {key: join([cast("Mapping[str, object]", part)[key] for part in parts]) for key in parts[0]}
-    return join(parts)
+    _check_alike(parts)
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: _reduce([cast("Mapping[str, object]", part)[key] for part in parts], join) for key in first}
+    if isinstance(first, list | tuple):
+        lists = cast("Sequence[Sequence[object]]", parts)
+        return type(first)(_reduce(values, join) for values in zip(*lists, strict=True))
+    return None if first is None else join(parts)
+
+
+def _check_alike(parts: Sequence[object]) -> None:
+    """`ContractError` where some ranks returned None, other keys, or lists of other lengths."""
+    none = [rank for rank, part in enumerate(parts) if part is None]
+    if none and len(none) < len(parts):
+        raise ContractError(f"parts {none} are None and the others are not: return an empty Batch where there is none")
+    keys = [sorted(part) for part in parts if isinstance(part, Mapping)]
+    if any(each != keys[0] for each in keys):
+        raise ContractError(f"ranks returned dicts with different keys, {keys}: return the same keys from each")
+    lengths = [len(part) for part in parts if isinstance(part, list | tuple)]
+    if len(set(lengths)) > 1:
+        raise ContractError(
+            f"ranks returned lists of {lengths} values, which are joined one by one: return as many from each rank"
+        )
 
 
 def _total(values: Sequence[object]) -> object:

@@ -22,9 +22,15 @@ def write(model: LanguageModel, folder: str) -> None:
         with quiet():
             model.network.save_pretrained(fresh)
             model.tokenizer.save_pretrained(fresh)
+        old = Path(beside, "old")
         if target.exists():
-            target.rename(Path(beside, "old"))
-        fresh.rename(target)
+            target.rename(old)
+        try:
+            fresh.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
 
 
 def _replaceable(target: Path) -> bool:

@@ -78,9 +78,9 @@ class LanguageModel:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's parameters and saved buffers by name, a tied one once. Writing into them changes it."""
-        once: dict[int, tuple[str, Tensor]] = {}
+        once: dict[tuple[int, torch.Size, torch.dtype], tuple[str, Tensor]] = {}
         for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
-            once.setdefault(tensor.data_ptr(), (name, tensor))
+            once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (name, tensor))
         return dict(once.values())
 
 

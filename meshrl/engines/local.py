@@ -24,7 +24,10 @@ class LocalEngine:
         self._members: list[LocalMember] = []
 
     async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
-        """Places for `count` ranks, with the threads they ask for but never more than there are free cores."""
+        """Places for `count` ranks, with the threads they ask for, but no more than there are free cores.
+
+        Where no core is free, a rank still gets one thread.
+        """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
         free = self.cores - sum(slot.threads for slot in self._slots)
@@ -63,8 +66,9 @@ class LocalEngine:
 
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go."""
-        for member in cast("Sequence[LocalMember]", members):
-            await member.stop()
+        stops = [asyncio.ensure_future(member.stop()) for member in cast("Sequence[LocalMember]", members)]
+        if stops:
+            await asyncio.gather(*stops)
         self._members = [member for member in self._members if member not in members]
 
     async def call(self, endpoint: str, requests: Sequence[Request]) -> list[object]:

@@ -65,7 +65,12 @@ class LocalSlot:
 
 
 def _run(loop: RankLoop) -> None:
-    loop.run_forever()
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task: whoever awaits the task gets it
+            continue
     # What arrived together with the stop still gets its answer.
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.run_until_complete(asyncio.sleep(0))
@@ -85,6 +90,7 @@ class LocalMember:
         self._context.run(rank_context.set, rank)
         self._instance: object = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping: asyncio.Task[None] | None = None
 
     async def construct(self, create: type, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
         """Make the actor, on its own thread."""
@@ -99,11 +105,13 @@ class LocalMember:
         await self._on_rank(make())
 
     async def stop(self) -> None:
-        """Cancel the actor's calls, wait for their end, and let it go."""
-        if self.stopped:
-            return
-        self.stopped = True
+        """Cancel the actor's calls, wait for their end, and let it go. It goes on where the caller is cancelled."""
+        if self._stopping is None:
+            self.stopped = True
+            self._stopping = asyncio.create_task(self._end())
+        await asyncio.shield(self._stopping)
 
+    async def _end(self) -> None:
         async def cancel() -> None:
             await asyncio.sleep(0)  # a task that has not begun could not say that it was stopped
             for task in self._tasks:
@@ -111,8 +119,10 @@ class LocalMember:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._instance = None
 
-        await self._on_rank(cancel())
-        self.slot.leave()
+        try:
+            await self._on_rank(cancel())
+        finally:
+            self.slot.leave()
 
     async def _on_rank(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.run(asyncio.run_coroutine_threadsafe, work, self.loop)
@@ -181,8 +191,8 @@ class Work:
         return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
 
     def cancel(self) -> None:
-        """Cancel the rank's coroutine; from any thread."""
-        self._post(lambda: self._task.cancel() if self._task else None)
+        """Cancel the rank's coroutine; from any thread. One that has ended needs none."""
+        post(self.member.loop, lambda: self._task.cancel() if self._task else None)
 
     def _failure(self, error: BaseException) -> RankFailed:
         failed = self.member.failure(self.endpoint, error)

@@ -80,6 +80,9 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
         async def argument(self, batch: Gather[Batch]) -> None: ...
 
         @endpoint
+        async def inside(self, batches: list[Shard[Batch]]) -> None: ...
+
+        @endpoint
         async def result(self) -> Shard[Batch]: ...
 
         @endpoint
@@ -107,6 +110,7 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
         "Wrong.unsplittable: parameter `text`: str cannot be split over ranks",
         "Wrong.not_async: is not async: write `async def not_async`",
         "Wrong.argument: parameter `batch` is marked Gather[Batch], which joins results: write Shard or Replicate",
+        "Wrong.inside: parameter `batches`: a mark stands inside list[Shard[meshrl.data.Batch]]: write it outermost",
         "Wrong.result: the result is marked Shard[Batch], which splits arguments",
         "Wrong.no_annotation: has no result annotation",
         "Wrong.unjoinable: the result Gather[str]: str has no `join`",
@@ -115,7 +119,7 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
         "Wrong.mean_stream: a stream cannot yield Mean[Metrics]",
     ):
         assert part in text
-    assert len(text.splitlines()) == 12
+    assert len(text.splitlines()) == 13
 
 
 def test_one_rank_needs_no_mark_on_its_result() -> None:

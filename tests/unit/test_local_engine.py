@@ -1,6 +1,7 @@
 """The local engine: real overlap, order, isolation, cancellation, failures, and no thread left behind."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -82,6 +83,13 @@ class Probe(Actor):
     async def count_then_fail(self) -> AsyncIterator[Gather[np.ndarray]]:
         yield np.array([1])
         raise ValueError("stream broke")
+
+    @endpoint
+    async def leave(self) -> None:
+        async def child() -> None:
+            raise SystemExit(3)
+
+        await asyncio.gather(child(), child())
 
     @endpoint
     async def threads(self) -> Same[int]:
@@ -212,6 +220,38 @@ async def test_stopping_ends_a_stream(mesh: Mesh) -> None:
     await stop(probe)
     with pytest.raises(MeshStopped):
         [value async for value in stream]
+
+
+async def test_a_rank_outlives_a_task_that_exits(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed, match="SystemExit"):
+        await probe.leave()
+    assert await probe.note(1) == [1]
+
+
+async def test_a_stop_that_is_cancelled_goes_on(mesh: Mesh) -> None:
+    class Busy(Actor):
+        @endpoint
+        async def work(self) -> None:
+            time.sleep(0.2)  # noqa: ASYNC251 -- a rank may block its own thread
+
+    busy = await mesh.spawn(Busy)
+    call = asyncio.create_task(busy.work())
+    await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stop(busy), 0.02)
+    with contextlib.suppress(MeshStopped):
+        await call
+    with pytest.raises(MeshStopped):
+        await busy.work()
+
+
+async def test_closing_a_stream_of_a_stopped_actor_is_quiet(mesh: Mesh) -> None:
+    probe = at(await mesh.spawn(Probe), dp=0)
+    stream = cast("AsyncGenerator[np.ndarray]", probe.count())
+    await anext(stream)
+    await stop(probe)
+    await stream.aclose()
 
 
 async def test_an_argument_that_cannot_be_copied_is_refused(mesh: Mesh) -> None:

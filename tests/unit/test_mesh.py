@@ -29,6 +29,7 @@ from meshrl import (
     each,
     endpoint,
     ranks,
+    rows,
 )
 
 DP_PP = Literal["dp", "pp"]
@@ -185,6 +186,16 @@ async def test_two_layouts_live_in_the_same_ranks(engine: LocalEngine) -> None:
     assert (await wide.where()).tolist() == [0, 1, 2, 3]
     assert (await tall.where()).tolist() == [0]
     assert "dp=1, tp=4" in repr(tall)
+
+
+def test_values_are_reduced_container_by_container() -> None:
+    parts = [{"a": [1.0, 2.0], "m": Metrics.of(x=(1, 1))}, {"a": [3.0, 4.0], "m": Metrics.of(x=(5, 3))}]
+    assert rows.mean(parts) == {"a": [2.0, 3.0], "m": Metrics.of(x=(6, 4))}
+    assert rows.total([[1, 2], [3, 4]]) == [4, 6]
+    with pytest.raises(ContractError, match=r"parts \[0\] are None and the others are not"):
+        rows.gather([None, make_batch(3)], None)
+    with pytest.raises(ContractError, match="different keys"):
+        rows.gather([{"a": make_batch(1)}, {"b": make_batch(1)}], None)
 
 
 async def test_wrong_uses_say_what_to_write(engine: LocalEngine) -> None:
