@@ -275,9 +275,12 @@ class Batch:
         """The rows of all parts, in the order of the batch that they were split from.
 
         Parts that come from `part` know their rows. Parts made anew have a row for each row of `plan`, in
-        its order, or, with no plan, follow one another. Parts without rows are left out.
+        its order, or, with no plan, follow one another; so do any parts where the plan is empty, which says
+        that no batch was split. Parts without rows are left out.
         """
         whole = cls.concat(parts)
+        if plan is not None and not plan:
+            return whole
         if whole.origins:
             *outer, origin = whole.origins
             return cls._make(len(whole), whole.columns, outer).select(np.argsort(origin, kind="stable"))
@@ -290,7 +293,7 @@ class Batch:
                 f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not say "
                 "which is which: make what is returned from the argument, with assign, select or repeat"
             )
-        return whole.select(np.argsort(np.concatenate(plan), kind="stable")) if plan else whole
+        return whole.select(np.argsort(np.concatenate(plan), kind="stable"))
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""

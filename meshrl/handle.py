@@ -124,7 +124,7 @@ class BoundEndpoint:
             ranks = [self.deployment.members[number].rank.index for number in chosen]
             return rows.agree(parts, ranks, self.where)
         if kind == "gather":
-            return self._gather(parts, plans.get(axes))
+            return self._gather(parts, plans.get(axes, rows.UNDIVIDED))
         return rows.mean(parts) if kind == "mean" else rows.total(parts)
 
     def _gather(self, parts: Sequence[object], plan: rows.Plan | None) -> object:
@@ -134,50 +134,43 @@ class BoundEndpoint:
             raise type(error)(f"{self.where}: {error}") from error
 
     async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
-        requests, _ = self._requests(args, kwargs)
+        requests, plans = self._requests(args, kwargs)
         axes = self.endpoint.result.axes
+        plan = None if plans.get(axes) else rows.UNDIVIDED
         heard = self.deployment.replica(axes) if axes else [0]
         stream = self.deployment.engine.stream(self.endpoint.name, requests, heard)
         try:
             async for value in stream:
-                yield self._gather([value], None) if axes else value
+                yield self._gather([value], plan) if axes else value
         finally:
             await stream.aclose()
 
     def _requests(
         self, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> tuple[list[Request], dict[Axes, rows.Plan | None]]:
+    ) -> tuple[list[Request], dict[Axes, rows.Plan]]:
         """What each rank is sent, and how rows were divided over each group of axes."""
         members, shards = self.deployment.members, self.endpoint.shards
         try:
             bound = self.endpoint.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise ContractError(f"{self.where}{self.endpoint.signature} was called wrongly: {error}") from None
-        plans: dict[Axes, rows.Plan | None] = {}
+        plans: dict[Axes, rows.Plan] = {}
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
             try:
                 plans[axes] = rows.make_plan(values, self.deployment.parts_along(axes))
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
-        if not shards:
-            return [Request(member, bound.args, bound.kwargs) for member in members], plans
-        return [self._request(number, args, kwargs, plans) for number in range(len(members))], plans
-
-    def _request(
-        self,
-        number: int,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        plans: Mapping[Axes, rows.Plan | None],
-    ) -> Request:
-        bound = self.endpoint.signature.bind(*args, **kwargs)
-        for name, axes in self.endpoint.shards.items():
-            plan = plans[axes]
-            if plan is not None and name in bound.arguments:
-                part = plan[self.deployment.index_along(axes, number)]
-                bound.arguments[name] = rows.take(bound.arguments[name], part)
-        return Request(self.deployment.members[number], bound.args, bound.kwargs)
+        whole = {name: bound.arguments[name] for name in shards if name in bound.arguments}
+        requests = []
+        for number, member in enumerate(members):
+            for name, value in whole.items():
+                plan = plans[shards[name]]
+                if plan:
+                    part = plan[self.deployment.index_along(shards[name], number)]
+                    bound.arguments[name] = rows.take(value, part)
+            requests.append(Request(member, bound.args, bound.kwargs))
+        return requests, plans
 
 
 def each(

@@ -12,17 +12,19 @@ from meshrl.sharding import Addable, Array, Averageable, Joinable, Rows, Splitta
 
 Plan = Sequence[Rows]
 """For each part, the rows it takes."""
+UNDIVIDED: Plan = ()
+"""The plan of a call that divided no argument: what its ranks return follows one another."""
 
 
-def make_plan(values: Mapping[str, object], parts: int) -> Plan | None:
+def make_plan(values: Mapping[str, object], parts: int) -> Plan:
     """One division of rows for all values that a call shards over the same axes.
 
     A value that knows the cost of its rows (a `Batch`) decides; arrays alone are cut into runs of rows.
-    None where every value is None. Raises `ContractError` where the values have different row counts.
+    `UNDIVIDED` where every value is None. Raises `ContractError` where the values have different row counts.
     """
     counts = {f"{name}{path}": len(leaf) for name, value in values.items() for path, leaf in _leaves(value)}
     if not counts:
-        return None
+        return UNDIVIDED
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"`{name}` has {count}" for name, count in counts.items())
         raise ContractError(f"values sharded over one axis in one call need the same number of rows: {listed}")
@@ -112,7 +114,7 @@ def _splittable(value: object) -> Splittable:
 
 def _gather_arrays(parts: Sequence[Array], plan: Plan | None) -> Array:
     joined: Array = np.concatenate(parts)
-    if plan is None:
+    if not plan:
         return joined
     if [len(part) for part in parts] != [len(rows) for rows in plan]:
         raise ContractError(

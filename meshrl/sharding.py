@@ -49,7 +49,7 @@ class Joinable(Protocol):
 
     @classmethod
     def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:
-        """Join one part a rank; `plan` is how the call's argument was divided, if it was."""
+        """Join one part a rank; `plan` is how the call's argument was divided: empty if none was, None if unknown."""
         ...
 
 

@@ -84,6 +84,15 @@ class Worker(Actor):
     async def call(self, other: "Worker", batch: Batch) -> Same[Batch]:
         return await other.twice(batch)
 
+    @endpoint
+    async def same(self, batch: Batch | None = None, rows: Shard[Batch] | None = None) -> Gather[Batch]:
+        assert batch is not None
+        return batch.select([current_rank().index])
+
+    @endpoint
+    async def same_in_stream(self, batch: Batch) -> AsyncIterator[Gather[Batch]]:
+        yield batch.select([current_rank().index])
+
 
 class Tall(Worker):
     @endpoint
@@ -144,6 +153,19 @@ async def test_streams_yield_each_rows_own_values(engine: LocalEngine) -> None:
     worker, batch = await spawn(engine, 2), make_batch(5)
     chunks = [chunk async for chunk in worker.expanded(batch)]
     assert sorted(int(chunk.rewards[0]) for chunk in chunks) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+async def test_what_was_not_split_in_this_call_follows_one_another(engine: LocalEngine) -> None:
+    """A part of an outer call keeps the row numbers that the outer call's join needs."""
+    worker = await spawn(engine, 2)
+    part = make_batch(4).part(np.array([3, 0]))
+    for joined in (
+        await worker.same(part),
+        await worker.same(part, rows=None),
+        Batch.concat(sorted([x async for x in worker.same_in_stream(part)], key=lambda x: -x.rewards[0])),
+    ):
+        assert joined == part
+        assert [level.tolist() for level in joined.origins] == [[3, 0]]
 
 
 async def test_axes_choose_what_is_split_and_joined(engine: LocalEngine) -> None:
