@@ -1,5 +1,7 @@
 """The policy of the torch backend: packed training of a whole model on one rank."""
 
+import asyncio
+
 import numpy as np
 import torch
 
@@ -35,6 +37,7 @@ class TorchPolicy(Policy):
             self._model.network.activation_checkpointing_enable({"use_reentrant": False})
             self._model.network.train(True)  # what transformers asks for; its dropout is zero
         self._optimizer = Optimizer(config.optimizer, list(self._model.network.parameters()))
+        self._updating = asyncio.Lock()
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -52,7 +55,14 @@ class TorchPolicy(Policy):
         )
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One optimizer step. DataError if there is nothing to learn, ModelError if the gradient is not finite."""
+        """One optimizer step, which may be cancelled between micro-batches and then changes no weight.
+
+        DataError if there is nothing to learn, ModelError if the gradient is not finite.
+        """
+        async with self._updating:  # one at a time: gradients are gathered in the parameters
+            return await self._update(batch, loss)
+
+    async def _update(self, batch: Batch, loss: Loss) -> Metrics:
         tokens, mask = batch.tokens, batch.loss_mask
         rows, count = _learnable(tokens, mask)
         self._model.check_lengths(int(tokens.lengths.max()), "a row")
@@ -69,6 +79,7 @@ class TorchPolicy(Policy):
             total += value.item()
             for name, metric in judged.metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(metric.sum())
+            await asyncio.sleep(0)  # here a cancelled call ends
         rate = self._optimizer.lr
         norm = self._optimizer.step()
         own = Metrics.of(
