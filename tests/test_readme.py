@@ -48,6 +48,12 @@ def test_the_readme_shows_code() -> None:
     assert blocks(ROOT / "README.md")
 
 
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *PAGES[1:]], ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 def test_each_make_target_that_the_readme_names_exists() -> None:
     targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z0-9]+)", PAGES[0].read_text("utf-8"), re.MULTILINE))
