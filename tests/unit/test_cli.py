@@ -104,7 +104,9 @@ def test_a_bug_in_a_script_keeps_its_traceback(meshrl: Meshrl, tmp_path: Path) -
 
 def test_control_c_ends_cleanly(tmp_path: Path) -> None:
     write(tmp_path)
-    command = [sys.executable, "-c", "from meshrl.cli import main; main()", "run", "count.toml", "wait=true"]
+    # Whoever runs the tests in the background may have them ignore interrupts, and their children too.
+    code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "count.toml", "wait=true"]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
