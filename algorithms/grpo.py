@@ -56,13 +56,13 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     prompts = task.batches(config.prompts, run.seed)
     for _ in run.steps(config.steps):
         batch = await rollout(sampler, next(prompts), config.sampling)
-        batch = await reward.score(batch)
+        batch = await (await reward.score(batch)).load("rewards", "groups")
         if reference:
             batch = await reference.logprobs(batch)
         advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
         metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
         await publish(policy, sampler)
-        run.record(metrics, batch)
+        await run.record(metrics, batch)
 
     after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))

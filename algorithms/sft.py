@@ -41,7 +41,7 @@ async def sft(run: Run, config: SftConfig) -> None:
     for _ in run.steps(config.steps):
         batch = next(rows)
         batch = await policy.encode(batch.assign(completion=batch["answer"]))
-        run.record(await policy.update(batch, config.loss))
+        await run.record(await policy.update(batch, config.loss))
 
     await publish(policy, sampler)
     after = await evaluate(sampler, task.held_out, config.sampling)

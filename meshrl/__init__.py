@@ -14,10 +14,11 @@ from meshrl.errors import (
     MeshrlError,
     MeshStopped,
     ModelError,
+    RankDied,
     RankFailed,
     ReplicasDisagree,
 )
-from meshrl.handle import at, each, ranks, stop
+from meshrl.handle import at, each, ranks, respawn, stop
 from meshrl.losses import ClippedLoss, CrossEntropy, Loss
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
@@ -77,6 +78,7 @@ __all__ = [
     "PolicyConfig",
     "Ragged",
     "Rank",
+    "RankDied",
     "RankFailed",
     "Reference",
     "ReferenceConfig",
@@ -106,6 +108,7 @@ __all__ = [
     "leave_one_out",
     "publish",
     "ranks",
+    "respawn",
     "rollout",
     "stop",
 ]

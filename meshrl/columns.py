@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
-from meshrl.ragged import Ragged, equal, frozen, sealed
+from meshrl.ragged import Ragged, equal, from_raw, frozen, raw, sealed
 from meshrl.sharding import Array, Rows
 
 Objects: TypeAlias = tuple[object, ...]
@@ -83,12 +83,19 @@ def aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
     for name in TOKEN_COLUMNS:
         other = result.get(name)
         if isinstance(tokens, Ragged) and isinstance(other, Ragged) and other.offsets is not tokens.offsets:
-            row = int(np.flatnonzero(other.lengths != tokens.lengths)[0])
-            raise DataError(
-                f"row {row} has {tokens.lengths[row]} tokens and {other.lengths[row]} in `{name}`: token "
-                "columns must have one value for each token"
-            )
+            check_lengths(name, other.lengths, tokens.lengths)
     return result
+
+
+def check_lengths(name: str, lengths: Rows, tokens: Rows) -> None:
+    """DataError if a token column has rows of other lengths than `tokens`."""
+    wrong = np.flatnonzero(lengths != tokens)
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(
+            f"row {row} has {tokens[row]} tokens and {lengths[row]} in `{name}`: token columns must have one value for "
+            "each token"
+        )
 
 
 def describe(column: Column) -> str:
@@ -177,19 +184,19 @@ class _Header(msgspec.Struct, array_like=True):
 
 def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> tuple[bytes, list[memoryview]]:
     """A msgpack header and the raw bytes of each array, not copied. First the origins, then the columns."""
-    buffers = [_bytes(level) for level in origins]
+    buffers = [raw(level) for level in origins]
     known: dict[int, int] = {}
     wires: list[_Wire] = []
     for name, column in columns.items():
         if isinstance(column, Ragged):
             if id(column.offsets) not in known:
                 known[id(column.offsets)] = len(buffers)
-                buffers.append(_bytes(column.offsets))
+                buffers.append(raw(column.offsets))
             wires.append(_wire(name, "ragged", column.values, len(buffers), known[id(column.offsets)]))
-            buffers.append(_bytes(column.values))
+            buffers.append(raw(column.values))
         elif isinstance(column, np.ndarray):
             wires.append(_wire(name, "row", column, len(buffers), -1))
-            buffers.append(_bytes(column))
+            buffers.append(raw(column))
         else:
             wires.append(_Wire(name, "objects", "", (), len(buffers), -1))
             buffers.append(_encoded(name, column))
@@ -209,9 +216,9 @@ def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Co
             if wire.kind == "objects":
                 columns[wire.name] = tuple(msgspec.msgpack.decode(buffer, type=list[object]))
             elif wire.kind == "row":
-                columns[wire.name] = _array(buffer, wire.dtype, wire.shape)
+                columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
             else:
-                columns[wire.name] = Ragged(_array(buffer, wire.dtype, wire.shape), bounds[wire.offsets])
+                columns[wire.name] = Ragged(from_raw(buffer, wire.dtype, wire.shape), bounds[wire.offsets])
             if len(columns[wire.name]) != head.rows:
                 raise ValueError(f"`{wire.name}` has {len(columns[wire.name])} rows, not {head.rows}")
     except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
@@ -227,18 +234,8 @@ def _wire(name: str, kind: Literal["row", "ragged"], values: Array, index: int, 
     return _Wire(name, kind, values.dtype.name, values.shape, index, offsets)
 
 
-def _bytes(array: Array) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _array(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
-    raw = np.frombuffer(memoryview(buffer), np.uint8)
-    raw.flags.writeable = False
-    return raw.view(dtype).reshape(shape)
-
-
 def _numbers(buffer: Buffer, count: int) -> Rows:
-    return _array(buffer, "int64", (count,)).astype(np.int64, copy=False)
+    return from_raw(buffer, "int64", (count,)).astype(np.int64, copy=False)
 
 
 def _encoded(name: str, column: Objects) -> memoryview:

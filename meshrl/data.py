@@ -2,18 +2,22 @@
 
 import difflib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleBuffer
 from types import MappingProxyType
-from typing import Self, cast
+from typing import Self, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
 from meshrl import columns as kinds
+from meshrl import table
 from meshrl.columns import Column, ColumnLike
 from meshrl.errors import DataError
-from meshrl.ragged import Ragged, gather, sealed
+from meshrl.held import Put
+from meshrl.ragged import Ragged
+from meshrl.remote import Remote
 from meshrl.sharding import Array, Rows
 
 __all__ = ["Batch", "Column", "Ragged"]
@@ -49,7 +53,7 @@ class Batch:
                 + ", ".join(f"`{name}` has {count}" for name, count in rows.items())
             )
         self._rows = next(iter(rows.values()), 0)
-        self._columns: Mapping[str, Column] = MappingProxyType(kinds.aligned(taken))
+        self._columns: table.Table = MappingProxyType(table.aligned(taken))
         self._origins: tuple[Rows, ...] = ()
 
     @classmethod
@@ -58,7 +62,7 @@ class Batch:
         return cls(columns)
 
     @classmethod
-    def _make(cls, rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> Self:
+    def _make(cls, rows: int, columns: table.Table, origins: Sequence[Rows]) -> Self:
         self = cls.__new__(cls)
         self._rows = rows
         self._columns = MappingProxyType(dict(columns))
@@ -67,8 +71,18 @@ class Batch:
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """All columns by name."""
+        """All columns by name. DataError if one lies elsewhere: `load` it first."""
+        return MappingProxyType({name: table.read(name, column) for name, column in self._columns.items()})
+
+    @property
+    def stored(self) -> table.Table:
+        """All columns by name, also those that lie elsewhere."""
         return self._columns
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """The columns that cannot be read before they are loaded."""
+        return tuple(n for n, column in self._columns.items() if isinstance(column, Remote) and not column.is_here)
 
     @property
     def origins(self) -> tuple[Rows, ...]:
@@ -87,6 +101,9 @@ class Batch:
         return tuple(self._columns)
 
     def __getitem__(self, name: str) -> Column:
+        return table.read(name, self._stored(name))
+
+    def _stored(self, name: str) -> table.Stored:
         if name not in self._columns:
             near = difflib.get_close_matches(name, self._columns, 1)
             hint = f"did you mean `{near[0]}`? " if near else ""
@@ -147,17 +164,16 @@ class Batch:
     @property
     def lengths(self) -> Rows:
         """Tokens of each row, `int64[rows]`: of `tokens`, else of the longest token column, else 1."""
-        if "tokens" in self:
-            return self.tokens.lengths
-        ragged = [column for column in self._columns.values() if isinstance(column, Ragged)]
-        if not ragged:
-            return np.ones(self._rows, np.int64)
-        return max(ragged, key=lambda column: len(column.values)).lengths
+        found = table.lengths(self._columns.get("tokens"))
+        if found is not None:
+            return found
+        ragged = [each for each in map(table.lengths, self._columns.values()) if each is not None]
+        return max(ragged, key=np.sum, default=np.ones(self._rows, np.int64))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays; Python values are not counted."""
-        return sum(column.nbytes for column in self._columns.values() if not isinstance(column, tuple))
+        """Bytes of the arrays that are here; Python values are not counted."""
+        return sum(column.nbytes for column in self._columns.values() if isinstance(column, Ragged | np.ndarray))
 
     def assign(self, **columns: ColumnLike) -> Self:
         """With these columns added or replaced; each has as many rows as the batch."""
@@ -167,11 +183,11 @@ class Batch:
                 raise DataError(
                     f"column `{name}` has {len(column)} rows and the batch has {self._rows}: give one value a row"
                 )
-        return self._make(self._rows, kinds.aligned({**self._columns, **taken}), self._origins)
+        return self._make(self._rows, table.aligned({**self._columns, **taken}), self._origins)
 
     def only(self, *names: str) -> Self:
         """With these columns alone."""
-        return self._make(self._rows, {name: self[name] for name in names}, self._origins)
+        return self._make(self._rows, {name: self._stored(name) for name in names}, self._origins)
 
     def drop(self, *names: str) -> Self:
         """Without these columns."""
@@ -192,25 +208,28 @@ class Batch:
         repeated = self._take(np.repeat(np.arange(self._rows), n))
         turn = np.tile(np.arange(n), self._rows)
         # The same factor whatever n is, so that parts which were repeated differently still sort as one batch.
-        return self._make(len(repeated), repeated.columns, [level * _TURNS + turn for level in repeated.origins])
+        return self._make(len(repeated), repeated.stored, [level * _TURNS + turn for level in repeated.origins])
 
     def _take(self, rows: Rows) -> Self:
-        """These rows, which are in range. Columns that share offsets share one index over the tokens."""
+        """These rows, which are in range."""
         if len(rows) == self._rows and bool((rows == np.arange(self._rows)).all()):
             return self
-        shared: dict[int, tuple[NDArray[np.int64], Rows]] = {}
-        columns: dict[str, Column] = {}
-        for name, column in self._columns.items():
-            if isinstance(column, tuple):
-                columns[name] = tuple([column[row] for row in rows.tolist()])
-            elif isinstance(column, Ragged):
-                if id(column.offsets) not in shared:
-                    shared[id(column.offsets)] = gather(column.offsets, rows)
-                index, offsets = shared[id(column.offsets)]
-                columns[name] = Ragged.make(column.values[index], offsets)
-            else:
-                columns[name] = sealed(column[rows])
-        return self._make(len(rows), columns, [level[rows] for level in self._origins])
+        return self._make(len(rows), table.take(self._columns, rows), [level[rows] for level in self._origins])
+
+    async def load(self, *names: str) -> Self:
+        """The same batch with these columns readable; all columns where none is named.
+
+        Columns that a mesh returned and that are large stay on its ranks until they are read. Loading fetches the
+        pieces that the batch's rows lie in. What is handed on to a mesh need not be loaded.
+        """
+        for name in names:
+            self._stored(name)
+        loaded = await table.load(self._columns, names or self.names)
+        return self._make(self._rows, loaded, self._origins)
+
+    def hold(self, put: Put, limit: int) -> Self:
+        """The same batch, each column of more than `limit` bytes kept elsewhere by `put`."""
+        return self._make(self._rows, table.hold(self._columns, self._rows, put, limit), self._origins)
 
     def plan(self, parts: int) -> list[Rows]:
         """Which rows each part takes, balanced by tokens: the longest row first, to the lightest part.
@@ -237,7 +256,7 @@ class Batch:
         """These rows, which remember their numbers for `join`."""
         numbers = _row_numbers(rows, self._rows)
         taken = self._take(numbers)
-        return self._make(len(numbers), taken.columns, (*taken.origins, numbers))
+        return self._make(len(numbers), taken.stored, (*taken.origins, numbers))
 
     def split(self, n: int) -> list[Self]:
         """As many parts as asked for, balanced by tokens; some are empty if there are fewer rows."""
@@ -249,13 +268,13 @@ class Batch:
         filled = [part for part in parts if len(part)]
         if not filled:
             depth = max((len(part.origins) for part in parts), default=0)
-            widest = max((part.columns for part in parts), key=len, default=None)
+            widest = max((part.stored for part in parts), key=len, default=None)
             return cls._make(0, widest or {}, [np.empty(0, np.int64)] * depth)
         if len(filled) == 1:
             return filled[0]
         first = filled[0]
         for index, part in enumerate(filled):
-            if part.columns.keys() != first.columns.keys():
+            if part.stored.keys() != first.stored.keys():
                 raise DataError(
                     f"parts differ in columns: part 0 has {', '.join(first.names)}, part {index} has "
                     f"{', '.join(part.names)}; return the same columns from each"
@@ -266,9 +285,8 @@ class Batch:
                     f"{len(part.origins)} times; make all of them from the argument (assign, select, "
                     "repeat), or none"
                 )
-        columns = {name: kinds.concat(name, [p.columns[name] for p in filled]) for name in first.columns}
         levels = [np.concatenate(level) for level in zip(*(p.origins for p in filled), strict=True)]
-        return cls._make(sum(map(len, filled)), kinds.aligned(columns), levels)
+        return cls._make(sum(map(len, filled)), table.concat([part.stored for part in filled]), levels)
 
     @classmethod
     def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:
@@ -283,7 +301,7 @@ class Batch:
             return whole
         if whole.origins:
             *outer, origin = whole.origins
-            return cls._make(len(whole), whole.columns, outer).select(np.argsort(origin, kind="stable"))
+            return cls._make(len(whole), whole.stored, outer).select(np.argsort(origin, kind="stable"))
         if plan is None:
             return whole
         wanted = [len(rows) for rows in plan]
@@ -297,12 +315,27 @@ class Batch:
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
-        return kinds.pack(self._rows, self._columns, self._origins)
+        return kinds.pack(self._rows, self.columns, self._origins)
 
     @classmethod
     def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
         """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
         return cls._make(*kinds.unpack(header, buffers))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[object, ...]]:
+        remote = {name: column for name, column in self._columns.items() if isinstance(column, Remote)}
+        here = {name: column for name, column in self._columns.items() if not isinstance(column, Remote)}
+        header, buffers = kinds.pack(self._rows, here, self._origins)
+        wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
+        return type(self)._unpickled, (header, wrapped, remote, self.names)  # noqa: SLF001 -- its own
+
+    @classmethod
+    def _unpickled(
+        cls, header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, Remote], names: Sequence[str]
+    ) -> Self:
+        rows, here, origins = kinds.unpack(header, buffers)
+        stored: table.Table = {**here, **remote}
+        return cls._make(rows, table.aligned({name: stored[name] for name in names}), origins)
 
     def __eq__(self, other: object) -> bool:
         """Whether names, kinds, dtypes and values agree; NaN equals NaN, the order of columns is nothing."""
@@ -311,21 +344,24 @@ class Batch:
         return (
             self._rows == len(other)
             and self._columns.keys() == other.columns.keys()
-            and all(kinds.same(column, other.columns[name]) for name, column in self._columns.items())
+            and all(kinds.same(self[name], other[name]) for name in self._columns)
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: object) -> Self:
-        columns = {name: kinds.private(column) for name, column in self._columns.items()}
+        columns: table.Table = {
+            name: column if isinstance(column, Remote) else kinds.private(column)
+            for name, column in self._columns.items()
+        }
         if all(columns[name] is column for name, column in self._columns.items()):
             return self
         return self._make(self._rows, columns, self._origins)
 
     def __repr__(self) -> str:
-        ragged = any(isinstance(column, Ragged) for column in self._columns.values())
+        ragged = any(table.lengths(column) is not None for column in self._columns.values())
         size = f"{self._rows} rows" + (f", {self.lengths.sum()} tokens" if ragged else "")
-        columns = ", ".join(f"{name} {kinds.describe(column)}" for name, column in self._columns.items())
+        columns = ", ".join(f"{name} {table.describe(column)}" for name, column in self._columns.items())
         return f"Batch({size}: {columns or 'no columns'})"
 
 

@@ -5,19 +5,35 @@ Everything above (handles, meshes, algorithms) speaks to ranks through this and 
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshrl.actor import Rank
 from meshrl.config import Config
+from meshrl.held import Held
+
+INLINE_BYTES: Final = 65536
+"""The largest column that travels with a call, if nothing else is said."""
 
 
 class Resources(Config):
     """What each rank of a mesh may use."""
 
-    cpus: int | None = Field(default=None, ge=1)
-    """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks."""
+    cpus: int | None = Field(default=None, ge=0)
+    """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks; 0: no core of its own."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs a rank; below 1, a share of one."""
+    custom: dict[str, float] = Field(default={})
+    """What else of the cluster's own resources each rank needs."""
+    placement: Literal["pack", "spread"] = "pack"
+    """The ranks on as few nodes as can be, or on as many."""
+
+    @model_validator(mode="after")
+    def _gpus_are_whole_or_a_share(self) -> Self:
+        if self.gpus > 1 and self.gpus % 1:
+            raise ValueError(f"gpus = {self.gpus}: write a whole number, or a share of one GPU below 1")
+        return self
 
 
 class Slot(Protocol):
@@ -48,7 +64,20 @@ class Request:
 
 
 class Engine(Protocol):
-    """Where ranks run."""
+    """Where ranks run.
+
+    Large values do not travel with calls. What `put` holds is fetched by the ranks that read it; of what a rank
+    returns, columns of more than `inline_bytes` stay where they were made (see `held`). Arrays arrive read-only.
+    """
+
+    @property
+    def inline_bytes(self) -> int:
+        """The largest column that travels with a call."""
+        ...
+
+    def put(self, value: object) -> Held:
+        """Keep a value, once, for whoever fetches it."""
+        ...
 
     async def reserve(self, count: int, resources: Resources) -> Sequence[Slot]:
         """Places for `count` ranks. Raises `ConfigError` where they cannot exist."""
@@ -67,6 +96,10 @@ class Engine(Protocol):
         keywords: Mapping[str, object],
     ) -> Sequence[Member]:
         """Construct an actor on each slot. If one fails, all are stopped and `RankFailed` is raised."""
+        ...
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Construct the actors again, in place and with the arguments of their start."""
         ...
 
     async def stop(self, members: Sequence[Member]) -> None:

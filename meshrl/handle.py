@@ -10,9 +10,10 @@ from typing import Never, ParamSpec, TypeVar, cast
 
 from meshrl import rows
 from meshrl.actor import Rank
-from meshrl.contract import EVERY_RANK, Axes, Contract, Endpoint
+from meshrl.contract import EVERY_RANK, Axes, Contract, Endpoint, read_contract
 from meshrl.engine import Engine, Member, Request
 from meshrl.errors import ContractError, MeshrlError
+from meshrl.held import hold, loaded
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -23,12 +24,17 @@ R = TypeVar("R")
 class Deployment:
     """One actor class, spawned: its contract, its ranks and the engine that reaches them."""
 
-    name: str
+    actor: type
     contract: Contract
     shape: Mapping[str, int]
     members: Sequence[Member]
     """One a rank, the last axis fastest."""
     engine: Engine
+
+    @property
+    def name(self) -> str:
+        """The class's name, for messages."""
+        return self.actor.__name__
 
     @cached_property
     def places(self) -> list[dict[str, int]]:
@@ -87,6 +93,14 @@ class Handle:
     def __deepcopy__(self, memo: dict[int, object]) -> "Handle":
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., "Handle"], tuple[object, ...]]:
+        it = self._meshrl
+        return _received, (it.actor, dict(it.shape), list(it.members), it.engine)
+
+
+def _received(actor: type, shape: Mapping[str, int], members: Sequence[Member], engine: Engine) -> Handle:
+    return Handle(Deployment(actor, read_contract(actor, shape), shape, members, engine))
+
 
 class BoundEndpoint:
     """One endpoint of a handle."""
@@ -121,6 +135,9 @@ class BoundEndpoint:
         chosen = self.deployment.replica(axes)
         parts = [results[number] for number in chosen]
         if kind == "same":
+            if len(parts) == 1:
+                return parts[0]
+            parts = await loaded(parts)
             ranks = [self.deployment.members[number].rank.index for number in chosen]
             return rows.agree(parts, ranks, self.where)
         if kind == "gather":
@@ -154,6 +171,10 @@ class BoundEndpoint:
             bound = self.endpoint.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise ContractError(f"{self.where}{self.endpoint.signature} was called wrongly: {error}") from None
+        engine = self.deployment.engine
+        for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
+            arrays = name not in shards
+            bound.arguments[name] = hold(value, engine.put, engine.inline_bytes, arrays=arrays)
         plans: dict[Axes, rows.Plan] = {}
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
@@ -208,6 +229,15 @@ def at(actor: A, **axes: int) -> A:
 def ranks(actor: object) -> list[Rank]:
     """Where the actor's ranks are on the mesh."""
     return [member.rank for member in _deployment(actor, "ranks").members]
+
+
+async def respawn(actor: object) -> None:
+    """Construct the actor again on all of its ranks, from the arguments of its spawn; dead processes are made anew.
+
+    What it had learnt is gone, and so are batches of which columns lie on a rank that died.
+    """
+    deployment = _deployment(actor, "respawn")
+    await deployment.engine.restart(deployment.members)
 
 
 async def stop(actor: object) -> None:

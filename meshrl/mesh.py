@@ -64,7 +64,7 @@ class Mesh:
         except TypeError as error:
             raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
-        return cast("A", Handle(Deployment(cls.__name__, contract, self.axes, members, self._engine)))
+        return cast("A", Handle(Deployment(cls, contract, self.axes, members, self._engine)))
 
     async def stop(self) -> None:
         """Stop every actor on the mesh and give its ranks back."""

@@ -1,17 +1,20 @@
 """Arrays that cannot change, and columns of them with one array a row."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pickle import PickleBuffer
+from typing import SupportsIndex, TypeAlias, TypeVar
 
 import ml_dtypes  # registers bfloat16 and the 8-bit floats with numpy, by name
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+from typing_extensions import Buffer
 
 from meshrl.errors import DataError
 from meshrl.sharding import Array, Rows
 
 Dtype: TypeAlias = np.dtype[np.generic]
+A = TypeVar("A", bound=Array)
 
 _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 
@@ -40,10 +43,28 @@ def frozen(array: Array, what: str = "an array") -> Array:
     return array
 
 
-def sealed(array: Array) -> Array:
+def sealed(array: A) -> A:
     """A fresh array of our own, made read-only in place."""
     array.flags.writeable = False
     return array
+
+
+def raw(array: Array) -> memoryview:
+    """The bytes of a C-contiguous array, not copied; also of dtypes that have no buffer of their own, as bfloat16."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
+    """The array whose `raw` this is: a read-only view of the buffer, which nobody may write any more."""
+    values = np.frombuffer(memoryview(buffer), np.uint8)
+    values.flags.writeable = False
+    return values.view(dtype).reshape(shape)
+
+
+def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
+    """What `from_raw` takes, for `__reduce_ex__`: out of band where the protocol can."""
+    buffer = PickleBuffer(raw(array)) if protocol >= 5 else bytes(raw(array))
+    return buffer, array.dtype.name, array.shape
 
 
 def equal(left: Array, right: Array) -> bool:
@@ -160,12 +181,20 @@ class Ragged:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Ragged"], tuple[object, ...]]:
+        version = protocol.__index__()
+        return _unpickled, (pickled(self._values, version), pickled(self._offsets, version))
+
     def __deepcopy__(self, memo: object) -> "Ragged":
         return self
 
     def __repr__(self) -> str:
         shape = "".join(f", {size}" for size in self._values.shape[1:])
         return f"Ragged({len(self)} rows, {self.dtype}[{len(self._values)}{shape}])"
+
+
+def _unpickled(values: tuple[Buffer, str, tuple[int, ...]], offsets: tuple[Buffer, str, tuple[int, ...]]) -> Ragged:
+    return Ragged.make(from_raw(*values), np.asarray(from_raw(*offsets), np.int64))
 
 
 def bounds_of(lengths: Rows) -> Rows:

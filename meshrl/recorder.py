@@ -69,13 +69,12 @@ class Recorder:
         if self._progress:
             self._progress.show(numbers)
 
-    def samples(self, step: int, batch: Batch) -> None:
+    async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
         chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLES, len(batch))).astype(np.int64))
-        some = batch.select(chosen)
-        columns: dict[str, Sequence[object]] = {
-            name: some.objects(name) for name in ("prompt", "completion", "answer", "reward_error") if name in some
-        }
+        texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
+        some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
+        columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
         if "rewards" in some:
             columns["reward"] = some.rewards.tolist()
         for index in range(len(some)):

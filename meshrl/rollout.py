@@ -41,9 +41,10 @@ async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict
         return {"greedy": nan, "sampled": nan}
     greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
-    return {"greedy": _exact_match(greedy), "sampled": _exact_match(sampled)}
+    return {"greedy": await _exact_match(greedy), "sampled": await _exact_match(sampled)}
 
 
-def _exact_match(batch: Batch) -> float:
+async def _exact_match(batch: Batch) -> float:
+    batch = await batch.load("completion", "answer")
     pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
     return float(np.mean([exact_match("", cast("str", one), {"answer": other}) for one, other in pairs]))

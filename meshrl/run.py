@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.engine import Engine, Resources
+from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
+from meshrl.errors import ConfigError
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.recorder import Recorder
@@ -47,7 +48,11 @@ class RunConfig(Config):
     folder: str = "runs"
     seed: int = 0
     """Decides the order of the data; the roles have seeds of their own."""
-    engine: Literal["local"] = "local"
+    engine: str = Field(default="local", pattern=r"^(local|ray|auto|[\w.-]+:\d+)$")
+    """`local`: threads of this process. `ray`: the cluster at RAY_ADDRESS, or one of this machine's own for the run.
+    HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine."""
+    inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
+    """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
     meshes: dict[str, MeshConfig] = Field(default={})
     """The meshes that roles name; one that is not here has one rank and the cores that are free."""
     samples_every: int = Field(default=20, ge=1)
@@ -69,7 +74,7 @@ class Run:
     ) -> None:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
-        self.engine = engine or LocalEngine()
+        self.engine = engine or _engine(config)
         self.recorder = Recorder(Path(config.folder) / config.name, resolved or {})
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._step = 0
@@ -108,13 +113,16 @@ class Run:
             self._step, self._step_began = step, time.perf_counter()
             yield step
 
-    def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
-        """Write the numbers of this step, and now and then rows of the batch to read."""
-        values = {**metrics.means(), **(_statistics(batch) if batch is not None else {}), **numbers}
-        values["step_s"] = time.perf_counter() - self._step_began
-        self.recorder.step(self._step, values)
-        if batch is not None and self._step % self.config.samples_every == 0:
-            self.recorder.samples(self._step, batch)
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        """Write the numbers of this step, and now and then rows of the batch to read.
+
+        Loads what it writes of the batch: columns of one value a row, and for samples the texts.
+        """
+        step, seconds = self._step, time.perf_counter() - self._step_began
+        values = {**metrics.means(), **(await _statistics(batch) if batch is not None else {}), **numbers}
+        self.recorder.step(step, {**values, "step_s": seconds})
+        if batch is not None and step % self.config.samples_every == 0:
+            await self.recorder.samples(step, batch)
 
     def summary(self, **values: float | str) -> None:
         """Add to the run's `summary.json`."""
@@ -135,14 +143,30 @@ class Run:
 
     async def _reserve(self, name: str) -> Mesh:
         config = self.config.meshes.get(name, MeshConfig())
-        mesh = await self.mesh(config.ranks, Resources(cpus=config.cpus))
+        mesh = await self.mesh(
+            config.ranks, Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
+        )
         return mesh.shape(**config.axes) if config.axes else mesh
 
 
-def _statistics(batch: Batch) -> dict[str, float]:
-    """The numbers that people watch of a batch of rollouts."""
+def _engine(config: RunConfig) -> Engine:
+    if config.engine == "local":
+        return LocalEngine(inline_bytes=config.inline_bytes)
+    try:
+        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"run.engine = {config.engine!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
+        ) from None
+    return RayEngine(None if config.engine == "ray" else config.engine, config.inline_bytes)
+
+
+async def _statistics(batch: Batch) -> dict[str, float]:
+    """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there."""
+    if names := [name for name in ("rewards", "truncated", "reward_error") if name in batch]:
+        batch = await batch.load(*names)
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
-    if "loss_mask" in batch and len(batch):
+    if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())

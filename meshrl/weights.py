@@ -1,12 +1,15 @@
 """A model's weights at one version, as they travel from a policy to a sampler."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import SupportsIndex, cast
 
-import numpy as np
+from typing_extensions import Buffer
 
-from meshrl.ragged import frozen
+from meshrl.errors import DataError
+from meshrl.held import Held, Put
+from meshrl.ragged import from_raw, frozen, pickled, raw
 from meshrl.sharding import Array
 
 
@@ -19,8 +22,19 @@ class Weights:
 
     def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
         self._version = version
-        self._tensors = MappingProxyType({name: frozen(array, f"weight `{name}`") for name, array in tensors.items()})
+        self._nbytes = sum(array.nbytes for array in tensors.values())
+        self._tensors: _Tensors | None = _Tensors(
+            {name: frozen(array, f"weight `{name}`") for name, array in tensors.items()}
+        )
+        self._held: Held | None = None
         self._digest: str | None = None
+
+    @classmethod
+    def _make(cls, version: int, nbytes: int, tensors: "_Tensors | None", held: Held | None) -> "Weights":
+        self = cls.__new__(cls)
+        self._version, self._nbytes, self._tensors, self._held = version, nbytes, tensors, held
+        self._digest = None
+        return self
 
     @property
     def version(self) -> int:
@@ -29,29 +43,45 @@ class Weights:
 
     @property
     def tensors(self) -> Mapping[str, Array]:
-        """The arrays by parameter name, read-only."""
-        return self._tensors
+        """The arrays by parameter name, read-only. DataError where they stayed on the rank: `load` them first."""
+        if self._tensors is None:
+            raise DataError(
+                f"the weights of version {self._version} ({self._nbytes} bytes) lie on the rank that made them: write "
+                "`weights = await weights.load()` before reading them here"
+            )
+        return self._tensors.arrays
+
+    async def load(self) -> "Weights":
+        """The same weights, readable here. What is handed on to a mesh need not be loaded."""
+        if self._tensors is not None or self._held is None:
+            return self
+        return self._make(self._version, self._nbytes, cast("_Tensors", await self._held.fetch()), self._held)
+
+    def hold(self, put: Put, limit: int) -> "Weights":
+        """The same weights, all tensors together kept elsewhere by `put` if they have more than `limit` bytes."""
+        if self._held is None and self._nbytes <= limit:
+            return self
+        return self._make(self._version, self._nbytes, None, self._held or put(self._tensors))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(array.nbytes for array in self._tensors.values())
+        return self._nbytes
 
     def fingerprint(self) -> str:
         """A hex digest of names, dtypes, shapes and bytes, whatever the version; computed once."""
         if self._digest is not None:
             return self._digest
         digest = hashlib.blake2b(digest_size=16)
-        for name in sorted(self._tensors):
-            array = self._tensors[name]
+        for name, array in sorted(self.tensors.items()):
             digest.update(repr((name, array.dtype.name, array.shape)).encode())
-            digest.update(array.reshape(-1).view(np.uint8).data)
+            digest.update(raw(array))
         self._digest = digest.hexdigest()
         return self._digest
 
     def with_version(self, version: int) -> "Weights":
         """The same tensors, not copied, under another version."""
-        return Weights(version, self._tensors)
+        return self._make(version, self._nbytes, self._tensors, self._held)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Weights):
@@ -63,5 +93,28 @@ class Weights:
     def __deepcopy__(self, memo: object) -> "Weights":
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., "Weights"], tuple[object, ...]]:
+        """What is held travels as a reference alone."""
+        tensors = self._tensors if self._held is None else None
+        return Weights._make, (self._version, self._nbytes, tensors, self._held)
+
     def __repr__(self) -> str:
-        return f"Weights(version {self._version}, {len(self._tensors)} tensors, {self.nbytes:,} bytes)"
+        size = f"{self._nbytes:,} bytes"
+        if self._tensors is None:
+            return f"Weights(version {self._version}, {size} elsewhere)"
+        return f"Weights(version {self._version}, {len(self._tensors.arrays)} tensors, {size})"
+
+
+class _Tensors:
+    """Tensors as they travel: all in one message, the bytes out of band, one after another."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.arrays = MappingProxyType(dict(arrays))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "_Tensors"], tuple[object, ...]]:
+        version = protocol.__index__()
+        return _unpickled, ({name: pickled(array, version) for name, array in self.arrays.items()},)
+
+
+def _unpickled(arrays: Mapping[str, tuple[Buffer, str, tuple[int, ...]]]) -> _Tensors:
+    return _Tensors({name: from_raw(*array) for name, array in arrays.items()})

@@ -11,10 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    {"errors", "sharding", "actor"},
+    {"errors", "sharding", "actor", "held"},
     {"config", "imports", "rows", "ragged", "contract", "engines.loop"},
     {"columns", "metrics", "weights", "engine", "advantages", "losses", "scripts", "engines.threads"},
-    {"data", "handle", "engines.local"},
+    {"remote", "handle", "engines.local"},
+    {"table"},
+    {"data"},
     {"roles", "mesh", "tasks"},
     {"registry", "rewards", "recorder"},
     {"run", "rollout", "check"},

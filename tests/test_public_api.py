@@ -41,6 +41,7 @@ PUBLIC = [
     "PolicyConfig",
     "Ragged",
     "Rank",
+    "RankDied",
     "RankFailed",
     "Reference",
     "ReferenceConfig",
@@ -70,6 +71,7 @@ PUBLIC = [
     "leave_one_out",
     "publish",
     "ranks",
+    "respawn",
     "rollout",
     "stop",
 ]

@@ -10,28 +10,39 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import cast
 
 from meshrl.actor import Rank, free_cores
-from meshrl.engine import Member, Request, Resources, Slot
-from meshrl.engines.threads import LocalMember, LocalSlot, Work, isolated, post
-from meshrl.errors import ConfigError
+from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Slot
+from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Work, isolated, post
+from meshrl.errors import ConfigError, MeshStopped
+from meshrl.held import Held, hold
 
 
 class LocalEngine:
-    """Ranks as threads. `cores` is what all meshes together may compute with."""
+    """Ranks as threads. `cores` is what all meshes together may compute with; for `inline_bytes` see `Engine`."""
 
-    def __init__(self, cores: int | None = None) -> None:
+    def __init__(self, cores: int | None = None, inline_bytes: int = INLINE_BYTES) -> None:
         self.cores = cores or free_cores()
+        self.inline_bytes = inline_bytes
         self._slots: list[LocalSlot] = []
         self._members: list[LocalMember] = []
+
+    def put(self, value: object) -> Held:
+        """Keep a value; the ranks share it."""
+        return LocalHeld(value)
 
     async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
         """Places for `count` ranks, with the threads they ask for, but no more than there are free cores.
 
-        Where no core is free, a rank still gets one thread.
+        Where no core is free, a rank still gets one thread. With `cpus = 0` a rank has none: it runs in the
+        caller's own loop, which is for what computes nothing, such as fakes.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
-        free = self.cores - sum(slot.threads for slot in self._slots)
-        threads = max(1, min(resources.cpus or self.cores, free // count))
+        if resources.gpus or resources.custom:
+            asked = {"gpus": resources.gpus, **resources.custom}
+            raise ConfigError(f"the local engine gives threads and nothing else, not {asked}: set run.engine = 'ray'")
+        free = self.cores - sum(slot.threads for slot in self._slots if slot.cores)
+        wanted = self.cores if resources.cpus is None else resources.cpus
+        threads = max(1, min(wanted, free // count)) if wanted else 0
         slots = [LocalSlot(threads) for _ in range(count)]
         self._slots += slots
         return slots
@@ -64,6 +75,21 @@ class LocalEngine:
             raise
         return members
 
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Stop the actors and construct them again, all at once. If one fails, all are stopped."""
+        again = cast("Sequence[LocalMember]", members)
+        for member in again:
+            if member.slot not in self._slots:
+                raise MeshStopped(
+                    f"{member.name} cannot be made again on rank {member.rank.index}: its mesh is stopped"
+                )
+        self._members += [member for member in again if member not in self._members]
+        outcomes = await asyncio.gather(*(member.restart() for member in again), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                await self.stop(members)
+                raise outcome
+
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go."""
         stops = [asyncio.ensure_future(member.stop()) for member in cast("Sequence[LocalMember]", members)]
@@ -88,7 +114,7 @@ class LocalEngine:
 
         def send(index: int, work: Work) -> None:
             async def run(work: Work) -> None:
-                results[index] = isolated(await cast("Awaitable[object]", work.call()))
+                results[index] = self._answer(await cast("Awaitable[object]", await work.call()))
                 waiting.discard(index)
                 if not waiting:  # only the last result wakes the caller
                     post(caller, settle, None)
@@ -106,7 +132,7 @@ class LocalEngine:
     async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
         works = [_work(endpoint, request) for request in requests]
-        stream = _Stream(asyncio.get_running_loop(), len(works))
+        stream = _Stream(asyncio.get_running_loop(), len(works), self._answer)
         try:
             for index, work in enumerate(works):
                 stream.send(work, heard=index in heard)
@@ -115,6 +141,10 @@ class LocalEngine:
         finally:
             for work in works:
                 work.cancel()
+
+    def _answer(self, value: object) -> object:
+        """What the caller sees of a result."""
+        return isolated(hold(value, self.put, self.inline_bytes))
 
     async def close(self) -> None:
         """Stop every actor and end every thread."""
@@ -128,7 +158,8 @@ def _work(endpoint: str, request: Request) -> Work:
 class _Stream:
     """The caller's side of several ranks' generators."""
 
-    def __init__(self, caller: asyncio.AbstractEventLoop, members: int) -> None:
+    def __init__(self, caller: asyncio.AbstractEventLoop, members: int, answer: Callable[[object], object]) -> None:
+        self._answer = answer
         self._values: deque[tuple[object, Callable[[], object]]] = deque()
         self._open = members
         self._caller = caller
@@ -157,13 +188,13 @@ class _Stream:
         free = asyncio.Semaphore(1)
 
         async def run(work: Work) -> None:
-            values = cast("AsyncGenerator[object] | AsyncIterator[object]", work.call())
+            values = cast("AsyncGenerator[object] | AsyncIterator[object]", await work.call())
             try:
                 async for value in values:
                     if not heard:
                         continue
                     await free.acquire()
-                    post(self._caller, self._arrive, isolated(value), lambda: post(loop, free.release))
+                    post(self._caller, self._arrive, self._answer(value), lambda: post(loop, free.release))
             finally:
                 if isinstance(values, AsyncGenerator):
                     await values.aclose()

@@ -4,20 +4,40 @@ import asyncio
 import copy
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from meshrl.actor import Rank, rank_context
 from meshrl.engines.loop import RankLoop
 from meshrl.errors import ContractError, MeshStopped, RankFailed
+from meshrl.held import loaded
+from meshrl.ragged import frozen
 
 T = TypeVar("T")
 
 _ENGINES = str(Path(__file__).parent)
 _IMMUTABLE = (type(None), bool, int, float, str, bytes)
+
+
+class LocalHeld:
+    """A value that ranks of this process share. It is not copied: nobody can write it."""
+
+    def __init__(self, value: object) -> None:
+        writable = isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata)
+        self._value = frozen(value.copy()) if isinstance(value, np.ndarray) and writable else value
+
+    async def fetch(self) -> object:
+        """The value. Python values, which may be written (dicts), are copied for each reader."""
+        return copy.deepcopy(self._value) if isinstance(self._value, tuple) else self._value
+
+    def __deepcopy__(self, memo: object) -> "LocalHeld":
+        return self
 
 
 def isolated(value: T) -> T:
@@ -38,16 +58,19 @@ def sendable(
 
 
 class LocalSlot:
-    """A place for one rank. Its thread runs while actors live on it."""
+    """A place for one rank. Its thread runs while actors live on it; without a core it is the caller's own loop."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, cores: int) -> None:
+        self.cores = cores
+        self.threads = max(1, cores)
         self._loop: RankLoop | None = None
         self._thread: threading.Thread | None = None
         self._actors = 0
 
-    def enter(self) -> RankLoop:
+    def enter(self) -> asyncio.AbstractEventLoop:
         """The loop for one more actor; the first starts the thread."""
+        if not self.cores:
+            return asyncio.get_running_loop()
         self._actors += 1
         if self._loop is None:
             self._loop = RankLoop()
@@ -57,6 +80,8 @@ class LocalSlot:
 
     def leave(self) -> None:
         """One actor less; the last ends the thread."""
+        if not self.cores:
+            return
         self._actors -= 1
         if self._actors == 0 and self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -91,18 +116,29 @@ class LocalMember:
         self._instance: object = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[None] | None = None
+        self._remake: Callable[[], Awaitable[None]] | None = None
 
     async def construct(self, create: type, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
         """Make the actor, on its own thread."""
+        self._remake = partial(self.construct, create, arguments, keywords)
         arguments, keywords = sendable(f"{self.name}.__init__", arguments, keywords)
 
         async def make() -> None:
+            given, named = await loaded((arguments, keywords))
             try:
-                self._instance = create(*arguments, **keywords)
+                self._instance = create(*given, **named)
             except BaseException as error:
                 raise self.failure("__init__", error) from error
 
         await self._on_rank(make())
+
+    async def restart(self) -> None:
+        """Stop the actor and make it again."""
+        await self.stop()
+        self.stopped, self._stopping = False, None
+        self.loop = self.slot.enter()
+        if self._remake is not None:
+            await self._remake()
 
     async def stop(self) -> None:
         """Cancel the actor's calls, wait for their end, and let it go. It goes on where the caller is cancelled."""
@@ -186,8 +222,10 @@ class Work:
 
         self._post(start)
 
-    def call(self) -> object:
+    async def call(self) -> object:
         """What the endpoint returns: an awaitable, or an async generator."""
+        if self.arguments or self.keywords:
+            self.arguments, self.keywords = await loaded((self.arguments, self.keywords))
         return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
 
     def cancel(self) -> None:

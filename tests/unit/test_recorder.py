@@ -77,7 +77,7 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
     assert [event.summary.value[0].tensor.float_val[0] for event in events] == [2.0, 1.0]
 
 
-def test_samples_are_spread_over_the_batch(tmp_path: Path) -> None:
+async def test_samples_are_spread_over_the_batch(tmp_path: Path) -> None:
     count = 64
     batch = Batch.of(
         prompt=[f"p{index}" for index in range(count)],
@@ -87,9 +87,9 @@ def test_samples_are_spread_over_the_batch(tmp_path: Path) -> None:
         reward_error=[None] * (count - 1) + ["ValueError: no"],
     )
     with Recorder(tmp_path / "mine", {}) as recorder:
-        recorder.samples(3, batch)
-        recorder.samples(4, batch.select(np.arange(2)).only("prompt"))
-        recorder.samples(5, batch.select(np.arange(0)))
+        await recorder.samples(3, batch)
+        await recorder.samples(4, batch.select(np.arange(2)).only("prompt"))
+        await recorder.samples(5, batch.select(np.arange(0)))
     found = lines(tmp_path / "mine" / "samples.jsonl")
     assert len(found) == 10
     assert found[0] == {

@@ -1,0 +1,85 @@
+"""Values that stay where they were made: what is large travels as a reference, and is fetched where it is read."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar, cast, runtime_checkable
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class Held(Protocol):
+    """A value that an engine keeps. Whoever has this may fetch it; it is let go with the last that names it."""
+
+    async def fetch(self) -> object:
+        """The value, read-only, without a copy where the engine can. Raises `DataError` if it is lost."""
+        ...
+
+
+Put = Callable[[object], Held]
+"""How an engine keeps a value."""
+
+
+@runtime_checkable
+class Holder(Protocol):
+    """A value that can leave its large parts behind: `Batch`, `Weights`."""
+
+    def hold(self, put: Put, limit: int) -> Self:
+        """The same value, each part of more than `limit` bytes as a reference only."""
+        ...
+
+    async def load(self) -> Self:
+        """The same value, all parts readable."""
+        ...
+
+
+@dataclass(frozen=True)
+class Later:
+    """Stands for an array while it travels."""
+
+    held: Held
+
+
+def hold(value: T, put: Put, limit: int, *, arrays: bool = False) -> T:
+    """The value with the large parts of what it contains held; with `arrays`, arrays of more than `limit` bytes too.
+
+    Looks into dicts, lists and tuples. What is held is sent once, whatever the number of ranks that fetch it.
+    """
+    return cast("T", _hold(value, put, limit, arrays))
+
+
+def _hold(value: object, put: Put, limit: int, arrays: bool) -> object:
+    if isinstance(value, np.ndarray):
+        return Later(put(value)) if arrays and value.nbytes > limit else value
+    if type(value) in (list, tuple):
+        items = cast("list[object]", value)
+        return type(items)(_hold(item, put, limit, arrays) for item in items)
+    if type(value) is dict:
+        table = cast("dict[object, object]", value)
+        return {key: _hold(item, put, limit, arrays) for key, item in table.items()}
+    return value.hold(put, limit) if isinstance(value, Holder) else value
+
+
+async def loaded(value: T) -> T:
+    """The value with everything readable that `hold` left behind."""
+    return cast("T", await _loaded(value))
+
+
+async def _loaded(value: object) -> object:
+    if isinstance(value, Later):
+        return await value.held.fetch()
+    if type(value) in (list, tuple):
+        items = cast("list[object]", value)
+        return type(items)([await _loaded(item) for item in items])
+    if type(value) is dict:
+        table = cast("Mapping[object, object]", value)
+        return {key: await _loaded(item) for key, item in table.items()}
+    return await value.load() if isinstance(value, Holder) else value
+
+
+async def fetched(held: Mapping[int, Held]) -> dict[int, object]:
+    """The values, all at once."""
+    values = await asyncio.gather(*(each.fetch() for each in held.values()))
+    return dict(zip(held, values, strict=True))

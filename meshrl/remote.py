@@ -1,0 +1,229 @@
+"""Columns that lie elsewhere: which piece holds each row, and how pieces that were fetched become a column."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl import columns as kinds
+from meshrl.columns import Column
+from meshrl.errors import DataError
+from meshrl.held import Held
+from meshrl.ragged import Ragged, bounds_of, sealed
+from meshrl.sharding import Array, Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where each row of a column lies: in which piece, `int32[rows]`, and at which number there, `int64[rows]`.
+
+    The columns of a batch that have their pieces alike share one object.
+    """
+
+    piece: NDArray[np.int32]
+    row: Rows
+
+    @classmethod
+    def whole(cls, rows: int) -> Self:
+        """The rows of one piece, in their order."""
+        return cls(sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows)))
+
+    def take(self, rows: Rows) -> tuple["Places", Rows]:
+        """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
+        kept, piece = np.unique(self.piece[rows], return_inverse=True)
+        return Places(sealed(piece.astype(np.int32)), sealed(self.row[rows])), kept.astype(np.int64)
+
+    @staticmethod
+    def concat(parts: Sequence[tuple["Places", int]]) -> "Places":
+        """The rows of all parts; with each part goes the number of its pieces."""
+        before = np.cumsum([0, *(pieces for _, pieces in parts)])
+        piece = np.concatenate([part.piece + start for (part, _), start in zip(parts, before, strict=False)])
+        return Places(sealed(piece.astype(np.int32)), sealed(np.concatenate([part.row for part, _ in parts])))
+
+
+@dataclass(frozen=True)
+class Here:
+    """A piece that travels by value, because it is small."""
+
+    column: Column
+
+    async def fetch(self) -> Column:
+        """The column."""
+        return self.column
+
+
+@dataclass(frozen=True)
+class Form:
+    """What kind of column it is: Python values, rows of one shape, or tokens."""
+
+    kind: Literal["objects", "row", "ragged"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Beyond the first dim."""
+
+    @classmethod
+    def of(cls, column: Column) -> Self:
+        """The form of a column."""
+        if isinstance(column, tuple):
+            return cls("objects")
+        values = column.values if isinstance(column, Ragged) else column
+        return cls("ragged" if isinstance(column, Ragged) else "row", values.dtype.name, values.shape[1:])
+
+    def empty(self) -> Column:
+        """A column of this form without rows."""
+        if self.kind == "objects":
+            return ()
+        values: Array = sealed(np.empty((0, *self.shape), self.dtype))
+        return values if self.kind == "row" else Ragged.make(values, np.zeros(1, np.int64))
+
+    def __str__(self) -> str:
+        return "Python values" if self.kind == "objects" else kinds.describe(self.empty())
+
+
+class Remote:
+    """A column whose values stay where they were made, as one or more pieces. Immutable.
+
+    Its rows can be selected and joined without the values. `fetch` gives the same column with the pieces it
+    needs; only then can it be read.
+    """
+
+    __slots__ = ("_column", "form", "lengths", "pieces", "places", "values")
+
+    def __init__(
+        self,
+        form: Form,
+        pieces: Sequence[Held],
+        places: Places,
+        lengths: Rows | None,
+        values: Sequence[Column | None] | None = None,
+    ) -> None:
+        """`lengths`: tokens of each row, of a ragged column; `values`: those pieces that were fetched, else None."""
+        self.form = form
+        self.pieces = tuple(pieces)
+        self.places = places
+        self.lengths = lengths
+        self.values: tuple[Column | None, ...] = tuple(values or [None] * len(self.pieces))
+        self._column: Column | None = None
+
+    @classmethod
+    def of(cls, column: Column, piece: Held, places: Places) -> Self:
+        """The column that lies in this piece, row for row."""
+        lengths = sealed(column.lengths) if isinstance(column, Ragged) else None
+        return cls(Form.of(column), [piece], places, lengths)
+
+    def __len__(self) -> int:
+        return len(self.places.row)
+
+    def __reduce__(self) -> tuple[type["Remote"], tuple[object, ...]]:
+        return Remote, (self.form, self.pieces, self.places, self.lengths)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be read."""
+        return not self.missing
+
+    @property
+    def missing(self) -> list[Held]:
+        """The pieces that must be fetched before it can be read."""
+        return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
+
+    def take(self, rows: Rows, places: Places, kept: Rows) -> "Remote":
+        """These rows, whose `places` and `kept` pieces are what `Places.take` gives."""
+        values = [self.values[index] for index in kept]
+        lengths = None if self.lengths is None else sealed(self.lengths[rows])
+        return Remote(self.form, [self.pieces[index] for index in kept], places, lengths, values)
+
+    def arrived(self, fetched: Mapping[int, object]) -> "Remote":
+        """The same column, which can be read: from the value of each missing piece by the piece's `id`."""
+        pairs = zip(self.pieces, self.values, strict=True)
+        values = [_frozen(fetched[id(piece)]) if value is None else value for piece, value in pairs]
+        return Remote(self.form, self.pieces, self.places, self.lengths, values)
+
+    def left(self) -> "Remote":
+        """The same column without values, as it travels."""
+        return Remote(self.form, self.pieces, self.places, self.lengths)
+
+    def column(self, name: str) -> Column:
+        """The values; put together when they are first asked for. DataError where they were not fetched."""
+        if self._column is None:
+            if not self.is_here:
+                raise DataError(
+                    f"column `{name}` ({self.form}, {len(self)} rows) lies on the ranks that made it: "
+                    f"write `batch = await batch.load({name!r})` before reading it here"
+                )
+            self._column = self._assembled(cast("tuple[Column, ...]", self.values))
+        return self._column
+
+    def _assembled(self, pieces: Sequence[Column]) -> Column:
+        places = self.places
+        if not pieces:
+            return self.form.empty()
+        whole = len(pieces) == 1 and len(places.row) == len(pieces[0])
+        if whole and bool((places.row == np.arange(len(places.row))).all()):
+            return pieces[0]
+        if self.form.kind == "objects":
+            values = cast("Sequence[tuple[object, ...]]", pieces)
+            pairs = zip(places.piece.tolist(), places.row.tolist(), strict=True)
+            return tuple([values[piece][row] for piece, row in pairs])
+        if self.form.kind == "ragged":
+            return _ragged(cast("Sequence[Ragged]", pieces), places)
+        return _rows(cast("Sequence[Array]", pieces), places)
+
+    @classmethod
+    def concat(cls, name: str, parts: Sequence["Remote"], places: Places) -> Self:
+        """The rows of all parts; `places` is what `Places.concat` gives. DataError where the parts differ in form."""
+        forms = sorted({str(part.form) for part in parts})
+        if len(forms) > 1:
+            raise DataError(
+                f"column `{name}` differs between parts: {', '.join(forms)}; each must return the same kind, dtype and "
+                "trailing dims"
+            )
+        pieces = [piece for part in parts for piece in part.pieces]
+        lengths = None
+        if all(part.lengths is not None for part in parts):
+            lengths = sealed(np.concatenate([cast("Rows", part.lengths) for part in parts]))
+        values = [value for part in parts for value in part.values]
+        return cls(parts[0].form, pieces, places, lengths, values)
+
+
+def as_remote(column: "Column | Remote") -> Remote:
+    """A Remote is itself; a column becomes one by value."""
+    if isinstance(column, Remote):
+        return column
+    made = Remote.of(column, Here(column), Places.whole(len(column)))
+    return made.arrived({id(made.pieces[0]): column})
+
+
+def _frozen(value: object) -> Column:
+    if isinstance(value, np.ndarray):
+        return sealed(value)
+    return cast("Column", value)
+
+
+def _rows(pieces: Sequence[Array], places: Places) -> Array:
+    if len(pieces) == 1:
+        return sealed(pieces[0][places.row])
+    whole = np.empty((len(places.row), *pieces[0].shape[1:]), pieces[0].dtype)
+    for number, piece in enumerate(pieces):
+        mine = places.piece == number
+        whole[mine] = piece[places.row[mine]]
+    return sealed(whole)
+
+
+def _ragged(pieces: Sequence[Ragged], places: Places) -> Ragged:
+    """Run by run: rows that follow one another in a piece are copied together."""
+    starts, ends = np.empty(len(places.row), np.int64), np.empty(len(places.row), np.int64)
+    for number, piece in enumerate(pieces):
+        mine = places.piece == number
+        rows = places.row[mine]
+        starts[mine], ends[mine] = piece.offsets[rows], piece.offsets[rows + 1]
+    breaks = np.flatnonzero((starts[1:] != ends[:-1]) | (places.piece[1:] != places.piece[:-1])) + 1
+    first = np.concatenate([[0], breaks])
+    last = np.concatenate([breaks, [len(starts)]]) - 1
+    runs = zip(places.piece[first].tolist(), starts[first].tolist(), ends[last].tolist(), strict=True)
+    values = [piece.values for piece in pieces]
+    return Ragged.make(
+        np.concatenate([values[piece][start:end] for piece, start, end in runs]), bounds_of(ends - starts)
+    )

@@ -1,0 +1,124 @@
+"""What is done to all columns of a batch at once, whether their values are here or lie elsewhere."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, cast
+
+from meshrl import columns as kinds
+from meshrl.columns import TOKEN_COLUMNS, Column
+from meshrl.held import Held, Put, fetched
+from meshrl.ragged import Ragged, gather, sealed
+from meshrl.remote import Places, Remote, as_remote
+from meshrl.sharding import Rows
+
+Stored: TypeAlias = Column | Remote
+"""A column as a batch keeps it."""
+Table: TypeAlias = Mapping[str, Stored]
+
+
+def aligned(table: Table) -> dict[str, Stored]:
+    """The columns, where ragged ones with equal offsets share them. DataError if standard ones are not aligned."""
+    here = {name: column for name, column in table.items() if not isinstance(column, Remote)}
+    result: dict[str, Stored] = {**table, **kinds.aligned(here)}
+    wanted = lengths(table.get("tokens"))
+    if wanted is not None and len(here) < len(table):
+        for name in TOKEN_COLUMNS:
+            found = lengths(table.get(name))
+            if found is not None and found is not wanted:
+                kinds.check_lengths(name, found, wanted)
+    return result
+
+
+def lengths(column: Stored | None) -> Rows | None:
+    """Tokens of each row, of a ragged column."""
+    return column.lengths if isinstance(column, Ragged | Remote) else None
+
+
+def take(table: Table, rows: Rows) -> dict[str, Stored]:
+    """These rows of each column. What columns share (offsets, places) is worked out once."""
+    spans: dict[int, tuple[Rows, Rows]] = {}
+    places: dict[int, tuple[Places, Rows]] = {}
+    taken: dict[str, Stored] = {}
+    for name, column in table.items():
+        if isinstance(column, tuple):
+            taken[name] = tuple([column[row] for row in rows.tolist()])
+        elif isinstance(column, Ragged):
+            key = id(column.offsets)
+            spans[key] = spans.get(key) or gather(column.offsets, rows)
+            index, offsets = spans[key]
+            taken[name] = Ragged.make(column.values[index], offsets)
+        elif isinstance(column, Remote):
+            key = id(column.places)
+            places[key] = places.get(key) or column.places.take(rows)
+            taken[name] = column.take(rows, *places[key])
+        else:
+            taken[name] = sealed(column[rows])
+    return taken
+
+
+def concat(tables: Sequence[Table]) -> dict[str, Stored]:
+    """The rows of all tables (one or more, of the same columns), one after another."""
+    places: dict[tuple[tuple[int, int], ...], Places] = {}
+    alive: list[Remote] = []
+    joined: dict[str, Stored] = {}
+    for name in tables[0]:
+        parts = [table[name] for table in tables]
+        if not any(isinstance(part, Remote) for part in parts):
+            joined[name] = kinds.concat(name, cast("list[Column]", parts))
+            continue
+        remotes = [as_remote(part) for part in parts]
+        alive += remotes  # so that no `id` is given twice
+        key = tuple((id(part.places), len(part.pieces)) for part in remotes)
+        places[key] = places.get(key) or Places.concat([(part.places, len(part.pieces)) for part in remotes])
+        joined[name] = Remote.concat(name, remotes, places[key])
+    return aligned(joined)
+
+
+def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
+    """The table with each column of more than `limit` bytes put elsewhere; what was fetched is left again."""
+    places = Places.whole(rows)
+    held: dict[str, Stored] = {}
+    for name, column in table.items():
+        if isinstance(column, Remote):
+            held[name] = column.left()
+        elif _bytes_of(column) > limit:
+            held[name] = Remote.of(column, put(kinds.private(column)), places)
+        else:
+            held[name] = column
+    return held
+
+
+async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
+    """The table with these columns readable. Each piece is fetched once."""
+    wanted = {name: column for name in names if isinstance(column := table[name], Remote) and not column.is_here}
+    pieces: dict[int, Held] = {id(piece): piece for column in wanted.values() for piece in column.missing}
+    values = await fetched(pieces)
+    return {**table, **{name: column.arrived(values) for name, column in wanted.items()}}
+
+
+def read(name: str, column: Stored) -> Column:
+    """The values of a column. DataError where they lie elsewhere."""
+    return column.column(name) if isinstance(column, Remote) else column
+
+
+def describe(column: Stored) -> str:
+    """The kind and dtype of a column, in a few words, and whether it lies elsewhere."""
+    if isinstance(column, Remote):
+        return str(column.form) + ("" if column.is_here else " elsewhere")
+    return kinds.describe(column)
+
+
+def _bytes_of(column: Column) -> int:
+    """The size of a column; of Python values about that of their text."""
+    if not isinstance(column, tuple):
+        return column.nbytes
+    return sum(map(_size, column))
+
+
+def _size(value: object) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_size, cast("Mapping[object, object]", value).values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size, cast("Sequence[object]", value)))
+    return 8

@@ -1,0 +1,109 @@
+"""Columns that stay where they were made: what can be done without their values, and when they can be read."""
+
+import asyncio
+import pickle
+from typing import ClassVar, cast
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError
+
+
+def rollouts(rows: int = 4) -> Batch:
+    """A batch with standard columns; row i has i + 1 tokens."""
+    lengths = range(1, rows + 1)
+    return Batch.of(
+        prompt=[f"prompt {i}" for i in range(rows)],
+        tokens=Ragged.of([np.arange(n) + 10 * n for n in lengths], np.int32),
+        loss_mask=Ragged.of([[False] * (n - 1) + [True] for n in lengths], bool),
+        rewards=np.arange(rows, dtype=np.float32),
+        groups=np.arange(rows) // 2,
+    )
+
+
+class Kept:
+    """A held value that counts its readers; it travels as a number, as a reference would."""
+
+    store: ClassVar[dict[int, object]] = {}
+    reads: ClassVar[list[int]] = []
+
+    def __init__(self, value: object) -> None:
+        self.number = len(self.store)
+        self.store[self.number] = value
+
+    async def fetch(self) -> object:
+        self.reads.append(self.number)
+        return pickle.loads(pickle.dumps(self.store[self.number], 5))  # noqa: S301 -- its own
+
+
+def travelled(batch: Batch) -> Batch:
+    return cast("Batch", pickle.loads(pickle.dumps(batch, 5)))  # noqa: S301 -- its own
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Any number of rows with a column of every kind, ragged ones with shared and with their own lengths."""
+    rows = draw(st.integers(0, 9))
+    lengths, own = (draw(st.lists(st.integers(0, 6), min_size=rows, max_size=rows)) for _ in range(2))
+    return Batch.of(
+        prompt=draw(st.lists(st.text(max_size=20), min_size=rows, max_size=rows)),
+        row=[{"number": row} for row in range(rows)],
+        tokens=Ragged.of([np.arange(n) for n in lengths], np.int32),
+        loss_mask=Ragged.of([np.arange(n) % 2 for n in lengths], np.bool_),
+        scores=Ragged.of([np.ones((n, 2)) * n for n in own], ml_dtypes.bfloat16),
+        rewards=np.arange(rows, dtype=np.float32),
+        pairs=np.arange(2 * rows).reshape(rows, 2),
+    )
+
+
+@given(batches(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0, 60]))
+def test_rows_move_from_part_to_part_without_their_values(batch: Batch, n: int, m: int, limit: int) -> None:
+    """Made on n ranks, joined, given to m ranks, joined: the same batch, and nothing is read on the way."""
+    joined = Batch.join([travelled(part.hold(Kept, limit)) for part in batch.split(n)])
+    Kept.reads.clear()
+    again = Batch.join([travelled(part) for part in joined.split(m)], joined.plan(m))
+    reordered = again.select(np.arange(len(batch))[::-1]).repeat(2)
+    assert Kept.reads == []
+    assert again.lengths.tolist() == batch.lengths.tolist()
+    assert asyncio.run(again.load()) == batch
+    assert asyncio.run(reordered.load()) == batch.select(np.arange(len(batch))[::-1]).repeat(2)
+
+
+async def test_a_column_is_read_after_it_was_loaded() -> None:
+    whole = rollouts().assign(sampler_logprobs=Ragged.of([np.ones(n) for n in range(1, 5)], np.float32))
+    batch = Batch.join([part.hold(Kept, 7) for part in whole.split(2)])
+    assert set(batch.elsewhere) == {"prompt", "tokens", "sampler_logprobs", "rewards", "groups", "loss_mask"}
+    assert "tokens ragged int32 elsewhere" in repr(batch)
+    with pytest.raises(DataError, match=r"`tokens` .*lies on the ranks that made it: write `batch = await batch.load"):
+        _ = batch.tokens
+    some = await batch.load("tokens", "rewards")
+    assert some.tokens == rollouts().tokens
+    assert some.rewards.tolist() == [0, 1, 2, 3]
+    assert set(some.elsewhere) == {"prompt", "loss_mask", "sampler_logprobs", "groups"}
+    assert travelled(some).elsewhere == batch.elsewhere, "it travels as it came, without its values"
+    with pytest.raises(DataError, match="did you mean `tokens`"):
+        await batch.load("token")
+
+
+async def test_only_the_pieces_that_hold_the_rows_are_fetched() -> None:
+    batch = Batch.join([part.hold(Kept, 0) for part in rollouts(8).only("tokens", "rewards").split(4)])
+    Kept.reads.clear()
+    assert (await batch.select([3]).load("rewards")).rewards.tolist() == [3]
+    assert len(Kept.reads) == 1
+
+
+def test_columns_elsewhere_are_checked_like_others() -> None:
+    batch = rollouts().hold(Kept, 0)
+    with pytest.raises(DataError, match="row 0 has 1 tokens and 2 in `versions`"):
+        batch.assign(versions=Ragged.of([[0, 0]] * 4, np.int32))
+    other = rollouts().drop("prompt").assign(prompt=np.zeros(4)).hold(Kept, 0)
+    with pytest.raises(DataError, match="column `prompt` differs between parts: Python values, float64"):
+        Batch.concat([batch, other])
+    mixed = Batch.concat([batch, rollouts()])
+    assert len(mixed) == 8
+    assert mixed.select(range(4, 8)).elsewhere == (), "what was here stays here"
