@@ -135,11 +135,10 @@ class BoundEndpoint:
         chosen = self.deployment.replica(axes)
         parts = [results[number] for number in chosen]
         if kind == "same":
-            if len(parts) == 1:
-                return parts[0]
-            parts = await loaded(parts)
-            ranks = [self.deployment.members[number].rank.index for number in chosen]
-            return rows.agree(parts, ranks, self.where)
+            if len(parts) > 1:
+                ranks = [self.deployment.members[number].rank.index for number in chosen]
+                rows.check_same(await loaded(parts), ranks, self.where)
+            return parts[0]
         if kind == "gather":
             return self._gather(parts, plans.get(axes, rows.UNDIVIDED))
         return rows.mean(parts) if kind == "mean" else rows.total(parts)

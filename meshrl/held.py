@@ -63,11 +63,14 @@ def _hold(value: object, put: Put, limit: int, arrays: bool) -> object:
 
 
 async def loaded(value: T) -> T:
-    """The value with everything readable that `hold` left behind."""
+    """The value with everything readable that `hold` left behind; its arrays are read-only from now on."""
     return cast("T", await _loaded(value))
 
 
 async def _loaded(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+        return cast("object", value)
     if isinstance(value, Later):
         return await value.held.fetch()
     if type(value) in (list, tuple):

@@ -80,15 +80,14 @@ def total(parts: Sequence[object]) -> object:
     return _reduce(parts, _total)
 
 
-def agree(parts: Sequence[object], ranks: Sequence[int], where: str) -> object:
-    """The value that all ranks returned; `ReplicasDisagree` names the ranks where they did not."""
+def check_same(parts: Sequence[object], ranks: Sequence[int], where: str) -> None:
+    """`ReplicasDisagree`, which names the ranks, where not all of them returned the same."""
     for rank, part in zip(ranks[1:], parts[1:], strict=True):
         if not _equal(parts[0], part):
             raise ReplicasDisagree(
                 f"{where} is marked Same, but rank {ranks[0]} returned {_short(parts[0])} "
                 f"and rank {rank} returned {_short(part)}; make them agree, return Gather, or call each()"
             )
-    return parts[0]
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Splittable | Array]]:

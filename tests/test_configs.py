@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import RunConfig
+from meshrl import RunConfig, Task, TaskConfig
 from meshrl.check import find_mistakes
 from meshrl.scripts import about, load_job, shipped_configs, shipped_scripts
 
@@ -27,6 +27,9 @@ def saved_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_configuration_is_right(name: str) -> None:
     job = load_job(CONFIGS[name], [], RunConfig)
     assert find_mistakes(job.config) == []
+    task: object = vars(job.config)["task"]
+    assert isinstance(task, TaskConfig)
+    assert len(Task.load(task).held_out) == task.held_out
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -14,13 +14,13 @@ from meshrl import (
     Batch,
     ContractError,
     Gather,
-    LocalEngine,
     Mean,
     Mesh,
     Metrics,
     Policy,
     Ragged,
     ReplicasDisagree,
+    Resources,
     Same,
     Shard,
     Sum,
@@ -31,6 +31,7 @@ from meshrl import (
     ranks,
     rows,
 )
+from meshrl.engine import Engine
 
 DP_PP = Literal["dp", "pp"]
 
@@ -111,36 +112,35 @@ def make_batch(rows: int) -> Batch:
     )
 
 
-@pytest.fixture
-async def engine() -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(cores=4)
-    yield engine
-    await engine.close()
+async def reserve(engine: Engine, count: int) -> Mesh:
+    return await Mesh.reserve(engine, count, Resources(cpus=0))
 
 
-async def spawn(engine: LocalEngine, count: int) -> Worker:
-    return await (await Mesh.reserve(engine, count)).spawn(Worker)
+async def spawn(engine: Engine, count: int) -> Worker:
+    return await (await reserve(engine, count)).spawn(Worker)
 
 
-async def spawn_tall(engine: LocalEngine, **axes: int) -> Tall:
-    return await (await Mesh.reserve(engine, prod(axes.values()))).shape(**axes).spawn(Tall)
+async def spawn_tall(engine: Engine, **axes: int) -> Tall:
+    return await (await reserve(engine, prod(axes.values()))).shape(**axes).spawn(Tall)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("rows", [0, 1, 2, 7])
-async def test_rows_come_back_in_order(engine: LocalEngine, count: int, rows: int) -> None:
-    worker, batch = await spawn(engine, count), make_batch(rows)
-    assert (await worker.twice(batch, factor=3)).rewards.tolist() == [3.0 * row for row in range(rows)]
-    assert await worker.reversed(batch) == batch
-    assert await worker.tokens(batch) == batch.lengths.sum()
+async def test_rows_come_back_in_order(engine: Engine, count: int) -> None:
+    worker = await spawn(engine, count)
+    for size in (0, 1, 2, 7):
+        batch = make_batch(size)
+        tripled = await (await worker.twice(batch, factor=3)).load()
+        assert tripled.rewards.tolist() == [3.0 * row for row in range(size)]
+        assert await (await worker.reversed(batch)).load() == batch
+        assert await worker.tokens(batch) == batch.lengths.sum()
 
 
-async def test_means_are_weighted_by_rows(engine: LocalEngine) -> None:
+async def test_means_are_weighted_by_rows(engine: Engine) -> None:
     worker = await spawn(engine, 2)
     assert (await worker.reward(make_batch(3)))["reward"] == 1.0
 
 
-async def test_containers_and_optional_shards_are_split_alike(engine: LocalEngine) -> None:
+async def test_containers_and_optional_shards_are_split_alike(engine: Engine) -> None:
     worker, batch = await spawn(engine, 2), make_batch(5)
     result = await worker.pairs({"a": batch, "b": batch}, np.array([1, 2, 3, 4, 5.0]))
     assert result["sum"].tolist() == [0, 4, 12, 24, 40]
@@ -149,26 +149,27 @@ async def test_containers_and_optional_shards_are_split_alike(engine: LocalEngin
         await worker.pairs({"a": batch, "b": batch.select(range(4))})
 
 
-async def test_streams_yield_each_rows_own_values(engine: LocalEngine) -> None:
+async def test_streams_yield_each_rows_own_values(engine: Engine) -> None:
     worker, batch = await spawn(engine, 2), make_batch(5)
-    chunks = [chunk async for chunk in worker.expanded(batch)]
+    chunks = [await chunk.load() async for chunk in worker.expanded(batch)]
     assert sorted(int(chunk.rewards[0]) for chunk in chunks) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
-async def test_what_was_not_split_in_this_call_follows_one_another(engine: LocalEngine) -> None:
+async def test_what_was_not_split_in_this_call_follows_one_another(engine: Engine) -> None:
     """A part of an outer call keeps the row numbers that the outer call's join needs."""
     worker = await spawn(engine, 2)
     part = make_batch(4).part(np.array([3, 0]))
+    streamed = [await chunk.load() async for chunk in worker.same_in_stream(part)]
     for joined in (
         await worker.same(part),
         await worker.same(part, rows=None),
-        Batch.concat(sorted([x async for x in worker.same_in_stream(part)], key=lambda x: -x.rewards[0])),
+        Batch.concat(sorted(streamed, key=lambda chunk: -chunk.rewards[0])),
     ):
-        assert joined == part
+        assert await joined.load() == part
         assert [level.tolist() for level in joined.origins] == [[3, 0]]
 
 
-async def test_axes_choose_what_is_split_and_joined(engine: LocalEngine) -> None:
+async def test_axes_choose_what_is_split_and_joined(engine: Engine) -> None:
     worker = await spawn_tall(engine, dp=2, pp=2, tp=2)
     assert (await worker.where()).tolist() == [0, 4]
     assert (await worker.along_tp()).tolist() == [0, 1]
@@ -176,33 +177,33 @@ async def test_axes_choose_what_is_split_and_joined(engine: LocalEngine) -> None
     assert [rank.axes for rank in ranks(worker)][5] == {"dp": 1, "pp": 0, "tp": 1}
 
 
-async def test_each_gives_one_result_a_rank_and_at_a_submesh(engine: LocalEngine) -> None:
+async def test_each_gives_one_result_a_rank_and_at_a_submesh(engine: Engine) -> None:
     worker = await spawn_tall(engine, dp=2, tp=2, pp=1)
     assert [array.tolist() for array in await each(worker.where)()] == [[0], [1], [2], [3]]
     half = at(worker, dp=1)
     assert [rank.index for rank in ranks(half)] == [2, 3]
     assert (await half.where()).tolist() == [2]
-    assert (await half.twice(make_batch(3))).rewards.tolist() == [0, 2, 4]
+    assert (await (await half.twice(make_batch(3))).load()).rewards.tolist() == [0, 2, 4]
     with pytest.raises(ContractError, match=r"at\(Tall, dp=2\): the mesh has dp from 0 to 1"):
         at(worker, dp=2)
     plain = Worker()
     assert [array.tolist() for array in await each(plain.where)()] == [[0]]
 
 
-async def test_ranks_that_disagree_are_named(engine: LocalEngine) -> None:
+async def test_ranks_that_disagree_are_named(engine: Engine) -> None:
     worker = await spawn(engine, 2)
     assert await worker.offset_() == 0
     with pytest.raises(ReplicasDisagree, match=r"Worker.index .* rank 0 returned 0 and rank 1 returned 1"):
         await worker.index()
 
 
-async def test_a_handle_can_be_sent_to_another_actor(engine: LocalEngine) -> None:
+async def test_a_handle_can_be_sent_to_another_actor(engine: Engine) -> None:
     one, other = await spawn(engine, 2), await spawn(engine, 2)
-    assert (await one.call(other, make_batch(3))).rewards.tolist() == [0, 2, 4]
+    assert (await (await one.call(other, make_batch(3))).load()).rewards.tolist() == [0, 2, 4]
 
 
-async def test_two_layouts_live_in_the_same_ranks(engine: LocalEngine) -> None:
-    mesh = await Mesh.reserve(engine, 4)
+async def test_two_layouts_live_in_the_same_ranks(engine: Engine) -> None:
+    mesh = await reserve(engine, 4)
     wide = await mesh.spawn(Worker)
     tall = await mesh.shape(dp=1, tp=4).spawn(Worker)
     assert (await wide.where()).tolist() == [0, 1, 2, 3]
@@ -220,8 +221,8 @@ def test_values_are_reduced_container_by_container() -> None:
         rows.gather([{"a": make_batch(1)}, {"b": make_batch(1)}], None)
 
 
-async def test_wrong_uses_say_what_to_write(engine: LocalEngine) -> None:
-    mesh = await Mesh.reserve(engine, 2)
+async def test_wrong_uses_say_what_to_write(engine: Engine) -> None:
+    mesh = await reserve(engine, 2)
     with pytest.raises(ContractError, match=r"mesh.shape\(dp=3\): the sizes multiply to 3, but the mesh has 2 ranks"):
         mesh.shape(dp=3)
     with pytest.raises(ContractError, match="too many positional arguments"):

@@ -1,0 +1,337 @@
+"""What every engine promises of a call: order, isolation, cancellation, failures, streams, columns that stay."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from meshrl import (
+    Actor,
+    Batch,
+    ContractError,
+    DataError,
+    Gather,
+    Mesh,
+    MeshStopped,
+    Ragged,
+    RankFailed,
+    Resources,
+    Same,
+    Shard,
+    Weights,
+    at,
+    current_rank,
+    each,
+    endpoint,
+    respawn,
+    stop,
+)
+from meshrl.engine import Engine
+
+
+class Probe(Actor):
+    def __init__(self, fail_on: int = -1) -> None:
+        if current_rank().index == fail_on:
+            raise OSError("no such device")
+        self.log: list[int] = []
+        self.ended = ""
+        self.made = 0
+
+    @endpoint
+    async def note(self, number: int) -> Same[list[int]]:
+        self.log.append(number)
+        return self.log
+
+    @endpoint
+    async def write(self, table: dict[str, list[int]]) -> None:
+        table["a"].append(9)
+
+    @endpoint
+    async def write_array(self, values: np.ndarray) -> None:
+        values[:] = 9
+
+    @endpoint
+    async def write_batch(self, batch: Batch) -> None:
+        batch.rewards[0] = 9
+
+    @endpoint
+    async def hang(self) -> None:
+        self.ended = "running"
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.ended = "cancelled"
+            raise
+
+    @endpoint
+    async def state(self) -> Same[str]:
+        return self.ended
+
+    @endpoint
+    async def fail_on(self, rank: int) -> None:
+        if current_rank().index == rank:
+            raise ValueError(f"bad row {rank}")
+        await self.hang()
+
+    @endpoint
+    async def count(self) -> AsyncIterator[Gather[np.ndarray]]:
+        try:
+            while True:
+                self.made += 1
+                yield np.array([self.made])
+        finally:
+            self.ended = "closed"
+
+    @endpoint
+    async def count_then_fail(self) -> AsyncIterator[Gather[np.ndarray]]:
+        yield np.array([1])
+        raise ValueError("stream broke")
+
+    @endpoint
+    async def leave(self) -> None:
+        async def child() -> None:
+            raise SystemExit(3)
+
+        await asyncio.gather(child(), child())
+
+    @endpoint
+    async def made_(self) -> Same[int]:
+        return self.made
+
+
+async def until(probe: Probe, state: str) -> None:
+    while await probe.state() != state:  # noqa: ASYNC110 -- the state is on the rank
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def mesh(engine: Engine, small: Resources) -> Mesh:
+    return await Mesh.reserve(engine, 2, small)
+
+
+async def test_calls_start_in_the_order_they_were_made(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    results = await asyncio.gather(*(probe.note(number) for number in range(20)))
+    assert results[-1] == list(range(20))
+
+
+async def test_a_rank_cannot_change_the_callers_values(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    table, batch = {"a": [1]}, Batch.of(rewards=np.zeros(2, np.float32))
+    await probe.write(table)
+    assert table == {"a": [1]}
+    with pytest.raises(RankFailed, match="read-only"):
+        await probe.write_batch(batch)
+    for size in (3, 100_000):
+        values = np.zeros(size)
+        with pytest.raises(RankFailed, match="read-only"):
+            await probe.write_array(values)
+        values[:] = 1
+    first = await probe.note(1)
+    first.append(99)
+    assert await probe.note(2) == [1, 2]
+
+
+async def test_cancelling_a_call_cancels_it_on_the_ranks(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    call = asyncio.create_task(probe.hang())
+    await until(probe, "running")
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(probe, "cancelled")
+
+
+async def test_an_exception_says_where_and_cancels_the_other_ranks(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed) as caught:
+        await probe.fail_on(1)
+    error = caught.value
+    assert (error.actor, error.rank, error.axes, error.endpoint) == ("Probe", 1, {"dp": 1}, "fail_on")
+    assert "Probe.fail_on on rank 1 (dp=1) failed: ValueError: bad row 1" in str(error)
+    assert 'raise ValueError(f"bad row {rank}")' in error.traceback
+    assert "meshrl/engines" not in error.traceback
+    assert isinstance(error.__cause__, ValueError)
+    await until(at(probe, dp=0), "cancelled")
+
+
+async def test_a_failed_constructor_fails_spawn_and_leaves_nothing(mesh: Mesh) -> None:
+    with pytest.raises(RankFailed, match=r"Probe.__init__ on rank 1 \(dp=1\) failed: OSError: no such device"):
+        await mesh.spawn(Probe, fail_on=1)
+    assert await (await mesh.spawn(Probe)).note(1) == [1]
+
+
+async def test_a_stopped_actor_refuses_calls_and_ends_the_running_ones(mesh: Mesh) -> None:
+    probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe)
+    call = asyncio.create_task(probe.hang())
+    await probe.state()
+    await stop(probe)
+    with pytest.raises(MeshStopped, match=r"Probe.hang was called on rank \d, but the actor is stopped"):
+        await call
+    with pytest.raises(MeshStopped):
+        await probe.note(1)
+    assert await other.note(1) == [1]
+
+
+async def test_a_stream_waits_for_its_reader_and_closes_with_it(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    stream = at(probe, dp=0).count()
+    seen = [await anext(stream) for _ in range(3)]
+    assert [value.tolist() for value in seen] == [[1], [2], [3]]
+    await asyncio.sleep(0.05)
+    assert await at(probe, dp=0).made_() <= 5
+    await cast("AsyncGenerator[np.ndarray]", stream).aclose()
+    await until(at(probe, dp=0), "closed")
+
+
+async def test_a_stream_that_fails_says_where(mesh: Mesh) -> None:
+    probe = at(await mesh.spawn(Probe), dp=1)
+    stream = aiter(probe.count_then_fail())
+    assert (await anext(stream)).tolist() == [1]
+    with pytest.raises(RankFailed, match=r"Probe.count_then_fail on rank 1 \(dp=1\) failed: ValueError: stream broke"):
+        await anext(stream)
+
+
+async def test_stopping_ends_a_stream(mesh: Mesh) -> None:
+    probe = at(await mesh.spawn(Probe), dp=0)
+    stream = aiter(probe.count())
+    await anext(stream)
+    await stop(probe)
+    with pytest.raises(MeshStopped):
+        [value async for value in stream]
+
+
+async def test_a_rank_outlives_a_task_that_exits(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed, match="SystemExit"):
+        await probe.leave()
+    assert await probe.note(1) == [1]
+
+
+async def test_closing_a_stream_of_a_stopped_actor_is_quiet(mesh: Mesh) -> None:
+    probe = at(await mesh.spawn(Probe), dp=0)
+    stream = cast("AsyncGenerator[np.ndarray]", probe.count())
+    await anext(stream)
+    await stop(probe)
+    await stream.aclose()
+
+
+async def test_an_argument_that_cannot_be_copied_is_refused(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(ContractError, match=r"Probe.note: an argument cannot be sent to a rank"):
+        await cast("Any", probe).note(threading.Lock())
+
+
+# --- what is large stays where it was made
+
+
+class Rollouts(Actor):
+    """Makes batches of `rows` rows of `length` tokens, numbered over the ranks."""
+
+    @endpoint
+    async def make(self, rows: int, length: int) -> Gather[Batch]:
+        first = current_rank().index * rows
+        return Batch.of(
+            tokens=Ragged.of([np.full(length, first + row) for row in range(rows)], np.int32),
+            prompt=[f"{first + row}" * length for row in range(rows)],
+            rewards=np.arange(first, first + rows, dtype=np.float32),
+        )
+
+    @endpoint
+    async def doubled(self, batch: Shard[Batch]) -> Gather[Batch]:
+        return batch.assign(tokens=Ragged(batch.tokens.values * 2, batch.tokens.offsets), rewards=batch.rewards * 2)
+
+    @endpoint
+    async def same(self, batch: Shard[Batch]) -> Gather[Batch]:
+        return batch
+
+    @endpoint
+    async def stream(self, batch: Shard[Batch]) -> AsyncIterator[Gather[Batch]]:
+        for row in range(len(batch)):
+            yield batch.select([row])
+
+    @endpoint
+    async def numbers(self, values: np.ndarray) -> Same[float]:
+        return float(values.sum())
+
+    @endpoint
+    async def weights(self) -> Same[Weights]:
+        return Weights(7, {f"layer{number}": np.full((64, 64), number, np.float32) for number in range(16)})
+
+    @endpoint
+    async def fingerprint(self, weights: Weights) -> Same[str]:
+        return weights.fingerprint()
+
+
+async def test_large_columns_stay_on_the_ranks_until_they_are_loaded(engine: Engine, mesh: Mesh) -> None:
+    rollouts = await mesh.spawn(Rollouts)
+    batch = await rollouts.make(4, 20_000)
+    assert {"tokens", "prompt"} <= set(batch.elsewhere)
+    if engine.inline_bytes:
+        assert batch.rewards.tolist() == list(range(8)), "small columns come with the reply"
+    assert batch.lengths.tolist() == [20_000] * 8
+    with pytest.raises(DataError, match=r"batch.load\('tokens'\)"):
+        _ = batch.tokens
+    assert [row[0] for row in (await batch.load("tokens")).tokens] == list(range(8))
+    one = await batch.select([6]).load()
+    assert one.objects("prompt") == ("6" * 20_000,)
+
+
+async def test_rows_go_from_mesh_to_mesh_in_any_split(engine: Engine, small: Resources, mesh: Mesh) -> None:
+    one = await mesh.spawn(Rollouts)
+    other = await (await Mesh.reserve(engine, 3, small)).spawn(Rollouts)
+    batch = await one.make(5, 20_000)
+    shuffled = batch.select(np.array([9, 0, 4, 4, 7]))
+    doubled = await (await other.doubled(shuffled)).load()
+    assert doubled.rewards.tolist() == [18, 0, 8, 8, 14]
+    assert [(row[0], len(row)) for row in doubled.tokens] == [(number, 20_000) for number in (18, 0, 8, 8, 14)]
+    assert doubled.objects("prompt")[0] == "9" * 20_000
+    returned = await other.same(await one.same(batch))
+    assert await returned.load() == await batch.load()
+    streamed = Batch.join([chunk async for chunk in other.stream(batch.part(np.arange(10)))])
+    assert await streamed.load() == await batch.load()
+    assert await (await other.same(await batch.load("tokens"))).load() == await batch.load(), "loading binds nothing"
+
+
+async def test_what_is_replicated_may_be_large(mesh: Mesh) -> None:
+    rollouts = await mesh.spawn(Rollouts)
+    assert await rollouts.numbers(np.ones(100_000)) == 100_000
+    weights = await rollouts.weights()
+    with pytest.raises(DataError, match=r"weights of version 7 .* lie on the rank that made them"):
+        _ = weights.tensors
+    expected = Weights(7, {f"layer{number}": np.full((64, 64), number, np.float32) for number in range(16)})
+    assert await rollouts.fingerprint(weights) == expected.fingerprint()
+    assert await weights.load() == expected
+    assert await rollouts.fingerprint(expected.with_version(8)) == expected.fingerprint()
+
+
+async def test_a_handle_works_on_a_rank_of_another_mesh(engine: Engine, small: Resources, mesh: Mesh) -> None:
+    class Asks(Actor):
+        @endpoint
+        async def ask(self, other: Rollouts, batch: Shard[Batch]) -> Gather[Batch]:
+            return await other.doubled(batch)
+
+    asks = await mesh.spawn(Asks)
+    rollouts = await (await Mesh.reserve(engine, 2, small)).spawn(Rollouts)
+    batch = await rollouts.make(3, 20_000)
+    done = await (await asks.ask(rollouts, batch)).load()
+    assert done.rewards.tolist() == [0, 2, 4, 6, 8, 10]
+    assert [row[0] for row in done.tokens] == [0, 2, 4, 6, 8, 10]
+
+
+async def test_an_actor_can_be_made_again(mesh: Mesh) -> None:
+    probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe)
+    await asyncio.gather(probe.note(1), other.note(1))
+    running = asyncio.create_task(probe.hang())
+    await until(probe, "running")
+    await respawn(probe)
+    with pytest.raises(MeshStopped):
+        await running
+    assert await probe.note(2) == [2]
+    assert await other.note(2) == [1, 2]
+    await stop(probe)
+    await respawn(probe)
+    assert await each(probe.note)(3) == [[3], [3]]
