@@ -15,7 +15,7 @@ from meshrl import columns as kinds
 from meshrl import table
 from meshrl.columns import Column, ColumnLike
 from meshrl.errors import DataError
-from meshrl.held import Put
+from meshrl.held import Holder, Put
 from meshrl.ragged import Ragged
 from meshrl.remote import Remote
 from meshrl.sharding import Array, Rows
@@ -27,7 +27,7 @@ _TURNS = 1 << 20
 """The most times that `repeat` gives a row: what stays apart in the numbers that rows remember."""
 
 
-class Batch:
+class Batch(Holder):
     """Rows of named columns. Immutable: each change is a new batch that shares what did not change.
 
     Standard columns: `prompt`, `answer`, `completion` (text), `row` (the task's own dict), `groups` int64

@@ -1,9 +1,10 @@
 """Values that stay where they were made: what is large travels as a reference, and is fetched where it is read."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Protocol, Self, TypeVar, cast
 
 import numpy as np
 
@@ -22,17 +23,18 @@ Put = Callable[[object], Held]
 """How an engine keeps a value."""
 
 
-@runtime_checkable
-class Holder(Protocol):
-    """A value that can leave its large parts behind: `Batch`, `Weights`."""
+class Holder(ABC):
+    """Base of a value that can leave its large parts behind: `Batch`, `Weights`."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def hold(self, put: Put, limit: int) -> Self:
         """The same value, each part of more than `limit` bytes as a reference only."""
-        ...
 
+    @abstractmethod
     async def load(self) -> Self:
         """The same value, all parts readable."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -22,25 +22,30 @@ class Places:
     The columns of a batch that have their pieces alike share one object.
     """
 
+    pieces: int
     piece: NDArray[np.int32]
     row: Rows
 
     @classmethod
     def whole(cls, rows: int) -> Self:
         """The rows of one piece, in their order."""
-        return cls(sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows)))
+        return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows)))
 
     def take(self, rows: Rows) -> tuple["Places", Rows]:
         """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
-        kept, piece = np.unique(self.piece[rows], return_inverse=True)
-        return Places(sealed(piece.astype(np.int32)), sealed(self.row[rows])), kept.astype(np.int64)
+        piece, row = self.piece[rows], sealed(self.row[rows])
+        if self.pieces == 1 and len(row):
+            return Places(1, sealed(piece), row), np.zeros(1, np.int64)
+        kept, number = np.unique(piece, return_inverse=True)
+        return Places(len(kept), sealed(number.astype(np.int32)), row), kept.astype(np.int64)
 
     @staticmethod
-    def concat(parts: Sequence[tuple["Places", int]]) -> "Places":
-        """The rows of all parts; with each part goes the number of its pieces."""
-        before = np.cumsum([0, *(pieces for _, pieces in parts)])
-        piece = np.concatenate([part.piece + start for (part, _), start in zip(parts, before, strict=False)])
-        return Places(sealed(piece.astype(np.int32)), sealed(np.concatenate([part.row for part, _ in parts])))
+    def concat(parts: Sequence["Places"]) -> "Places":
+        """The rows of all parts."""
+        ends = np.cumsum([part.pieces for part in parts])
+        piece = np.concatenate([part.piece + (end - part.pieces) for part, end in zip(parts, ends, strict=True)])
+        row = np.concatenate([part.row for part in parts])
+        return Places(int(ends[-1]), sealed(piece.astype(np.int32)), sealed(row))
 
 
 @dataclass(frozen=True)

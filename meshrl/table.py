@@ -57,7 +57,7 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
 
 def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     """The rows of all tables (one or more, of the same columns), one after another."""
-    places: dict[tuple[tuple[int, int], ...], Places] = {}
+    places: dict[tuple[int, ...], Places] = {}
     alive: list[Remote] = []
     joined: dict[str, Stored] = {}
     for name in tables[0]:
@@ -67,8 +67,8 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
             continue
         remotes = [as_remote(part) for part in parts]
         alive += remotes  # so that no `id` is given twice
-        key = tuple((id(part.places), len(part.pieces)) for part in remotes)
-        places[key] = places.get(key) or Places.concat([(part.places, len(part.pieces)) for part in remotes])
+        key = tuple(id(part.places) for part in remotes)
+        places[key] = places.get(key) or Places.concat([part.places for part in remotes])
         joined[name] = Remote.concat(name, remotes, places[key])
     return aligned(joined)
 

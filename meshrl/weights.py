@@ -8,12 +8,12 @@ from typing import SupportsIndex, cast
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
-from meshrl.held import Held, Put
+from meshrl.held import Held, Holder, Put
 from meshrl.ragged import from_raw, frozen, pickled, raw
 from meshrl.sharding import Array
 
 
-class Weights:
+class Weights(Holder):
     """Named tensors and the number of updates that made them. Immutable.
 
     Arrays of any shape, bfloat16 through `ml_dtypes`. An array that owns its memory is taken without a
