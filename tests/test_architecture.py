@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "sharding", "actor", "held"},
     {"config", "imports", "rows", "ragged", "contract", "engines.loop"},
-    {"columns", "metrics", "weights", "engine", "advantages", "losses", "scripts", "engines.threads"},
-    {"remote", "handle", "engines.local"},
-    {"table"},
+    {"columns", "metrics", "weights", "engine", "advantages", "losses", "scripts"},
+    {"remote", "handle", "engines.threads"},
+    {"table", "engines.local"},
     {"data"},
     {"roles", "mesh", "tasks"},
     {"registry", "rewards", "recorder"},

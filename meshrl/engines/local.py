@@ -11,7 +11,7 @@ from typing import cast
 
 from meshrl.actor import Rank, free_cores
 from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Slot
-from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Work, isolated, post
+from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Work, answer, isolated
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.held import Held, hold
 
@@ -99,45 +99,25 @@ class LocalEngine:
 
     async def call(self, endpoint: str, requests: Sequence[Request]) -> list[object]:
         """Call each member and wait for all results."""
-        works = [_work(endpoint, request) for request in requests]
-        caller = asyncio.get_running_loop()
-        done: asyncio.Future[list[object]] = caller.create_future()
-        results: list[object] = [None] * len(works)
-        waiting = set(range(len(works)))
-
-        def settle(error: BaseException | None) -> None:
-            if not done.done():
-                if error is None:
-                    done.set_result(results)
-                else:
-                    done.set_exception(error)
-
-        def send(index: int, work: Work) -> None:
-            async def run(work: Work) -> None:
-                results[index] = self._answer(await cast("Awaitable[object]", await work.call()))
-                waiting.discard(index)
-                if not waiting:  # only the last result wakes the caller
-                    post(caller, settle, None)
-
-            work.send(run, lambda error: post(caller, settle, error))
-
+        results = _Results(asyncio.get_running_loop(), len(requests), self._answer)
+        works = [Work(endpoint, request, results, index) for index, request in enumerate(requests)]
         try:
-            for index, work in enumerate(works):
-                send(index, work)
-            return await done
+            for work in works:
+                work.send()
+            return await results.done
         finally:
-            for index in waiting.copy():
+            for index in results.waiting.copy():
                 works[index].cancel()
 
     async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
-        works = [_work(endpoint, request) for request in requests]
-        stream = _Stream(asyncio.get_running_loop(), len(works), self._answer)
+        values = _Values(asyncio.get_running_loop(), len(requests), heard, self._answer)
+        works = [Work(endpoint, request, values, index) for index, request in enumerate(requests)]
         try:
-            for index, work in enumerate(works):
-                stream.send(work, heard=index in heard)
-            while await stream.arrival():
-                yield stream.take()
+            for work in works:
+                work.send()
+            while await values.arrival():
+                yield values.take()
         finally:
             for work in works:
                 work.cancel()
@@ -151,18 +131,48 @@ class LocalEngine:
         await self.release(list(self._slots))
 
 
-def _work(endpoint: str, request: Request) -> Work:
-    return Work(cast("LocalMember", request.member), endpoint, request.arguments, request.keywords)
+class _Results:
+    """The results of one call's works. Only the last one wakes the caller."""
+
+    def __init__(self, caller: asyncio.AbstractEventLoop, count: int, finish: Callable[[object], object]) -> None:
+        self.done: asyncio.Future[list[object]] = caller.create_future()
+        self.waiting = set(range(count))
+        self._caller = caller
+        self._finish = finish
+        self._results: list[object] = [None] * count
+
+    async def run(self, work: Work) -> None:
+        self._results[work.index] = self._finish(await cast("Awaitable[object]", await work.call()))
+        self.waiting.discard(work.index)
+        if not self.waiting:
+            answer(self._caller, self._settle, None)
+
+    def fail(self, error: BaseException) -> None:
+        answer(self._caller, self._settle, error)
+
+    def _settle(self, error: BaseException | None) -> None:
+        if not self.done.done():
+            if error is None:
+                self.done.set_result(self._results)
+            else:
+                self.done.set_exception(error)
 
 
-class _Stream:
+class _Values:
     """The caller's side of several ranks' generators."""
 
-    def __init__(self, caller: asyncio.AbstractEventLoop, members: int, answer: Callable[[object], object]) -> None:
-        self._answer = answer
+    def __init__(
+        self,
+        caller: asyncio.AbstractEventLoop,
+        members: int,
+        heard: Sequence[int],
+        finish: Callable[[object], object],
+    ) -> None:
         self._values: deque[tuple[object, Callable[[], object]]] = deque()
+        self._heard = frozenset(heard)
         self._open = members
         self._caller = caller
+        self._finish = finish
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
 
@@ -182,25 +192,24 @@ class _Stream:
             taken()
         return value
 
-    def send(self, work: Work, *, heard: bool) -> None:
-        """Run the generator on its rank; one that is heard waits while a value of its own is not taken."""
+    async def run(self, work: Work) -> None:
+        """Run the generator; one that is heard waits while a value of its own is not taken."""
         loop = work.member.loop
         free = asyncio.Semaphore(1)
+        values = cast("AsyncGenerator[object] | AsyncIterator[object]", await work.call())
+        try:
+            async for value in values:
+                if work.index not in self._heard:
+                    continue
+                await free.acquire()
+                answer(self._caller, self._arrive, self._finish(value), lambda: answer(loop, free.release))
+        finally:
+            if isinstance(values, AsyncGenerator):
+                await values.aclose()
+        answer(self._caller, self._end)
 
-        async def run(work: Work) -> None:
-            values = cast("AsyncGenerator[object] | AsyncIterator[object]", await work.call())
-            try:
-                async for value in values:
-                    if not heard:
-                        continue
-                    await free.acquire()
-                    post(self._caller, self._arrive, self._answer(value), lambda: post(loop, free.release))
-            finally:
-                if isinstance(values, AsyncGenerator):
-                    await values.aclose()
-            post(self._caller, self._end)
-
-        work.send(run, lambda error: post(self._caller, self._fail, error))
+    def fail(self, error: BaseException) -> None:
+        answer(self._caller, self._fail, error)
 
     def _arrive(self, value: object, taken: Callable[[], object]) -> None:
         self._values.append((value, taken))

@@ -9,11 +9,12 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
 from meshrl.actor import Rank, rank_context
+from meshrl.engine import Request
 from meshrl.engines.loop import RankLoop
 from meshrl.errors import ContractError, MeshStopped, RankFailed
 from meshrl.held import loaded
@@ -188,60 +189,77 @@ class LocalMember:
         return RankFailed(self.name, self.rank.index, self.rank.axes, endpoint, reason, "".join(shown))
 
 
+class Reply(Protocol):
+    """The caller's side of one or more works."""
+
+    async def run(self, work: "Work") -> None:
+        """Run the endpoint, on the rank, and hand on what comes of it."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Told, on the rank, that a work ended without a result."""
+        ...
+
+
 class Work:
     """One endpoint call on one member: sent from the caller's thread, run on the rank's."""
 
-    def __init__(
-        self, member: LocalMember, endpoint: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
-    ) -> None:
-        if member.stopped:
-            raise _stopped(member, endpoint)
-        self.member = member
+    __slots__ = ("_task", "arguments", "endpoint", "index", "keywords", "member", "reply")
+
+    def __init__(self, endpoint: str, request: Request, reply: Reply, index: int) -> None:
+        """`index`: which of the reply's works it is."""
+        self.member = cast("LocalMember", request.member)
+        if self.member.stopped:
+            raise _stopped(self.member, endpoint)
         self.endpoint = endpoint
-        self.arguments, self.keywords = sendable(f"{member.name}.{endpoint}", arguments, keywords)
+        self.reply = reply
+        self.index = index
+        where = f"{self.member.name}.{endpoint}"
+        self.arguments, self.keywords = sendable(where, request.arguments, request.keywords)
         self._task: asyncio.Task[None] | None = None
 
-    def send(self, run: Callable[["Work"], Coroutine[None, None, None]], fail: Callable[[BaseException], None]) -> None:
-        """Start `run` on the rank's thread; `fail` is told if the actor stops before or while it runs."""
-
-        def start() -> None:
-            if self.member.stopped:
-                fail(_stopped(self.member, self.endpoint))
-                return
-            self._task = self.member.loop.create_task(guarded(), context=self.member.context)
-            self.member.begin(self._task)
-
-        async def guarded() -> None:
-            try:
-                await run(self)
-            except asyncio.CancelledError as error:
-                stopped = self.member.stopped
-                fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
-            except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
-                fail(self._failure(error))
-
-        self._post(start)
+    def send(self) -> None:
+        """Start on the rank's thread; the reply is told if the actor stops before or while it runs."""
+        try:
+            post(self.member.loop, self._start)
+        except RuntimeError as error:  # the loop was closed a moment ago
+            raise _stopped(self.member, self.endpoint) from error
 
     async def call(self) -> object:
-        """What the endpoint returns: an awaitable, or an async generator."""
+        """Call the endpoint: an awaitable, or an async generator."""
         if self.arguments or self.keywords:
             self.arguments, self.keywords = await loaded((self.arguments, self.keywords))
         return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
 
     def cancel(self) -> None:
         """Cancel the rank's coroutine; from any thread. One that has ended needs none."""
-        post(self.member.loop, lambda: self._task.cancel() if self._task else None)
+        with suppress(RuntimeError):
+            post(self.member.loop, self._cancel)
+
+    def _start(self) -> None:
+        if self.member.stopped:
+            self.reply.fail(_stopped(self.member, self.endpoint))
+            return
+        self._task = self.member.loop.create_task(self._run(), context=self.member.context)
+        self.member.begin(self._task)
+
+    async def _run(self) -> None:
+        try:
+            await self.reply.run(self)
+        except asyncio.CancelledError as error:
+            stopped = self.member.stopped
+            self.reply.fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+            self.reply.fail(self._failure(error))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     def _failure(self, error: BaseException) -> RankFailed:
         failed = self.member.failure(self.endpoint, error)
         failed.__cause__ = error
         return failed
-
-    def _post(self, callback: Callable[[], object]) -> None:
-        try:
-            self.member.loop.call_soon_threadsafe(callback)
-        except RuntimeError as error:  # the loop was closed a moment ago
-            raise _stopped(self.member, self.endpoint) from error
 
 
 def _stopped(member: LocalMember, endpoint: str) -> MeshStopped:
@@ -249,6 +267,14 @@ def _stopped(member: LocalMember, endpoint: str) -> MeshStopped:
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
+    """Run a callback on a loop: at once if it is this thread's. RuntimeError if the loop is closed."""
+    if asyncio._get_running_loop() is loop:  # noqa: SLF001 -- None where none runs, without an exception
+        callback(*arguments)
+    else:
+        loop.call_soon_threadsafe(callback, *arguments)
+
+
+def answer(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
     """Run a callback on the caller's loop; a caller that is gone needs no answer."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback, *arguments)
+        post(loop, callback, *arguments)
