@@ -224,12 +224,15 @@ class Batch(Holder):
         """
         for name in names:
             self._stored(name)
-        loaded = await table.load(self._columns, names or self.names)
-        return self._make(self._rows, loaded, self._origins)
+        wanted = set(names or self.names).intersection(self.elsewhere)
+        if not wanted:
+            return self
+        return self._make(self._rows, await table.load(self._columns, wanted), self._origins)
 
     def hold(self, put: Put, limit: int) -> Self:
         """The same batch, each column of more than `limit` bytes kept elsewhere by `put`."""
-        return self._make(self._rows, table.hold(self._columns, self._rows, put, limit), self._origins)
+        held = table.hold(self._columns, self._rows, put, limit)
+        return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
 
     def plan(self, parts: int) -> list[Rows]:
         """Which rows each part takes, balanced by tokens: the longest row first, to the lightest part.

@@ -74,22 +74,21 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
 
 
 def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
-    """The table with each column of more than `limit` bytes put elsewhere; what was fetched is left again."""
-    places = Places.whole(rows)
+    """The columns that travel as references: those of more than `limit` bytes, and what was fetched, as it came."""
     held: dict[str, Stored] = {}
+    places = None
     for name, column in table.items():
         if isinstance(column, Remote):
             held[name] = column.left()
         elif _bytes_of(column) > limit:
+            places = places or Places.whole(rows)
             held[name] = Remote.of(column, put(kinds.private(column)), places)
-        else:
-            held[name] = column
     return held
 
 
 async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
-    """The table with these columns readable. Each piece is fetched once."""
-    wanted = {name: column for name in names if isinstance(column := table[name], Remote) and not column.is_here}
+    """The table with these columns, which lie elsewhere, readable. Each piece is fetched once."""
+    wanted = {name: column for name in names if isinstance(column := table[name], Remote)}
     pieces: dict[int, Held] = {id(piece): piece for column in wanted.values() for piece in column.missing}
     values = await fetched(pieces)
     return {**table, **{name: column.arrived(values) for name, column in wanted.items()}}

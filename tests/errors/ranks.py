@@ -13,12 +13,14 @@ from meshrl import (
     Policy,
     PolicyConfig,
     Ragged,
+    Resources,
     Reward,
     RewardConfig,
     Run,
     RunConfig,
     Same,
     Shard,
+    Weights,
     current_rank,
     endpoint,
     stop,
@@ -51,6 +53,14 @@ class Worker(Actor):
     @endpoint
     async def hold(self, what: object) -> None: ...
 
+    @endpoint
+    async def make(self) -> Gather[Batch]:
+        return Batch.of(tokens=Ragged.of([np.zeros(40_000)], np.int32))
+
+    @endpoint
+    async def weights(self) -> Same[Weights]:
+        return Weights(3, {"embedding": np.zeros((200, 200), np.float32)})
+
 
 async def ranks_that_disagree() -> None:
     async with Run(RunConfig()) as run:
@@ -82,6 +92,23 @@ async def stopped_actor() -> None:
 async def lock_as_an_argument() -> None:
     async with Run(RunConfig()) as run:
         await (await (await run.mesh(1)).spawn(Worker)).hold(threading.Lock())
+
+
+async def column_that_was_not_loaded() -> None:
+    async with Run(RunConfig()) as run:
+        batch = await (await (await run.mesh(2)).spawn(Worker)).make()
+        _ = batch.tokens
+
+
+async def weights_that_were_not_loaded() -> None:
+    async with Run(RunConfig()) as run:
+        weights = await (await (await run.mesh(1)).spawn(Worker)).weights()
+        _ = weights.tensors
+
+
+async def gpus_without_a_cluster() -> None:
+    async with Run(RunConfig()) as run:
+        await run.mesh(2, Resources(gpus=1))
 
 
 # --- backends ------------------------------------------------------------------------------------
