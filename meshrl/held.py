@@ -65,14 +65,11 @@ def _hold(value: object, put: Put, limit: int, arrays: bool) -> object:
 
 
 async def loaded(value: T) -> T:
-    """The value with everything readable that `hold` left behind; its arrays are read-only from now on."""
+    """The value with everything readable that `hold` left behind."""
     return cast("T", await _loaded(value))
 
 
 async def _loaded(value: object) -> object:
-    if isinstance(value, np.ndarray):
-        value.flags.writeable = False
-        return cast("object", value)
     if isinstance(value, Later):
         return await value.held.fetch()
     if type(value) in (list, tuple):
@@ -82,6 +79,18 @@ async def _loaded(value: object) -> object:
         table = cast("Mapping[object, object]", value)
         return {key: await _loaded(item) for key, item in table.items()}
     return await value.load() if isinstance(value, Holder) else value
+
+
+def seal_arrays(value: object) -> None:
+    """Make the arrays in a value read-only, in place."""
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    elif type(value) is dict:
+        for item in cast("dict[object, object]", value).values():
+            seal_arrays(item)
+    elif type(value) in (list, tuple):
+        for item in cast("list[object]", value):
+            seal_arrays(item)
 
 
 async def fetched(held: Mapping[int, Held]) -> dict[int, object]:

@@ -17,7 +17,7 @@ from meshrl.actor import Rank, rank_context
 from meshrl.engine import Request
 from meshrl.engines.loop import RankLoop
 from meshrl.errors import ContractError, MeshStopped, RankFailed
-from meshrl.held import loaded
+from meshrl.held import loaded, seal_arrays
 from meshrl.ragged import frozen
 
 T = TypeVar("T")
@@ -42,8 +42,15 @@ class LocalHeld:
 
 
 def isolated(value: T) -> T:
-    """A value that shares no mutable memory with the original. Immutable ones (a `Batch`) are themselves."""
-    return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+    """A value that shares no mutable memory with the original. Immutable ones (a `Batch`) are themselves.
+
+    Its arrays are read-only, as those of an engine that maps them from a store.
+    """
+    if isinstance(value, _IMMUTABLE):
+        return value
+    alone = copy.deepcopy(value)
+    seal_arrays(alone)
+    return alone
 
 
 def sendable(

@@ -37,6 +37,7 @@ class Probe(Actor):
         if current_rank().index == fail_on:
             raise OSError("no such device")
         self.log: list[int] = []
+        self.zeros = np.zeros(3)
         self.ended = ""
         self.made = 0
 
@@ -52,6 +53,10 @@ class Probe(Actor):
     @endpoint
     async def write_array(self, values: np.ndarray) -> None:
         values[:] = 9
+
+    @endpoint
+    async def array(self) -> Same[dict[str, np.ndarray]]:
+        return {"zeros": self.zeros}
 
     @endpoint
     async def write_batch(self, batch: Batch) -> None:
@@ -130,6 +135,8 @@ async def test_a_rank_cannot_change_the_callers_values(mesh: Mesh) -> None:
         with pytest.raises(RankFailed, match="read-only"):
             await probe.write_array(values)
         values[:] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        (await probe.array())["zeros"][0] = 1
     first = await probe.note(1)
     first.append(99)
     assert await probe.note(2) == [1, 2]
