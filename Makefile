@@ -3,7 +3,6 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
-ENGINE ?= local
 PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.txt)
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
@@ -16,9 +15,9 @@ help:  ## this list
 
 setup: .venv/.done  ## make .venv, with pinned versions
 
-quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 minutes on 2 cores; ENGINE=ray on Ray
-	$(BIN)/meshrl run sft/quickstart run.engine=$(ENGINE)
-	$(BIN)/meshrl run grpo/quickstart run.engine=$(ENGINE)
+quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 minutes on 2 cores
+	$(BIN)/meshrl run sft/quickstart
+	$(BIN)/meshrl run grpo/quickstart
 
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2

@@ -14,7 +14,6 @@ from meshrl.errors import (
     MeshrlError,
     MeshStopped,
     ModelError,
-    RankDied,
     RankFailed,
     ReplicasDisagree,
 )
@@ -78,7 +77,6 @@ __all__ = [
     "PolicyConfig",
     "Ragged",
     "Rank",
-    "RankDied",
     "RankFailed",
     "Reference",
     "ReferenceConfig",

@@ -41,7 +41,6 @@ PUBLIC = [
     "PolicyConfig",
     "Ragged",
     "Rank",
-    "RankDied",
     "RankFailed",
     "Reference",
     "ReferenceConfig",

@@ -1,34 +1,22 @@
 """One fixture for all engines: what is tested with it holds on each."""
 
 from collections.abc import AsyncIterator
-from importlib.util import find_spec
 
 import pytest
 
 from meshrl import LocalEngine, Resources
 from meshrl.engine import Engine
 
-ENGINES = ["local", "by reference", "ray"]
 
-
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=["local", "by reference"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """`by reference`: the local engine, where every column stays where it was made."""
-    made: Engine
-    if request.param == "ray":
-        if find_spec("ray") is None:
-            pytest.skip("ray is not installed")
-        request.getfixturevalue("ray_cluster")
-        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
-
-        made = RayEngine()
-    else:
-        made = LocalEngine(cores=4, inline_bytes=0) if request.param == "by reference" else LocalEngine(cores=4)
+    made = LocalEngine(cores=4, inline_bytes=0) if request.param == "by reference" else LocalEngine(cores=4)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def small(request: pytest.FixtureRequest, engine: Engine) -> Resources:
-    """Ranks that take a thread of their own where that is cheap, and no core of the cluster."""
-    return Resources(cpus=1 if isinstance(engine, LocalEngine) else 0)
+def small() -> Resources:
+    """Ranks with a thread of their own."""
+    return Resources(cpus=1)
