@@ -15,13 +15,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -64,30 +62,6 @@ def at_least(name: str, value: float, unit: str, peer: float, target: float) -> 
 def at_most(name: str, value: float, unit: str, target: float, peer: float | None = None) -> Figure:
     """A number that is to be no more than `target`, in its own unit."""
     return Figure(name, value, unit, peer, None if peer is None else value / peer, target, value <= target)
-
-
-def within(name: str, value: float, unit: str, peer: float, target: float) -> Figure:
-    """A number that is to be no more than `target` times the peer's."""
-    return Figure(name, value, unit, peer, value / peer, target, value / peer <= target)
-
-
-def with_allocator() -> None:
-    """Begin the script again under ALLOCATOR, for a benchmark that measures in its own process."""
-    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})  # noqa: S606 -- ourselves
-
-
-def copier(nbytes: int) -> Callable[[], float]:
-    """What copies so many bytes, in one thread and into warm memory, and tells the seconds."""
-    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-
-    def copy() -> float:
-        began = time.perf_counter()
-        np.copyto(target, source)
-        return time.perf_counter() - began
-
-    copy()
-    return copy
 
 
 def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
