@@ -56,9 +56,10 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     prompts = task.batches(config.prompts, run.seed)
     for _ in run.steps(config.steps):
         batch = await rollout(sampler, next(prompts), config.sampling)
-        batch = await (await reward.score(batch)).load("rewards", "groups")
+        batch = await reward.score(batch)
         if reference:
             batch = await reference.logprobs(batch)
+        batch = await batch.load("rewards", "groups")
         advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
         metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
         await publish(policy, sampler)

@@ -64,6 +64,17 @@ def at_most(name: str, value: float, unit: str, target: float, peer: float | Non
     return Figure(name, value, unit, peer, None if peer is None else value / peer, target, value <= target)
 
 
+def within(name: str, value: float, unit: str, peer: float, target: float) -> Figure:
+    """A number that is to be no more than `target` times the peer's."""
+    return Figure(name, value, unit, peer, value / peer, target, value / peer <= target)
+
+
+def with_allocator() -> None:
+    """Begin the script again under ALLOCATOR, for a benchmark that measures in its own process."""
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})  # noqa: S606 -- ourselves
+
+
 def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Each contestant's results. In a round each has one turn; the order reverses from round to round.
 

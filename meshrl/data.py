@@ -354,7 +354,7 @@ class Batch(Holder):
 
     def __deepcopy__(self, memo: object) -> Self:
         columns: table.Table = {
-            name: column if isinstance(column, Remote) else kinds.private(column)
+            name: column.private() if isinstance(column, Remote) else kinds.private(column)
             for name, column in self._columns.items()
         }
         if all(columns[name] is column for name, column in self._columns.items()):

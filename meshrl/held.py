@@ -1,6 +1,5 @@
 """Values that stay where they were made: what is large travels as a reference, and is fetched where it is read."""
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -54,7 +53,8 @@ def hold(value: T, put: Put, limit: int, *, arrays: bool = False) -> T:
 
 def _hold(value: object, put: Put, limit: int, arrays: bool) -> object:
     if isinstance(value, np.ndarray):
-        return Later(put(value)) if arrays and value.nbytes > limit else value
+        plain = type(value) is np.ndarray and value.dtype.kind in "biufc"
+        return Later(put(value)) if arrays and plain and value.nbytes > limit else value
     if type(value) in (list, tuple):
         items = cast("list[object]", value)
         return type(items)(_hold(item, put, limit, arrays) for item in items)
@@ -94,6 +94,5 @@ def seal_arrays(value: object) -> None:
 
 
 async def fetched(held: Mapping[int, Held]) -> dict[int, object]:
-    """The values, all at once."""
-    values = await asyncio.gather(*(each.fetch() for each in held.values()))
-    return dict(zip(held, values, strict=True))
+    """The values. Nothing else runs meanwhile if they are in this process: so calls start in their order."""
+    return {key: await each.fetch() for key, each in held.items()}

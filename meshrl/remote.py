@@ -40,12 +40,12 @@ class Places:
         return Places(len(kept), sealed(number.astype(np.int32)), row), kept.astype(np.int64)
 
     @staticmethod
-    def concat(parts: Sequence["Places"]) -> "Places":
-        """The rows of all parts."""
-        ends = np.cumsum([part.pieces for part in parts])
-        piece = np.concatenate([part.piece + (end - part.pieces) for part, end in zip(parts, ends, strict=True)])
+    def concat(parts: Sequence["Places"], numbers: Sequence[Sequence[int]]) -> "Places":
+        """The rows of all parts; `numbers`: for each part, its pieces' new numbers."""
+        pairs = zip(parts, numbers, strict=True)
+        piece = np.concatenate([np.asarray(new, np.int32)[part.piece] for part, new in pairs])
         row = np.concatenate([part.row for part in parts])
-        return Places(int(ends[-1]), sealed(piece.astype(np.int32)), sealed(row))
+        return Places(1 + max((max(new) for new in numbers if new), default=-1), sealed(piece), sealed(row))
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,12 @@ class Remote:
         """The same column without values, as it travels."""
         return Remote(self.form, self.pieces, self.places, self.lengths)
 
+    def private(self) -> "Remote":
+        """The same column for another reader, who will have Python values of his own."""
+        if self.form.kind != "objects":
+            return self
+        return Remote(self.form, self.pieces, self.places, self.lengths, self.values)
+
     def column(self, name: str) -> Column:
         """The values; put together when they are first asked for. DataError where they were not fetched."""
         if self._column is None:
@@ -167,11 +173,11 @@ class Remote:
             return self.form.empty()
         whole = len(pieces) == 1 and len(places.row) == len(pieces[0])
         if whole and bool((places.row == np.arange(len(places.row))).all()):
-            return pieces[0]
+            return kinds.private(pieces[0])
         if self.form.kind == "objects":
             values = cast("Sequence[tuple[object, ...]]", pieces)
             pairs = zip(places.piece.tolist(), places.row.tolist(), strict=True)
-            return tuple([values[piece][row] for piece, row in pairs])
+            return kinds.private(tuple([values[piece][row] for piece, row in pairs]))
         if self.form.kind == "ragged":
             return _ragged(cast("Sequence[Ragged]", pieces), places)
         return _rows(cast("Sequence[Array]", pieces), places)
@@ -185,12 +191,22 @@ class Remote:
                 f"column `{name}` differs between parts: {', '.join(forms)}; each must return the same kind, dtype and "
                 "trailing dims"
             )
-        pieces = [piece for part in parts for piece in part.pieces]
+        found: dict[int, tuple[Held, Column | None]] = {}
+        for part in parts:
+            for piece, value in zip(part.pieces, part.values, strict=True):
+                if found.get(id(piece), (piece, None))[1] is None:
+                    found[id(piece)] = (piece, value)
         lengths = None
         if all(part.lengths is not None for part in parts):
             lengths = sealed(np.concatenate([cast("Rows", part.lengths) for part in parts]))
-        values = [value for part in parts for value in part.values]
-        return cls(parts[0].form, pieces, places, lengths, values)
+        pieces = [piece for piece, _ in found.values()]
+        return cls(parts[0].form, pieces, places, lengths, [value for _, value in found.values()])
+
+
+def renumbered(parts: Sequence[Remote]) -> tuple[tuple[int, ...], ...]:
+    """For each part, the numbers of its pieces among the different pieces of all parts."""
+    known: dict[int, int] = {}
+    return tuple(tuple(known.setdefault(id(piece), len(known)) for piece in part.pieces) for part in parts)
 
 
 def as_remote(column: "Column | Remote") -> Remote:

@@ -7,7 +7,7 @@ from meshrl import columns as kinds
 from meshrl.columns import TOKEN_COLUMNS, Column
 from meshrl.held import Held, Put, fetched
 from meshrl.ragged import Ragged, gather, sealed
-from meshrl.remote import Places, Remote, as_remote
+from meshrl.remote import Places, Remote, as_remote, renumbered
 from meshrl.sharding import Rows
 
 Stored: TypeAlias = Column | Remote
@@ -57,7 +57,7 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
 
 def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     """The rows of all tables (one or more, of the same columns), one after another."""
-    places: dict[tuple[int, ...], Places] = {}
+    places: dict[object, Places] = {}
     alive: list[Remote] = []
     joined: dict[str, Stored] = {}
     for name in tables[0]:
@@ -67,8 +67,9 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
             continue
         remotes = [as_remote(part) for part in parts]
         alive += remotes  # so that no `id` is given twice
-        key = tuple(id(part.places) for part in remotes)
-        places[key] = places.get(key) or Places.concat([part.places for part in remotes])
+        numbers = renumbered(remotes)
+        key = tuple(id(part.places) for part in remotes), numbers
+        places[key] = places.get(key) or Places.concat([part.places for part in remotes], numbers)
         joined[name] = Remote.concat(name, remotes, places[key])
     return aligned(joined)
 

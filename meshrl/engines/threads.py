@@ -34,8 +34,8 @@ class LocalHeld:
         self._value = frozen(value.copy()) if isinstance(value, np.ndarray) and writable else value
 
     async def fetch(self) -> object:
-        """The value. Python values, which may be written (dicts), are copied for each reader."""
-        return copy.deepcopy(self._value) if isinstance(self._value, tuple) else self._value
+        """The value. Python values in it, which could be written, are copied where a column is put together."""
+        return self._value
 
     def __deepcopy__(self, memo: object) -> "LocalHeld":
         return self

@@ -30,6 +30,7 @@ from meshrl import (
     stop,
 )
 from meshrl.engine import Engine
+from meshrl.remote import Remote
 
 
 class Probe(Actor):
@@ -121,6 +122,13 @@ async def test_calls_start_in_the_order_they_were_made(mesh: Mesh) -> None:
     probe = await mesh.spawn(Probe)
     results = await asyncio.gather(*(probe.note(number) for number in range(20)))
     assert results[-1] == list(range(20))
+
+
+async def test_a_large_argument_does_not_let_later_calls_overtake(mesh: Mesh) -> None:
+    rollouts = await mesh.spawn(Rollouts)
+    batch = await rollouts.make(4, 20_000)
+    await asyncio.gather(rollouts.same(batch), rollouts.numbers(np.ones(3)), rollouts.same(batch))
+    assert await rollouts.order() == ["same", "numbers", "same"]
 
 
 async def test_a_rank_cannot_change_the_callers_values(mesh: Mesh) -> None:
@@ -239,6 +247,18 @@ async def test_an_argument_that_cannot_be_copied_is_refused(mesh: Mesh) -> None:
 class Rollouts(Actor):
     """Makes batches of `rows` rows of `length` tokens, numbered over the ranks."""
 
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    @endpoint
+    async def order(self) -> Same[list[str]]:
+        return self.called
+
+    @endpoint
+    async def write_rows(self, batch: Shard[Batch]) -> None:
+        for row in batch.objects("row"):
+            cast("dict[str, int]", row)["number"] = -1
+
     @endpoint
     async def make(self, rows: int, length: int) -> Gather[Batch]:
         first = current_rank().index * rows
@@ -254,6 +274,7 @@ class Rollouts(Actor):
 
     @endpoint
     async def same(self, batch: Shard[Batch]) -> Gather[Batch]:
+        self.called.append("same")
         return batch
 
     @endpoint
@@ -263,6 +284,7 @@ class Rollouts(Actor):
 
     @endpoint
     async def numbers(self, values: np.ndarray) -> Same[float]:
+        self.called.append("numbers")
         return float(values.sum())
 
     @endpoint
@@ -302,6 +324,27 @@ async def test_rows_go_from_mesh_to_mesh_in_any_split(engine: Engine, small: Res
     streamed = Batch.join([chunk async for chunk in other.stream(batch.part(np.arange(10)))])
     assert await streamed.load() == await batch.load()
     assert await (await other.same(await batch.load("tokens"))).load() == await batch.load(), "loading binds nothing"
+
+
+async def test_python_values_are_not_shared_with_ranks(mesh: Mesh) -> None:
+    rollouts = await mesh.spawn(Rollouts)
+    mine = Batch.of(row=[{"number": row, "text": "x" * 70_000} for row in range(4)])
+    held = await rollouts.same(mine)
+    loaded = await held.load()
+    for batch in (mine, held, loaded, Batch.concat([held, mine]), Batch.concat([loaded, mine])):
+        await rollouts.write_rows(batch)
+    for batch in (mine, loaded, await held.load()):
+        assert [cast("dict[str, int]", row)["number"] for row in batch.objects("row")] == [0, 1, 2, 3]
+
+
+async def test_pieces_do_not_multiply_on_the_way(mesh: Mesh) -> None:
+    rollouts = await mesh.spawn(Rollouts)
+    batch = await rollouts.make(8, 20_000)
+    for seed in range(4):
+        batch = await rollouts.same(batch.select(np.random.default_rng(seed).permutation(16)))
+    column = batch.stored["tokens"]
+    assert isinstance(column, Remote)
+    assert len(column.pieces) == 2
 
 
 async def test_what_is_replicated_may_be_large(mesh: Mesh) -> None:
