@@ -124,6 +124,7 @@ class LocalMember:
         self._instance: object = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping: asyncio.Task[None] | None = None
+        self._restarting = asyncio.Lock()
         self._remake: Callable[[], Awaitable[None]] | None = None
 
     async def construct(self, create: type, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
@@ -141,12 +142,13 @@ class LocalMember:
         await self._on_rank(make())
 
     async def restart(self) -> None:
-        """Stop the actor and make it again."""
-        await self.stop()
-        self.stopped, self._stopping = False, None
-        self.loop = self.slot.enter()
-        if self._remake is not None:
-            await self._remake()
+        """Stop the actor and make it again; one restart after another."""
+        async with self._restarting:
+            await self.stop()
+            self.stopped, self._stopping = False, None
+            self.loop = self.slot.enter()
+            if self._remake is not None:
+                await self._remake()
 
     async def stop(self) -> None:
         """Cancel the actor's calls, wait for their end, and let it go. It goes on where the caller is cancelled."""

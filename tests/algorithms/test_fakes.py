@@ -7,8 +7,11 @@ import pytest
 
 from meshrl import Run, RunConfig
 from meshrl.config import validate
+from meshrl.engine import INLINE_BYTES
 from meshrl.imports import import_file
 
+BOTH_WAYS = pytest.mark.parametrize("inline_bytes", [INLINE_BYTES, 0], ids=["by value", "by reference"])
+"""A script loads what it reads, so it runs the same where every column stays on its rank."""
 _ALGORITHMS = Path(__file__).parents[2] / "algorithms"
 
 
@@ -18,13 +21,13 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-async def run_script(name: str, folder: Path, **config: object) -> dict[str, object]:
+async def run_script(name: str, folder: Path, inline_bytes: int = INLINE_BYTES, **config: object) -> dict[str, object]:
     module = import_file(_ALGORITHMS / f"{name}.py")
     schema = vars(module)[f"{name.title()}Config"]
     fake = {"backend": "fake", "model": "none"}
     task = {"source": str(rows_file(folder)), "held_out": 16, "held_out_fraction": 0.2}
     resolved = validate(schema, {"task": task, "policy": fake, "sampler": fake, **config}, "test")
-    async with Run(RunConfig(folder=str(folder), name=name)) as run:
+    async with Run(RunConfig(folder=str(folder), name=name, inline_bytes=inline_bytes)) as run:
         await vars(module)[name](run, resolved)
     summary: dict[str, object] = json.loads((folder / name / "summary.json").read_bytes())
     return summary
@@ -42,14 +45,16 @@ async def test_grpo_learns(tmp_path: Path, reward: str) -> None:
     assert {"loss", "rows", "completion_tokens", "truncated", "reward_errors", "step_s"} <= set(lines[0])
 
 
-async def test_grpo_with_a_reference(tmp_path: Path) -> None:
+@BOTH_WAYS
+async def test_grpo_with_a_reference(tmp_path: Path, inline_bytes: int) -> None:
     fake = {"backend": "fake", "model": "none"}
     summary = await run_script(
-        "grpo", tmp_path, reward={"backend": "fake"}, reference=fake, loss={"kl": 0.1}, prompts=4, steps=2
+        "grpo", tmp_path, inline_bytes, reward={"backend": "fake"}, reference=fake, loss={"kl": 0.1}, prompts=4, steps=2
     )
     assert summary["status"] == "finished"
 
 
-async def test_sft_learns(tmp_path: Path) -> None:
-    summary = await run_script("sft", tmp_path, rows=8, steps=10)
+@BOTH_WAYS
+async def test_sft_learns(tmp_path: Path, inline_bytes: int) -> None:
+    summary = await run_script("sft", tmp_path, inline_bytes, rows=8, steps=10)
     assert (summary["exact_match_before"], summary["exact_match_after"]) == (0.0, 1.0)

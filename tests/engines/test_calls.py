@@ -384,5 +384,5 @@ async def test_an_actor_can_be_made_again(mesh: Mesh) -> None:
     assert await probe.note(2) == [2]
     assert await other.note(2) == [1, 2]
     await stop(probe)
-    await respawn(probe)
+    await asyncio.gather(respawn(probe), respawn(probe))
     assert await each(probe.note)(3) == [[3], [3]]

@@ -18,6 +18,7 @@ from meshrl import (
     at,
     current_rank,
     endpoint,
+    respawn,
     stop,
 )
 from meshrl.engines.loop import RankLoop
@@ -116,3 +117,10 @@ def test_the_rank_loop_wakes_for_threads_files_and_timers() -> None:
 
     with asyncio.Runner(loop_factory=RankLoop) as runner:
         runner.run(main())
+
+
+async def test_two_respawns_at_once_leave_no_thread(mesh: Mesh) -> None:
+    """The fixture looks for threads that are left."""
+    threads = await mesh.spawn(Threads)
+    await asyncio.gather(respawn(threads), respawn(threads))
+    assert await threads.threads() == 1
