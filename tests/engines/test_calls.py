@@ -270,7 +270,9 @@ class Rollouts(Actor):
 
     @endpoint
     async def doubled(self, batch: Shard[Batch]) -> Gather[Batch]:
-        return batch.assign(tokens=Ragged(batch.tokens.values * 2, batch.tokens.offsets), rewards=batch.rewards * 2)
+        return batch.assign(
+            tokens=Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets), rewards=batch.rewards * 2
+        )
 
     @endpoint
     async def same(self, batch: Shard[Batch]) -> Gather[Batch]:
