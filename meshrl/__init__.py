@@ -14,6 +14,7 @@ from meshrl.errors import (
     MeshrlError,
     MeshStopped,
     ModelError,
+    RankDied,
     RankFailed,
     ReplicasDisagree,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "PolicyConfig",
     "Ragged",
     "Rank",
+    "RankDied",
     "RankFailed",
     "Reference",
     "ReferenceConfig",

@@ -5,9 +5,9 @@ Everything above (handles, meshes, algorithms) speaks to ranks through this and 
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshrl.actor import Rank
 from meshrl.config import Config
@@ -22,6 +22,18 @@ class Resources(Config):
 
     cpus: int | None = Field(default=None, ge=0)
     """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks; 0: no core of its own."""
+    gpus: float = Field(default=0.0, ge=0)
+    """GPUs a rank; below 1, a share of one."""
+    custom: dict[str, float] = Field(default={})
+    """What else of the cluster's own resources each rank needs."""
+    placement: Literal["pack", "spread"] = "pack"
+    """The ranks on as few nodes as can be, or on as many."""
+
+    @model_validator(mode="after")
+    def _gpus_are_whole_or_a_share(self) -> Self:
+        if self.gpus > 1 and self.gpus % 1:
+            raise ValueError(f"gpus = {self.gpus}: write a whole number, or a share of one GPU below 1")
+        return self
 
 
 class Slot(Protocol):

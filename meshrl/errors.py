@@ -58,3 +58,26 @@ class RankFailed(MeshrlError):
 
     def __reduce__(self) -> tuple[type["RankFailed"], tuple[object, ...]]:
         return RankFailed, (self.actor, self.rank, self.axes, self.endpoint, self.reason, self.traceback)
+
+
+class RankDied(MeshrlError):
+    """The process of a rank is gone; the mesh refuses calls until `respawn`."""
+
+    def __init__(
+        self, actor: str, rank: int, axes: Mapping[str, int], endpoint: str, pid: int, host: str, reason: str
+    ) -> None:
+        self.actor = actor
+        self.rank = rank
+        self.axes = dict(axes)
+        self.endpoint = endpoint
+        self.pid = pid
+        self.host = host
+        self.reason = reason
+        where = ", ".join(f"{axis}={index}" for axis, index in axes.items())
+        super().__init__(
+            f"{actor}.{endpoint} on rank {rank} ({where}) failed: its process {pid} on {host} died: {reason}; "
+            f"the mesh takes no calls until it is made again with `await respawn(...)`"
+        )
+
+    def __reduce__(self) -> tuple[type["RankDied"], tuple[object, ...]]:
+        return RankDied, (self.actor, self.rank, self.axes, self.endpoint, self.pid, self.host, self.reason)

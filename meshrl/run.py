@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,7 @@ from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
+from meshrl.errors import ConfigError
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.recorder import Recorder
@@ -47,7 +48,9 @@ class RunConfig(Config):
     folder: str = "runs"
     seed: int = 0
     """Decides the order of the data; the roles have seeds of their own."""
-    engine: Literal["local"] = "local"
+    engine: str = Field(default="local", pattern=r"^(local|ray|auto|[\w.-]+:\d+)$")
+    """`local`: threads of this process. `ray`: the cluster at RAY_ADDRESS, or one of this machine's own for the run.
+    HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine."""
     inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
     """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
     meshes: dict[str, MeshConfig] = Field(default={})
@@ -71,7 +74,7 @@ class Run:
     ) -> None:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
-        self.engine = engine or LocalEngine(inline_bytes=config.inline_bytes)
+        self.engine = engine or _engine(config)
         self.recorder = Recorder(Path(config.folder) / config.name, resolved or {})
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._step = 0
@@ -144,6 +147,18 @@ class Run:
             config.ranks, Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
         )
         return mesh.shape(**config.axes) if config.axes else mesh
+
+
+def _engine(config: RunConfig) -> Engine:
+    if config.engine == "local":
+        return LocalEngine(inline_bytes=config.inline_bytes)
+    try:
+        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"run.engine = {config.engine!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
+        ) from None
+    return RayEngine(None if config.engine == "ray" else config.engine, config.inline_bytes)
 
 
 async def _statistics(batch: Batch) -> dict[str, float]:

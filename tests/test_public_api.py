@@ -41,6 +41,7 @@ PUBLIC = [
     "PolicyConfig",
     "Ragged",
     "Rank",
+    "RankDied",
     "RankFailed",
     "Reference",
     "ReferenceConfig",

@@ -37,6 +37,12 @@ class LocalEngine:
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
+        if resources.gpus or resources.custom:
+            asked = {"gpus": resources.gpus, **resources.custom}
+            named = ", ".join(f"{name} = {amount:g}" for name, amount in asked.items() if amount)
+            raise ConfigError(
+                f"a mesh asks for {named}, and the local engine gives threads alone: set run.engine = 'ray'"
+            )
         free = self.cores - sum(slot.threads for slot in self._slots if slot.cores)
         wanted = self.cores if resources.cpus is None else resources.cpus
         threads = max(1, min(wanted, free // count)) if wanted else 0

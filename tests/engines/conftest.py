@@ -7,16 +7,25 @@ import pytest
 from meshrl import LocalEngine, Resources
 from meshrl.engine import Engine
 
+ENGINES = ["local", "by reference", "ray"]
 
-@pytest.fixture(params=["local", "by reference"])
+
+@pytest.fixture(params=ENGINES)
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """`by reference`: the local engine, where every column stays where it was made."""
-    made = LocalEngine(cores=4, inline_bytes=0) if request.param == "by reference" else LocalEngine(cores=4)
+    made: Engine
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
+
+        made = RayEngine()
+    else:
+        made = LocalEngine(cores=4, inline_bytes=0) if request.param == "by reference" else LocalEngine(cores=4)
     yield made
     await made.close()
 
 
 @pytest.fixture
-def small() -> Resources:
-    """Ranks with a thread of their own."""
-    return Resources(cpus=1)
+def small(request: pytest.FixtureRequest, engine: Engine) -> Resources:
+    """Ranks that take a thread of their own where that is cheap, and no core of the cluster."""
+    return Resources(cpus=1 if isinstance(engine, LocalEngine) else 0)

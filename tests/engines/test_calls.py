@@ -109,7 +109,7 @@ class Probe(Actor):
 
 
 async def until(probe: Probe, state: str) -> None:
-    while await probe.state() != state:  # noqa: ASYNC110 -- the state is on the rank
+    while set(await each(probe.state)()) != {state}:  # noqa: ASYNC110 -- the state is on the ranks
         await asyncio.sleep(0.001)
 
 

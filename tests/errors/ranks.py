@@ -13,6 +13,7 @@ from meshrl import (
     Policy,
     PolicyConfig,
     Ragged,
+    Resources,
     Reward,
     RewardConfig,
     Run,
@@ -103,6 +104,11 @@ async def weights_that_were_not_loaded() -> None:
     async with Run(RunConfig()) as run:
         weights = await (await (await run.mesh(1)).spawn(Worker)).weights()
         _ = weights.tensors
+
+
+async def gpus_without_a_cluster() -> None:
+    async with Run(RunConfig()) as run:
+        await run.mesh(2, Resources(gpus=1))
 
 
 # --- backends ------------------------------------------------------------------------------------

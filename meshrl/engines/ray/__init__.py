@@ -1,0 +1,5 @@
+"""Ranks as processes of a Ray cluster."""
+
+from meshrl.engines.ray.engine import RayEngine
+
+__all__ = ["RayEngine"]

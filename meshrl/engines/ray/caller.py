@@ -1,0 +1,125 @@
+"""Calls and streams on Ray ranks: what the controller can do, and every rank that holds a handle."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+from meshrl.engine import Member, Request
+from meshrl.engines.ray.process import RayMember, Sent
+from meshrl.engines.ray.wire import Over, RayHeld
+from meshrl.errors import RankDied, RankFailed
+from meshrl.held import Held
+
+GRACE: Final = 0.1
+"""Seconds, at most, from the failure of a rank to the news that another had died, which was the cause."""
+
+
+class RayCaller:
+    """The part of the engine that works in every process of the cluster."""
+
+    def __init__(self, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+
+    @property
+    def inline_bytes(self) -> int:
+        """The largest column that travels with a call."""
+        return self._inline_bytes
+
+    def put(self, value: object) -> Held:
+        """Keep a value in the object store."""
+        return RayHeld.put(value)
+
+    def __reduce__(self) -> tuple[type["RayCaller"], tuple[int]]:
+        return RayCaller, (self._inline_bytes,)
+
+    async def call(self, endpoint: str, requests: Sequence[Request]) -> list[object]:
+        """Call each member and wait for all results."""
+        sent: list[Sent] = []
+        answers: list[asyncio.Task[object]] = []
+        try:
+            sent.extend(Sent(request, endpoint) for request in requests)  # one by one: what was sent is cancelled
+            if len(sent) == 1:
+                return [await sent[0].answer()]
+            answers = [asyncio.create_task(each.answer()) for each in sent]
+            return await asyncio.gather(*answers)
+        except RankFailed as error:
+            cancel(sent)
+            raise await first_cause(error, sent[0].member, answers)  # noqa: B904 -- it has its cause
+        finally:
+            cancel(sent)
+            for answer in answers:
+                answer.cancel()
+
+    async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
+        """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
+        sent: list[Sent] = []
+        readers: list[asyncio.Task[None]] = []
+        arrivals: asyncio.Queue[_Value | Exception | None] = asyncio.Queue()
+        try:
+            for index, request in enumerate(requests):
+                sent.append(Sent(request, endpoint, stream=True, heard=index in heard))
+            readers = [asyncio.create_task(_read(each, arrivals)) for each in sent]
+            running = len(readers)
+            while running:
+                arrival = await arrivals.get()
+                if isinstance(arrival, _Value):
+                    arrival.taken.set()
+                    yield arrival.value
+                elif arrival is None:
+                    running -= 1
+                else:
+                    cancel(sent)
+                    raise await first_cause(arrival, sent[0].member, readers)
+        finally:
+            cancel(sent)
+            for reader in readers:
+                reader.cancel()
+
+    async def stop(self, members: Sequence[Member]) -> None:
+        """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
+        await asyncio.gather(*(member.stop() for member in cast("Sequence[RayMember]", members)))
+
+
+def cancel(sent: Iterable[Sent]) -> None:
+    """Cancel the calls that have not ended."""
+    for each in sent:
+        each.cancel()
+
+
+async def first_cause(
+    error: Exception, member: RayMember, others: "Iterable[asyncio.Task[object]] | Iterable[asyncio.Task[None]]"
+) -> Exception:
+    """The failure itself, or the death of another rank that is heard of while the `others` end.
+
+    A rank whose peer dies in a collective often fails before Ray has noticed the death.
+    """
+    if isinstance(error, RankFailed):
+        waiting = [other for other in others if not other.done()]
+        if waiting:
+            await asyncio.wait(waiting, timeout=GRACE)
+        if member.spawn.dead is not None:
+            died = member.obituary(error.endpoint, member.spawn.dead)
+            if isinstance(died, RankDied):
+                died.__cause__ = error
+                return died
+    return error
+
+
+@dataclass(frozen=True)
+class _Value:
+    value: object
+    taken: asyncio.Event
+
+
+async def _read(sent: Sent, arrivals: "asyncio.Queue[_Value | Exception | None]") -> None:
+    """Pass one rank's values on, each when the one before was taken."""
+    try:
+        while sent.heard and not isinstance(value := await sent.next(), Over):
+            taken = asyncio.Event()
+            arrivals.put_nowait(_Value(value, taken))
+            await taken.wait()
+        await sent.answer()
+        arrivals.put_nowait(None)
+    except Exception as error:  # noqa: BLE001 -- it is the reader's to see
+        arrivals.put_nowait(error)

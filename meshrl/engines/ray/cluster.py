@@ -1,0 +1,151 @@
+"""The Ray cluster: found or started, what its nodes have, and whether a mesh can ever fit there."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from math import floor
+from typing import Final, TypeAlias, TypeVar, cast
+
+import ray
+import structlog
+
+from meshrl.actor import free_cores
+from meshrl.errors import ConfigError
+
+T = TypeVar("T")
+
+Amounts: TypeAlias = Mapping[str, float]
+"""How much of each of Ray's resources."""
+
+NOTHING: Final[Amounts] = {"memory": 1}
+"""What a rank reserves that needs nothing. Ray refuses an empty request; a byte is always there."""
+FIRST_WORD: Final = 1.0
+"""Seconds until it is said what is being waited for."""
+NEXT_WORD: Final = 10.0
+
+_ANSWER: Final = 10.0
+"""Seconds within which a cluster's address must take a connection."""
+_log = structlog.get_logger()
+
+
+class Cluster:
+    """This process's connection to Ray. A cluster that was started here is stopped here, any other goes on."""
+
+    def __init__(self, address: str | None) -> None:
+        """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own."""
+        self._address = address or os.environ.get("RAY_ADDRESS")
+        self._connecting: asyncio.Task[bool] | None = None
+
+    async def connect(self) -> None:
+        """Connect, once. Raises `ConfigError` where no cluster answers."""
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(_connect(self._address))
+        await asyncio.shield(self._connecting)
+
+    async def nodes(self) -> dict[str, Amounts]:
+        """What each living node has in all, by the node's address."""
+        found = cast("list[dict[str, object]]", await asyncio.to_thread(ray.nodes))
+        return {
+            str(node["NodeManagerAddress"]): cast("Amounts", node["Resources"]) for node in found if node.get("Alive")
+        }
+
+    async def free(self) -> Amounts:
+        """What is not taken now. It lags behind by a moment."""
+        return cast("Amounts", await asyncio.to_thread(ray.available_resources))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nobody else uses it."""
+        connecting = self._connecting
+        return bool(connecting and connecting.done() and not connecting.cancelled() and connecting.result())
+
+    async def close(self) -> None:
+        """Disconnect; stop the cluster if it was started here."""
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            with suppress(ConfigError):
+                if await connecting:
+                    ray.shutdown()
+
+
+async def _connect(address: str | None) -> bool:
+    """Whether this began the connection, so that it is to be ended with the engine."""
+    if ray.is_initialized():
+        return False
+    if address is None:
+        cores = free_cores()
+        _log.info("starting Ray on this machine, which takes about five seconds", cores=cores)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Not in a thread of its own: Ray's processes would end with that.
+        ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
+        return True
+    if ":" in address:
+        await _reach(address)
+    try:
+        ray.init(address, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise _unreachable(address, error) from error
+    return True
+
+
+async def _reach(address: str) -> None:
+    """Ray itself tries for a minute, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_ANSWER):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+    except (OSError, TimeoutError, ValueError) as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    reason = str(error) or type(error).__name__
+    return ConfigError(
+        f"no Ray cluster answers at {address}: {reason}; start one with `ray start --head`, or set run.engine = 'ray' "
+        "without RAY_ADDRESS for one of this machine's own"
+    )
+
+
+def room_for(asked: Amounts, has: Amounts) -> int:
+    """How many ranks that ask for so much fit on a node at most."""
+    rooms = [
+        floor(has.get(name, 0)) * floor(1 / amount + 1e-9)
+        if name == "GPU" and amount < 1  # a share does not lie across two GPUs
+        else floor(has.get(name, 0) / amount + 1e-9)
+        for name, amount in asked.items()
+    ]
+    return min(rooms)
+
+
+def check_room(count: int, asked: Amounts, nodes: Mapping[str, Amounts]) -> None:
+    """Raise `ConfigError` where the nodes could not hold so many ranks even if they were idle."""
+    room = sum(room_for(asked, has) for has in nodes.values())
+    if room < count:
+        found = "\n".join(f"  {name} has {written(has)}" for name, has in nodes.items())
+        raise ConfigError(
+            f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n{found}\n"
+            "ask for fewer ranks or less for each, or add nodes"
+        )
+
+
+def written(amounts: Amounts) -> str:
+    """Amounts as people read them; memory and Ray's own marks are left out."""
+    own = ("node:", "object_store_memory", "accelerator_type:", "memory", "bundle_group_")
+    shown = {name: amount for name, amount in amounts.items() if not name.startswith(own) and "_group_" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
+
+
+async def patiently(work: Awaitable[T], wait: Callable[[], Awaitable[None]]) -> T:
+    """The result of the work. `wait`, which says what is waited for, is called after a second, and then every ten."""
+    task = asyncio.ensure_future(work)
+    pause = FIRST_WORD
+    try:
+        while not (await asyncio.wait([task], timeout=pause))[0]:
+            await wait()
+            pause = NEXT_WORD
+        return await task
+    finally:
+        task.cancel()

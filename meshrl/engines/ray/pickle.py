@@ -1,0 +1,78 @@
+"""What Ray's pickling leaves open: classes of scripts, and exceptions that may not be picklable."""
+
+import io
+import os
+import pickle
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+from ray import ObjectRef
+from ray.cloudpickle.cloudpickle import CloudPickler, register_pickle_by_value
+
+_INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
+_looked_at: set[str] = {"__main__", "__mp_main__"}
+_modules_then = 0
+
+
+def carry_modules() -> None:
+    """Let what a module defines travel by value, where a rank could not import the module by its name.
+
+    Such a module is a script that was imported by its path. Each module is looked at once.
+    """
+    global _modules_then  # noqa: PLW0603 -- one process has one `sys.modules`
+    if len(sys.modules) == _modules_then:
+        return
+    _modules_then = len(sys.modules)
+    for name in sys.modules.keys() - _looked_at:
+        module = sys.modules[name]
+        if not _can_be_imported(name, module):
+            register_pickle_by_value(module)
+    _looked_at.update(sys.modules)
+
+
+def _can_be_imported(name: str, module: ModuleType) -> bool:
+    """Whether a process with the same import path finds the same file under this name."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or str(Path(file).resolve()).startswith(_INSTALLED):
+        return True
+    parent = name.rpartition(".")[0]
+    folders = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and folders is None:
+        return False
+    for finder in sys.meta_path:
+        spec = finder.find_spec(name, folders)
+        if spec is not None:
+            return spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
+    return False
+
+
+class _Pickler(CloudPickler):
+    """Refuses objects of the store: Ray could not count a reference that travels this way, and never freed it."""
+
+    def persistent_id(self, value: object) -> None:
+        """Nothing is replaced."""
+        if isinstance(value, ObjectRef):
+            raise TypeError("a reference cannot travel in an exception")
+
+
+def packed(error: BaseException) -> bytes | None:
+    """The exception as bytes, or None where it cannot be pickled or not be made again from that."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(error)  # type: ignore[no-untyped-call]  # a class of Ray's
+        return file.getvalue() if unpacked(file.getvalue()) else None
+    except Exception:  # noqa: BLE001 -- a user's exception may do anything when it is pickled
+        return None
+
+
+def unpacked(cause: bytes | None) -> BaseException | None:
+    """The exception, or None where it cannot be made in this process."""
+    if cause is None:
+        return None
+    try:
+        error: object = pickle.loads(cause)  # noqa: S301 -- from our own ranks
+    except Exception:  # noqa: BLE001 -- its module may be importable on the rank only
+        return None
+    return error if isinstance(error, BaseException) else None

@@ -1,0 +1,203 @@
+"""What runs in the process of a Ray rank: the actors that it hosts, their calls and their streams."""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import ray
+
+from meshrl.actor import Rank, rank_context
+from meshrl.engines.ray.order import Line
+from meshrl.engines.ray.pickle import packed
+from meshrl.engines.ray.wire import Ask, Construction, Failure, Over, Place, RayHeld, Stopped
+from meshrl.engines.threads import isolated
+from meshrl.held import hold, loaded
+
+_ENGINES = str(Path(__file__).parent)
+
+Run = Callable[[Callable[..., object], tuple[object, ...], Mapping[str, object]], Awaitable[object]]
+
+
+class Hosted:
+    """An actor in this process."""
+
+    def __init__(self, rank: Rank, attempt: int) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self.instance: object = None
+        self._stopped = False
+        self.tasks: set[asyncio.Task[object]] = set()
+
+    def is_stopped(self) -> bool:
+        """Whether it takes no calls any more."""
+        return self._stopped
+
+    async def end(self) -> None:
+        """Cancel what runs and wait for its end."""
+        self._stopped = True
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        self.instance = None
+
+
+class RankProcess:
+    """The Ray actor: one process for one rank of a mesh, with all actors that are spawned there."""
+
+    def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int) -> None:
+        # As in the controller's process: relative files, and modules next to a script.
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        sys.path += [path for path in paths if path not in sys.path]
+        self._inline_bytes = inline_bytes
+        self._actors: dict[str, Hosted] = {}
+        self._ended: dict[str, int] = {}
+        self._lines: defaultdict[str, Line] = defaultdict(Line)
+        self._keeper: threading.Thread | None = None
+
+    async def place(self) -> Place:
+        """Where this is, and a free port."""
+        if self._keeper is None:
+            loop, thread = asyncio.get_running_loop(), threading.current_thread()
+            self._keeper = threading.Thread(target=_keep, args=(loop, thread), name="meshrl-keeper", daemon=True)
+            self._keeper.start()
+        with socket.socket() as found:
+            found.bind(("", 0))
+            port: int = found.getsockname()[1]
+        ip = cast("str", ray.util.get_node_ip_address())
+        node = ray.get_runtime_context().get_node_id()
+        return Place(os.getpid(), socket.gethostname(), ip, node, port)
+
+    async def construct(self, wanted: Construction) -> Failure | Stopped | None:
+        """Make an actor."""
+        if wanted.attempt <= self._ended.get(wanted.key, -1):
+            return Stopped()
+        os.environ.update(wanted.environment)
+        hosted = self._actors[wanted.key] = Hosted(wanted.rank, wanted.attempt)
+        task = _current_task()
+        hosted.tasks.add(task)
+        rank_context.set(wanted.rank)
+        try:
+            recipe = cast("tuple[Callable[..., object], tuple[object, ...], dict[str, object]]", await _read(wanted))
+            create, arguments, keywords = recipe
+            hosted.instance = create(*arguments, **keywords)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+            return Stopped() if hosted.is_stopped() else failure(error)
+        finally:
+            hosted.tasks.discard(task)
+        return None
+
+    async def call(self, ask: Ask) -> object:
+        """Call an endpoint."""
+
+        async def run(
+            method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
+        ) -> object:
+            result = await cast("Awaitable[object]", method(*arguments, **keywords))
+            return self._answer(result)
+
+        return await self._serve(ask, run)
+
+    async def stream(self, ask: Ask) -> object:
+        """Run a generator to its end; `next` gives its values."""
+        line = self._lines[ask.line]
+        outbox = line.outbox(ask.number)
+
+        async def run(
+            method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
+        ) -> object:
+            values = cast("AsyncIterator[object]", method(*arguments, **keywords))
+            try:
+                async for value in values:
+                    if ask.heard and outbox is not None:
+                        await outbox.give(self._answer(value))
+            finally:
+                if isinstance(values, AsyncGenerator):
+                    await values.aclose()
+            return None
+
+        try:
+            return await self._serve(ask, run)
+        finally:
+            line.close(ask.number)
+
+    async def next(self, line: str, number: int) -> object:
+        """The next value of a stream."""
+        outbox = self._lines[line].outbox(number)
+        return Over() if outbox is None else await outbox.take()
+
+    async def cancel(self, line: str, number: int) -> None:
+        """Cancel a call or close a stream, also one that has not arrived yet."""
+        self._lines[line].cancel(number)
+
+    async def stop(self, key: str, attempt: int) -> None:
+        """Cancel an actor's calls, wait for their end, and let it go."""
+        self._ended[key] = max(attempt, self._ended.get(key, -1))
+        hosted = self._actors.get(key)
+        if hosted is not None and hosted.attempt <= attempt:
+            await hosted.end()
+            if self._actors.get(key) is hosted:
+                del self._actors[key]
+
+    async def _serve(self, ask: Ask, run: Run) -> object:
+        line, task = self._lines[ask.line], _current_task()
+        if not line.arrive(ask.number, task):
+            return Stopped()
+        hosted = self._actors.get(ask.key)
+        if hosted is None or hosted.is_stopped():
+            line.leave(ask.number)
+            return Stopped()
+        hosted.tasks.add(task)
+        rank_context.set(hosted.rank)
+        try:
+            arguments, keywords = ask.arguments, ask.keywords
+            if arguments or keywords:
+                arguments, keywords = await loaded((arguments, keywords))
+            await line.turn(ask.number)
+            method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
+            line.start(ask.number)  # nothing else runs between this and the endpoint's first step
+            return await run(method, arguments, keywords)
+        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+            return Stopped() if hosted.is_stopped() and isinstance(error, asyncio.CancelledError) else failure(error)
+        finally:
+            hosted.tasks.discard(task)
+            line.leave(ask.number)
+
+    def _answer(self, value: object) -> object:
+        # Ray pickles the answer a moment later, when other calls may have changed what is mutable in it.
+        return isolated(hold(value, RayHeld.put, self._inline_bytes))
+
+
+async def _read(wanted: Construction) -> object:
+    return await loaded(await wanted.recipe.fetch())
+
+
+def _current_task() -> asyncio.Task[object]:
+    return cast("asyncio.Task[object]", asyncio.current_task())
+
+
+def _keep(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Go on with the loop when its thread ends: SystemExit in a task ends it, and is for whoever awaits the task."""
+    thread.join()
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except BaseException:  # noqa: BLE001, S112 -- the same once more
+            continue
+
+
+def failure(error: BaseException) -> Failure:
+    """What the caller is told of an exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
+    text = traceback.format_exception_only(error)
+    return Failure("".join(text).strip(), "".join([*traceback.format_list(own), *text]), packed(error))

@@ -1,0 +1,111 @@
+"""What the caller and the rank's process of the Ray engine say to each other."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import ObjectLostError
+
+from meshrl.actor import Rank
+from meshrl.engines.ray.pickle import carry_modules
+from meshrl.errors import DataError
+
+
+class RayHeld:
+    """A value in Ray's object store. In one process there is one such object for it."""
+
+    __slots__ = ("__weakref__", "_ref")
+
+    def __init__(self, ref: "ObjectRef[object]") -> None:
+        self._ref = ref
+        _known[ref.binary()] = self
+
+    @classmethod
+    def put(cls, value: object) -> "RayHeld":
+        """Keep a value; numpy arrays in it are read without a copy on the same machine."""
+        carry_modules()
+        ref: ObjectRef[object] = ray.put(value)
+        return cls(ref)
+
+    async def fetch(self) -> object:
+        """The value, arrays read-only. Raises `DataError` if it is lost."""
+        try:
+            return await self._ref
+        except ObjectLostError as error:
+            raise DataError(
+                f"a column lies on a rank that has died or was stopped, and is lost ({type(error).__name__}): make the "
+                "batch again, or load what is needed later while its ranks live"
+            ) from None
+
+    def __deepcopy__(self, memo: object) -> "RayHeld":
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., "RayHeld"], tuple[object, ...]]:
+        return _received, (self._ref,)
+
+
+_known: WeakValueDictionary[bytes, RayHeld] = WeakValueDictionary()
+
+
+def _received(ref: "ObjectRef[object]") -> RayHeld:
+    return _known.get(ref.binary()) or RayHeld(ref)
+
+
+class Place(NamedTuple):
+    """Where a rank's process is."""
+
+    pid: int
+    host: str
+    ip: str
+    node: str
+    """Ray's id of the node."""
+    port: int
+    """A port that was free there a moment ago."""
+
+
+class Ask(NamedTuple):
+    """A call of an endpoint, or the opening of a stream."""
+
+    line: str
+    """Who calls: calls of one line start in the order of their numbers."""
+    number: int
+    key: str
+    """The actor, among those that the process hosts."""
+    endpoint: str
+    arguments: tuple[object, ...]
+    keywords: Mapping[str, object]
+    heard: bool
+    """Of a stream: whether the caller takes this rank's values."""
+
+
+class Construction(NamedTuple):
+    """An actor to be made."""
+
+    key: str
+    attempt: int
+    """How many times it was made here before. What was stopped before it arrived is not begun."""
+    rank: Rank
+    environment: Mapping[str, str]
+    recipe: RayHeld
+    """The class, the arguments and the keywords. Unpickled after the environment is set: that may load torch."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The answer of what raised on the rank."""
+
+    reason: str
+    traceback: str
+    cause: bytes | None = None
+    """The exception, where it can travel."""
+
+
+class Stopped:
+    """The answer of a rank on which the actor is stopped."""
+
+
+class Over:
+    """The answer of a stream that has no more values."""
