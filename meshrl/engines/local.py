@@ -111,6 +111,7 @@ class LocalEngine:
         finally:
             for index in results.waiting.copy():
                 works[index].cancel()
+            del works, results  # a failure would lead, by its traceback and these, to itself, and keep the arguments
 
     async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
@@ -124,6 +125,7 @@ class LocalEngine:
         finally:
             for work in works:
                 work.cancel()
+            del works, values  # as in `call`
 
     def _answer(self, value: object) -> object:
         """What the caller sees of a result."""

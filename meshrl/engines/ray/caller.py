@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, TypeVar, cast
 
 from meshrl.engine import Member, Request
 from meshrl.engines.ray.process import RayMember, Sent
 from meshrl.engines.ray.wire import Over, RayHeld
 from meshrl.errors import RankDied, RankFailed
 from meshrl.held import Held
+
+T = TypeVar("T")
 
 GRACE: Final = 0.1
 """Seconds, at most, from the failure of a rank to the news that another had died, which was the cause."""
@@ -48,8 +50,7 @@ class RayCaller:
             raise await first_cause(error, sent[0].member, answers)  # noqa: B904 -- it has its cause
         finally:
             cancel(sent)
-            for answer in answers:
-                answer.cancel()
+            abandon(answers)
 
     async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
@@ -72,9 +73,9 @@ class RayCaller:
                     cancel(sent)
                     raise await first_cause(arrival, sent[0].member, readers)
         finally:
+            arrival = None  # see `abandon`
             cancel(sent)
-            for reader in readers:
-                reader.cancel()
+            abandon(readers)
 
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
@@ -85,6 +86,17 @@ def cancel(sent: Iterable[Sent]) -> None:
     """Cancel the calls that have not ended."""
     for each in sent:
         each.cancel()
+
+
+def abandon(tasks: list[asyncio.Task[T]]) -> None:
+    """Cancel tasks and forget them.
+
+    A failure leads by its traceback to the caller's variables, and must not come back from there to itself: then it
+    would keep the call's arguments, and what they hold in the store, until Python looks for cycles.
+    """
+    for task in tasks:
+        task.cancel()
+    tasks.clear()
 
 
 async def first_cause(

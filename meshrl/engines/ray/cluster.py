@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from math import floor
@@ -27,6 +28,8 @@ NEXT_WORD: Final = 10.0
 
 _ANSWER: Final = 10.0
 """Seconds within which a cluster's address must take a connection."""
+_LAG: Final = 1.0
+"""Seconds until Ray has seen everywhere what a node gave back."""
 _log = structlog.get_logger()
 
 
@@ -54,6 +57,14 @@ class Cluster:
     async def free(self) -> Amounts:
         """What is not taken now. It lags behind by a moment."""
         return cast("Amounts", await asyncio.to_thread(ray.available_resources))
+
+    async def free_cores(self, expected: float) -> float:
+        """The cores that are not taken. What was just given back is seen late: wait a moment for those expected."""
+        free, until = 0.0, time.monotonic() + _LAG
+        while free < expected and time.monotonic() < until:
+            free = (await self.free()).get("CPU", 0)
+            await asyncio.sleep(_LAG / 20)
+        return free
 
     @property
     def is_ours(self) -> bool:

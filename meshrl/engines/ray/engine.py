@@ -74,7 +74,7 @@ class RayEngine(RayCaller):
     async def _free_cores(self, nodes: Iterable[Amounts]) -> float:
         mine = sum(each.cpus for each in self._reservations)
         left = sum(node.get("CPU", 0) for node in nodes) - mine
-        return left if self._cluster.is_ours else min(left, (await self._cluster.free()).get("CPU", 0))
+        return left if self._cluster.is_ours else min(left, await self._cluster.free_cores(left))
 
     async def release(self, slots: Sequence[Slot]) -> None:
         """Stop what runs in the slots, end their processes and give their resources back."""

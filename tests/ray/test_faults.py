@@ -1,0 +1,268 @@
+"""Ranks that die, exceptions that cannot travel, and what is left when a mesh goes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from meshrl import (
+    Actor,
+    Batch,
+    DataError,
+    Gather,
+    Mesh,
+    MeshStopped,
+    Ragged,
+    RankDied,
+    RankFailed,
+    Resources,
+    Same,
+    Shard,
+    at,
+    each,
+    endpoint,
+    respawn,
+    stop,
+)
+from meshrl.engines.ray import RayEngine
+
+
+class Trouble(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"no device {number}")
+        self.hold = lambda: self
+        self.lock = asyncio.Lock()
+
+    def __reduce__(self) -> str:
+        raise TypeError("not me")
+
+
+class Probe(Actor):
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        return np.array([os.getpid()])
+
+    @endpoint
+    async def add(self, number: int = 1) -> Same[int]:
+        self.count += number
+        return self.count
+
+    @endpoint
+    async def hang(self, note: str = "/dev/null") -> None:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            Path(note).write_text("cancelled")
+            raise
+
+    @endpoint
+    async def block(self) -> None:
+        time.sleep(1000)  # noqa: ASYNC251 -- as a collective does whose peer is gone
+
+    @endpoint
+    async def trouble(self) -> None:
+        raise Trouble(3)
+
+    @endpoint
+    async def make(self, tokens: int) -> Gather[Batch]:
+        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * 2, np.int32))
+
+    @endpoint
+    async def length(self, batch: Shard[Batch]) -> Gather[np.ndarray]:
+        return batch.tokens.lengths
+
+
+async def pids_of(probe: Probe) -> list[int]:
+    return [int(pid) for pid in await probe.pid()]
+
+
+async def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: Mesh, tmp_path: Path) -> None:
+    probe, other = await mesh.spawn(Probe), await mesh.spawn(Probe, start=5)
+    pids = await pids_of(probe)
+    note = tmp_path / "note"
+    call = asyncio.create_task(probe.hang(str(note)))
+    await probe.add()
+    await kill(pids[1])
+    with pytest.raises(RankDied) as died:
+        await asyncio.wait_for(call, 5)
+    error = died.value
+    assert (error.actor, error.rank, error.axes, error.endpoint) == ("Probe", 1, {"dp": 1}, "hang")
+    assert error.pid == pids[1]
+    assert error.host
+    while not note.exists():  # noqa: ASYNC110 -- the rank that lives writes it
+        await asyncio.sleep(0.01)
+    for refusing in (probe, other, at(probe, dp=0)):
+        with pytest.raises(RankDied) as refused:
+            await refusing.add()
+        assert (refused.value.pid, refused.value.rank, refused.value.reason) == (pids[1], 1, error.reason)
+
+    await respawn(probe)
+    assert await probe.add() == 1, "the actor is new on the rank that lived, too"
+    again = await pids_of(probe)
+    assert again[0] == pids[0]
+    assert again[1] != pids[1]
+    with pytest.raises(RankDied):
+        await other.add()
+    await respawn(other)
+    assert await other.add() == 6
+
+
+async def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_its_mesh(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    pids = await pids_of(probe)
+    call = asyncio.create_task(probe.block())
+    await asyncio.sleep(0.3)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankDied):
+        await asyncio.wait_for(call, 5)
+    await respawn(probe)
+    assert await probe.add() == 1
+    assert not set(pids) & set(await pids_of(probe))
+
+
+async def until_it_is_lost(batch: Batch) -> None:
+    while True:  # Ray notices a moment later
+        await batch.load()
+
+
+async def test_columns_of_a_dead_rank_are_lost_in_words(engine: RayEngine, mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    batch = await probe.make(50_000)
+    await kill((await pids_of(probe))[1])
+    with pytest.raises(DataError, match="lies on a rank that has died or was stopped"):
+        await until_it_is_lost(batch)
+    assert [len(row) for row in (await batch.select([0, 1]).load()).tokens] == [50_000] * 2
+    other = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Probe)
+    with pytest.raises(RankFailed, match="make the batch again"):
+        await other.length(batch)
+
+
+async def test_an_exception_that_cannot_be_pickled_arrives_as_text(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed, match="Trouble: no device 3") as failed:
+        await probe.trouble()
+    assert failed.value.__cause__ is None
+    assert "raise Trouble(3)" in failed.value.traceback
+    assert await probe.add() == 1
+
+
+def left() -> tuple[int, int]:
+    """Living processes of ranks, and placement groups."""
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            names += process.cmdline()[:1]
+    groups = ray.util.placement_group_table().values()
+    living = sum(name.startswith("ray::RankProcess") for name in names)
+    return living, sum(group["state"] != "REMOVED" for group in groups)
+
+
+async def nothing_is_left() -> bool:
+    for _ in range(200):
+        if left() == (0, 0):
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def test_a_mesh_leaves_nothing_behind(engine: RayEngine) -> None:
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+    probe = await mesh.spawn(Probe)
+    call = asyncio.create_task(probe.hang())
+    await probe.add()
+    assert left() == (2, 1)
+    await mesh.stop()
+    with pytest.raises(MeshStopped):
+        await call
+    with pytest.raises(MeshStopped):
+        await probe.add()
+    with pytest.raises(MeshStopped, match="its mesh is stopped"):
+        await respawn(probe)
+    assert await nothing_is_left()
+    await mesh.stop()
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine) -> None:
+    reserving = asyncio.create_task(Mesh.reserve(engine, 2, Resources(cpus=0)))
+    await asyncio.sleep(0.1)
+    reserving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reserving
+    assert await nothing_is_left()
+
+
+async def test_an_actor_that_was_stopped_can_be_made_again_after_a_death(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe, 3)
+    pids = await pids_of(probe)
+    await stop(probe)
+    await kill(pids[0])
+    await respawn(probe)
+    assert await each(probe.add)() == [4, 4]
+
+
+SCRIPT = """
+import asyncio, os
+from meshrl import Actor, Gather, Mesh, Resources, endpoint
+from meshrl.engines.ray import RayEngine
+import numpy as np
+
+class Mine(Actor):
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        return np.array([os.getpid(), os.getppid()])
+
+async def main():
+    engine = RayEngine()
+    mine = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Mine)
+    print(*await mine.pid(), flush=True)
+    {end}
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("await asyncio.sleep(100)", -9), ("await engine.close()", 0), ("raise SystemExit(3)", 3), ("", 0)],
+)
+def test_a_controller_takes_its_ranks_with_it(tmp_path: Path, end: str, status: int) -> None:
+    """Killed, closed, failed, or never closed: its own cluster ends too. Its classes are a script's own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("{end}", end))
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    started = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    assert started.stdout is not None
+    pids: list[int] = []
+    while not pids:
+        line = started.stdout.readline()
+        assert line, "the script ended early"
+        pids = [int(word) for word in line.split()] if line[0].isdigit() else []
+    if status == -9:
+        started.kill()
+    started.communicate(timeout=60)
+    assert started.returncode == status
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.1)

@@ -1,0 +1,102 @@
+"""Where ranks are, what they find there, and requests that cannot be met."""
+
+import asyncio
+import os
+
+import pytest
+
+from meshrl import Actor, ConfigError, Mesh, Resources, Same, current_rank, each, endpoint
+from meshrl.engines.ray import RayEngine
+from meshrl.engines.ray.cluster import room_for
+from meshrl.engines.ray.reservation import environments
+from meshrl.engines.ray.wire import Place
+
+NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
+
+
+class Probe(Actor):
+    def __init__(self) -> None:
+        self.found = [os.environ[name] for name in NAMES]
+
+    @endpoint
+    async def environment(self) -> Same[object]:
+        return self.found
+
+    @endpoint
+    async def threads(self) -> Same[int]:
+        return current_rank().threads
+
+    @endpoint
+    async def modules(self) -> Same[object]:
+        import sys  # noqa: PLC0415 -- the rank's own
+
+        return {"torch", "transformers"} & set(sys.modules)
+
+
+async def test_a_rank_finds_what_torch_distributed_needs(engine: RayEngine) -> None:
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
+    probe = await mesh.spawn(Probe)
+    found = [value for value in await each(probe.environment)() if isinstance(value, list)]
+    assert [values[:5] for values in found] == [["2", "0", "0", "2", "1"], ["2", "1", "1", "2", "1"]]
+    assert found[0][5:] == found[1][5:]
+    assert int(found[0][6]) > 1023
+    assert await probe.modules() == set(), "a rank imports what its actor needs"
+
+
+def test_local_ranks_are_counted_by_node() -> None:
+    places = [Place(1, "one", "10.0.0.1", "a", 5000), Place(2, "two", "10.0.0.2", "b", 6000)]
+    made = environments([places[1], places[0], places[1]], threads=3)
+    assert [each["LOCAL_RANK"] for each in made] == ["0", "0", "1"]
+    assert [each["LOCAL_WORLD_SIZE"] for each in made] == ["2", "1", "2"]
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"], each["WORLD_SIZE"]) for each in made} == {
+        ("10.0.0.2", "6000", "3")
+    }
+
+
+async def test_ranks_share_the_free_cores_and_wait_for_none(engine: RayEngine) -> None:
+    """As on the local engine: the first mesh takes all cores, and the second has one thread a rank."""
+    for threads in (2, 1):
+        probe = await (await Mesh.reserve(engine, 1)).spawn(Probe)
+        assert await probe.threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [
+        (Resources(cpus=2), r"2 ranks with 2 CPU each, and the cluster has room for 1:\n  \S+ has 2 CPU, 2 shelf"),
+        (Resources(gpus=1), "2 ranks with .*1 GPU each, and the cluster has room for 0"),
+        (Resources(cpus=0, custom={"shelf": 1.5}), "2 ranks with 1.5 shelf each, and the cluster has room for 1"),
+    ],
+)
+async def test_what_the_cluster_can_never_give_is_an_error_at_once(
+    engine: RayEngine, asks: Resources, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await asyncio.wait_for(Mesh.reserve(engine, 2, asks), 10)
+
+
+async def test_what_is_taken_is_waited_for(engine: RayEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf = Resources(cpus=0, custom={"shelf": 2})
+    first = await Mesh.reserve(engine, 1, shelf)
+    second = asyncio.create_task(Mesh.reserve(engine, 1, shelf))
+    await asyncio.sleep(1.5)
+    assert not second.done()
+    assert "waiting for ranks to start" in capsys.readouterr().out
+    await first.stop()
+    probe = await (await second).spawn(Probe)
+    assert await probe.threads() == 1
+
+
+def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:
+    assert room_for({"GPU": 0.4}, {"GPU": 2}) == 4
+    assert room_for({"GPU": 2, "CPU": 1}, {"GPU": 8, "CPU": 3}) == 3
+
+
+async def test_an_address_where_nothing_answers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    engine = RayEngine("127.0.0.1:9")
+    with pytest.raises(
+        ConfigError, match=r"no Ray cluster answers at 127.0.0.1:9: .*; start one with `ray start --head`"
+    ):
+        await Mesh.reserve(engine, 1)
+    await engine.close()

@@ -1,0 +1,75 @@
+"""What lies in the object store, for how long, and what never goes through the controller."""
+
+import asyncio
+
+import numpy as np
+import psutil
+import ray
+
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, RankFailed, Resources, Same, Shard, Weights, endpoint
+from meshrl.engines.ray import RayEngine
+
+
+class Rows(Actor):
+    @endpoint
+    async def make(self, rows: int, tokens: int) -> Gather[Batch]:
+        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * rows, np.int32))
+
+    @endpoint
+    async def twice(self, batch: Shard[Batch], *, fail: bool = False) -> Gather[Batch]:
+        tokens = Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets)
+        if fail:
+            raise ValueError("as asked")
+        return batch.assign(tokens=tokens)
+
+    @endpoint
+    async def total(self, weights: Weights, array: np.ndarray) -> Same[float]:
+        assert not array.flags.writeable
+        return float(sum(tensor.sum() for tensor in weights.tensors.values()) + array.sum())
+
+
+def store_bytes() -> int:
+    """What is taken of the object store."""
+    free, total = (
+        found.get("object_store_memory", 0) for found in (ray.available_resources(), ray.cluster_resources())
+    )
+    return int(total - free)
+
+
+async def test_two_hundred_steps_leave_the_store_flat(engine: RayEngine, mesh: Mesh) -> None:
+    one = await mesh.spawn(Rows)
+    other = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Rows)
+    highest = []
+    for step in range(200):
+        batch = (await one.make(4, 50_000)).select(np.random.default_rng(step).permutation(8))
+        try:
+            doubled = await other.twice(batch, fail=step % 3 == 0)
+            if step % 10 == 0:
+                await doubled.load()
+        except RankFailed:
+            pass
+        highest.append(store_bytes())
+    del batch, doubled
+    for _ in range(100):
+        if store_bytes() < 1_000_000:
+            break
+        await asyncio.sleep(0.1)
+    assert store_bytes() < 1_000_000
+    assert max(highest[100:]) < 50_000_000, "a step's columns have 3.2 MB"
+
+
+async def test_the_controller_does_not_grow_with_the_batch(engine: RayEngine, mesh: Mesh) -> None:
+    rows = await mesh.spawn(Rows)
+    await rows.twice(await rows.make(1, 1000))
+    before = psutil.Process().memory_info().rss
+    batch = await rows.make(8, 1_000_000)
+    doubled = await rows.twice(batch)
+    assert doubled.lengths.sum() == 16_000_000
+    assert psutil.Process().memory_info().rss - before < 8_000_000, "the batches have 64 MB each"
+
+
+async def test_what_is_replicated_is_put_once(mesh: Mesh) -> None:
+    rows = await mesh.spawn(Rows)
+    weights = Weights(1, {f"layer{number}": np.ones(1000, np.float32) for number in range(1000)})
+    array = np.ones(1_000_000)
+    assert await rows.total(weights, array) == 2_000_000
