@@ -3,6 +3,7 @@
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := .venv/bin
+ENGINE ?= local
 PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.txt)
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
@@ -15,9 +16,9 @@ help:  ## this list
 
 setup: .venv/.done  ## make .venv, with pinned versions
 
-quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 minutes on 2 cores
-	$(BIN)/meshrl run sft/quickstart
-	$(BIN)/meshrl run grpo/quickstart
+quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 minutes on 2 cores; ENGINE=ray on Ray
+	$(BIN)/meshrl run sft/quickstart run.engine=$(ENGINE)
+	$(BIN)/meshrl run grpo/quickstart run.engine=$(ENGINE)
 
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
@@ -37,7 +38,7 @@ bench: setup peers  ## every benchmark, into bench/results
 	@for file in $(BENCHMARKS); do \
 		$(BIN)/python $$file --json bench/results/$$(basename $$file .py).json || exit 1; done
 
-peers: .peers/trl/.done  ## the environments of the projects that benchmarks compare with
+peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects that benchmarks compare with
 
 .venv/.done: requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "meshrl needs Python 3.11 or later: make setup PYTHON=/path/to/python3" >&2; exit 1; }
@@ -51,5 +52,8 @@ peers: .peers/trl/.done  ## the environments of the projects that benchmarks com
 .peers/%/.done: bench/peers/requirements-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --constraint $< $$(grep '^torch==' $<)
-	$(@D)/bin/python $(PIP) --requirement $<
+	$(@D)/bin/python $(PIP) $(ALONE) --requirement $<
 	@touch $@
+
+# What verl depends on would bring CUDA: its file is complete.
+.peers/verl/.done: ALONE := --no-deps

@@ -9,17 +9,20 @@ is 0 all the same.
 import argparse
 import contextlib
 import json
+import logging
 import os
 import platform
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -73,6 +76,44 @@ def with_allocator() -> None:
     """Begin the script again under ALLOCATOR, for a benchmark that measures in its own process."""
     if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})  # noqa: S606 -- ourselves
+
+
+def copier(nbytes: int) -> Callable[[], float]:
+    """What copies so many bytes, in one thread and into warm memory, and tells the seconds.
+
+    In blocks of a MiB: the C library takes twice as long for one of 512, because it goes past the caches.
+    """
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    blocks = [slice(start, start + 2**20) for start in range(0, nbytes, 2**20)]
+
+    def copy() -> float:
+        began = time.perf_counter()
+        for block in blocks:
+            np.copyto(target[block], source[block])
+        return time.perf_counter() - began
+
+    copy()
+    return copy
+
+
+def machine_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def start_ray(store: int | None = None) -> None:
+    """A Ray of this process's own, for all contestants in it. `store`: the bytes of its object store."""
+    import ray  # noqa: PLC0415 -- an extra, and slow to import
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        "local",
+        num_cpus=machine_cores(),
+        object_store_memory=store,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
 
 
 def take_turns(contestants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
@@ -200,7 +241,7 @@ def machine() -> dict[str, str | int | float]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": machine_cores(),
         "memory_gib": round(memory, 1),
         "python": platform.python_version(),
     }

@@ -40,6 +40,7 @@ async def test_two_hundred_steps_leave_the_store_flat(engine: RayEngine, mesh: M
     one = await mesh.spawn(Rows)
     other = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Rows)
     highest = []
+    batch = doubled = Batch.of(row=[])
     for step in range(200):
         batch = (await one.make(4, 50_000)).select(np.random.default_rng(step).permutation(8))
         try:
@@ -49,7 +50,7 @@ async def test_two_hundred_steps_leave_the_store_flat(engine: RayEngine, mesh: M
         except RankFailed:
             pass
         highest.append(store_bytes())
-    del batch, doubled
+    batch = doubled = Batch.of(row=[])
     for _ in range(100):
         if store_bytes() < 1_000_000:
             break

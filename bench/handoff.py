@@ -1,0 +1,278 @@
+"""A batch made by one mesh and consumed by another, in milliseconds: by reference, through the controller, by peers.
+
+    python bench/handoff.py --mib 1,16,128,512 --json F [--rounds N]
+
+Two ranks make it, two other ranks read every byte of it, their rows divided anew by tokens: rows interleave, and each
+reader joins pieces of both makers. The columns are those of training (13 bytes a token), the rows ragged, log-uniform
+from 256 to 4,096 tokens; the peers get as many rows of one length and about equal bytes, which favours them: they pad,
+and nothing is padded. The makers hold their rows ready, and returning them puts them into the store each time.
+
+by reference            `await readers.read(await makers.make())`
+through the controller  the same, but it loads all columns and makes a new batch of them
+bare Ray                bench/peers/ray_rows.py
+verl                    bench/peers/verl_dispatch.py: its default, and its other ways, of which one is its best
+
+Each project runs in a process of its own with a Ray of its own, whose store has 3 GiB, under the same allocator
+settings. Up to 128 MiB they take turns; larger, they run one after another, as they do not fit into 24 GiB together.
+Two calls warm up. The controller's memory is measured apart: a new process for each contestant, warmed up on 1 MiB; its
+own memory at its peak, without the pages of the store that it maps. verl needs `make peers`. About 8 minutes.
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, Never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.harness import (
+    ROOT,
+    Figure,
+    Worker,
+    arguments,
+    at_least,
+    at_most,
+    figure,
+    machine_cores,
+    median,
+    report,
+    start_ray,
+    take_turns,
+)
+from bench.peers.contest import answer
+from bench.peers.payload import COLUMNS, STORE_BYTES, TOKEN_BYTES, agree, checksum, row_lengths, token_columns
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, current_rank, endpoint
+from meshrl.engines.loop import RankLoop
+
+VERL: Final = ROOT / ".peers/verl/bin/python"
+PEERS: Final = ROOT / "bench/peers"
+COMMANDS: Final[Mapping[str, Sequence[str | Path]]] = {
+    "meshrl": (sys.executable, ROOT / "bench/handoff.py", "--worker"),
+    "ray": (sys.executable, PEERS / "ray_rows.py"),
+    "verl": (VERL, PEERS / "verl_dispatch.py"),
+}
+OURS: Final = "by reference"
+DEFAULT: Final = "verl's default"
+WAYS: Final = {
+    OURS: ("meshrl", "reference"),
+    "through the controller": ("meshrl", "controller"),
+    "bare Ray, torch": ("ray", "torch"),
+    "bare Ray, numpy put once": ("ray", "numpy"),
+    "bare Ray, references by hand": ("ray", "references"),
+    DEFAULT: ("verl", "default"),
+    "verl, numpy": ("verl", "numpy"),
+    "verl, futures": ("verl", "future"),
+    "verl, futures of TensorDict": ("verl", "future_tensordict"),
+}
+"""Who, and how."""
+JUDGED: Final = 128
+"""MiB at which there are targets."""
+TOGETHER: Final = 128
+"""MiB up to which all projects fit into the memory together and can take turns."""
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--mib", default="1,16,128,512", help="sizes of the batch in MiB (default: 1,16,128,512)")
+    parser.add_argument("--worker", action="store_true", help="be the contestant meshrl")
+    options = parser.parse_args()
+    if options.worker:
+        contest()
+        return
+    sizes = [int(size) for size in options.mib.split(",")]
+    times: dict[int, dict[str, float]] = {}
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(project(name)) for name in COMMANDS}
+        for mib in (size for size in sizes if size <= TOGETHER):
+            times[mib] = measure(mib, workers, options.rounds)
+    for mib in (size for size in sizes if size > TOGETHER):
+        times[mib] = {}
+        for name in COMMANDS:
+            with project(name) as worker:
+                times[mib] |= measure(mib, {name: worker}, options.rounds)
+    figures = [each for mib in sizes for each in compare(mib, times[mib])]
+    if JUDGED in sizes:
+        figures += [memory(name) for name in WAYS]
+    report("handoff", figures, options.json)
+
+
+def project(name: str) -> Worker:
+    """A project's process."""
+    if name == "verl" and not VERL.exists():
+        raise SystemExit(f"{VERL.relative_to(ROOT)} is not there: run `make peers` first")
+    return Worker(COMMANDS[name], machine_cores())
+
+
+def measure(mib: int, workers: Mapping[str, Worker], rounds: int) -> dict[str, float]:
+    """Hand a batch of one size on in every way of these projects, in turns; seconds."""
+    prepare(mib, workers)
+    turns = {name: partial(handoff, workers[who], how) for name, (who, how) in WAYS.items() if who in workers}
+    take_turns(turns, 2)
+    return {name: median(values) for name, values in take_turns(turns, rounds).items()}
+
+
+def compare(mib: int, times: Mapping[str, float]) -> list[Figure]:
+    """Set the ways side by side."""
+    ours, default = times[OURS], times[DEFAULT]
+    speeds = (f"speed, {mib} MiB, {OURS}", mib / ours, "MiB/s", mib / default)
+    first = at_least(*speeds, target=20) if mib == JUDGED else figure(*speeds)
+    rest = [
+        figure(f"wall, {mib} MiB, against {name}", ours * 1e3, "ms", wall * 1e3)
+        for name, wall in times.items()
+        if name != OURS
+    ]
+    return [first, *rest]
+
+
+def prepare(mib: int, workers: Mapping[str, Worker]) -> float:
+    """Have every project make its rows, of about the same bytes; MiB."""
+    lengths = row_lengths(mib, 2)
+    rows = len(lengths[0])
+    tokens = round(sum(int(part.sum()) for part in lengths) / (2 * rows))
+    made = {
+        name: worker.ask(do="prepare", mib=mib)["value"]
+        if name == "meshrl"
+        else worker.ask(do="prepare", rows=rows, tokens=tokens)["value"]
+        for name, worker in workers.items()
+    }
+    if max(made.values()) > 1.002 * min(made.values()):
+        raise SystemExit(f"the projects made different numbers of tokens: {made}")
+    return min(made.values()) * TOKEN_BYTES / 2**20
+
+
+def handoff(worker: Worker, how: str) -> float:
+    """Seconds."""
+    return worker.ask(do="handoff", how=how)["value"]
+
+
+def memory(name: str) -> Figure:
+    """What the controller's own memory grows by when it hands on its first large batches."""
+    who, how = WAYS[name]
+    with project(who) as worker:
+        prepare(1, {who: worker})
+        for _ in range(3):
+            handoff(worker, how)
+        prepare(JUDGED, {who: worker})
+        grown = max(worker.ask(do="handoff", how=how)["memory"] for _ in range(3))
+    label = f"controller's memory, {JUDGED} MiB, {name}"
+    return at_most(label, grown, "MiB", 8) if name == OURS else figure(label, grown, "MiB")
+
+
+class Rows(Actor):
+    """Makes rows, and reads them."""
+
+    def __init__(self) -> None:
+        self._rows = Batch.of()
+
+    @endpoint
+    async def prepare(self, mib: int) -> Sum[NDArray[np.int64]]:
+        """Make this rank's share of so many MiB; a checksum of each column."""
+        rank = current_rank()
+        lengths = row_lengths(mib, rank.size)[rank.index]
+        columns = token_columns(int(lengths.sum()), rank.index)
+        self._rows = Batch({name: packed(column, lengths) for name, column in columns.items()})
+        return sums_of(self._rows)
+
+    @endpoint
+    async def make(self) -> Gather[Batch]:
+        """This rank's rows."""
+        return self._rows
+
+    @endpoint
+    async def read(self, batch: Shard[Batch]) -> Sum[NDArray[np.int64]]:
+        """Read every byte; a checksum of each column."""
+        return sums_of(batch)
+
+
+def packed(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> Ragged:
+    """Rows of these lengths."""
+    return Ragged(values, np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def sums_of(batch: Batch) -> NDArray[np.int64]:
+    """A checksum of each column."""
+    return np.array([checksum(batch.ragged(name).values) if name in batch else 0 for name in COLUMNS])
+
+
+class Contest:
+    """The meshes, and what is measured of them."""
+
+    def __init__(self, makers: Rows, readers: Rows) -> None:
+        self._makers, self._readers = makers, readers
+        self._truth = np.zeros(len(COLUMNS), np.int64)
+        self._new: dict[str, Ragged] = {}
+
+    async def prepare(self, mib: int) -> float:
+        """Make the rows; tokens."""
+        self._truth = await self._makers.prepare(mib)
+        lengths = np.concatenate(row_lengths(mib, 2))
+        columns = token_columns(int(lengths.sum()), seed=2)
+        self._new = {name: packed(column, lengths) for name, column in columns.items()}
+        return float(lengths.sum())
+
+    async def handoff(self, how: str) -> float:
+        """Seconds, in one of two ways."""
+        began = time.perf_counter()
+        batch = await self._makers.make()
+        if how == "controller":
+            batch = Batch((await batch.load()).columns)
+        sums = await self._readers.read(batch)
+        wall = time.perf_counter() - began
+        assert agree(sums, self._truth)
+        return wall
+
+    async def roundtrip(self, replaced: Sequence[str]) -> float:
+        """Seconds of making rows, reading them here, replacing columns, and reading them on the same ranks again."""
+        began = time.perf_counter()
+        batch = await (await self._makers.make()).load()
+        seen = sums_of(batch)
+        batch = batch.assign(**{name: self._new[name] for name in replaced})
+        sums = await self._makers.read(batch)
+        wall = time.perf_counter() - began
+        assert agree(seen, self._truth)
+        changed = np.isin(list(COLUMNS), replaced)
+        assert agree(sums, np.where(changed, sums_of(Batch(self._new)), self._truth))
+        return wall
+
+    async def reading(self) -> float:
+        """Seconds of what a round trip spends on reading alone."""
+        batch = await (await self._makers.make()).load()
+        sums_of(batch)
+        began = time.perf_counter()
+        sums_of(batch)
+        return time.perf_counter() - began
+
+
+def contest() -> None:
+    """Be the contestant meshrl."""
+    import ray  # noqa: PLC0415 -- the process that starts the contestants needs no Ray
+
+    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- as above
+
+    start_ray(STORE_BYTES)
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        engine = RayEngine()
+
+        async def spawn() -> Rows:
+            mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+            return await mesh.spawn(Rows)
+
+        def blocking(method: Callable[..., Coroutine[Never, Never, float]]) -> Callable[..., float]:
+            return lambda **question: runner.run(method(**question))
+
+        try:
+            made = Contest(runner.run(spawn()), runner.run(spawn()))
+            methods = (made.prepare, made.handoff, made.roundtrip, made.reading)
+            answer({method.__name__: blocking(method) for method in methods})
+        finally:
+            runner.run(engine.close())
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
