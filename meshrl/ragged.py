@@ -19,6 +19,15 @@ A = TypeVar("A", bound=Array)
 _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 
 
+def check_dtype(array: Array, what: str) -> None:
+    """Raise `DataError` for what is not numbers or booleans."""
+    if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
+        raise DataError(
+            f"{what} has dtype {array.dtype}, which meshrl does not carry: give numbers or booleans as an "
+            "array, and text or other Python values as a tuple or list"
+        )
+
+
 def frozen(array: Array, what: str = "an array") -> Array:
     """The same values in a C-contiguous, native-endian array that nobody can write.
 
@@ -28,11 +37,7 @@ def frozen(array: Array, what: str = "an array") -> Array:
     Any shape; bool, integer, float, complex, bfloat16 and float8; another dtype is a DataError that names
     `what`.
     """
-    if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
-        raise DataError(
-            f"{what} has dtype {array.dtype}, which meshrl does not carry: give numbers or booleans as an "
-            "array, and text or other Python values as a tuple or list"
-        )
+    check_dtype(array, what)
     if type(array) is not np.ndarray or not array.flags.c_contiguous or not array.dtype.isnative:
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", subok=False)
     if array.flags.writeable and not array.flags.owndata:

@@ -1,31 +1,32 @@
 """A model's weights at one version, as they travel from a policy to a sampler."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
+from math import prod
 from types import MappingProxyType
-from typing import SupportsIndex, cast
+from typing import NamedTuple, SupportsIndex, cast
 
+import numpy as np
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
 from meshrl.held import Held, Holder, Put
-from meshrl.ragged import from_raw, frozen, pickled, raw
+from meshrl.ragged import check_dtype, from_raw, pickled, raw
 from meshrl.sharding import Array
 
 
 class Weights(Holder):
     """Named tensors and the number of updates that made them. Immutable.
 
-    Arrays of any shape, bfloat16 through `ml_dtypes`. An array that owns its memory is taken without a
-    copy and frozen; a view (such as `tensor.numpy()`, which a trainer goes on writing) is copied.
+    Arrays of any shape, bfloat16 through `ml_dtypes`. They are copied, those of one dtype one after another into one
+    buffer, which travels as a whole.
     """
 
     def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
         self._version = version
         self._nbytes = sum(array.nbytes for array in tensors.values())
-        self._tensors: _Tensors | None = _Tensors(
-            {name: frozen(array, f"weight `{name}`") for name, array in tensors.items()}
-        )
+        self._tensors: _Tensors | None = _Tensors.pack(tensors)
         self._held: Held | None = None
         self._digest: str | None = None
 
@@ -105,16 +106,47 @@ class Weights(Holder):
         return f"Weights(version {self._version}, {len(self._tensors.arrays)} tensors, {size})"
 
 
-class _Tensors:
-    """Tensors as they travel: all in one message, the bytes out of band, one after another."""
+class _Entry(NamedTuple):
+    """Where a tensor lies."""
 
-    def __init__(self, arrays: Mapping[str, Array]) -> None:
-        self.arrays = MappingProxyType(dict(arrays))
+    dtype: str
+    start: int
+    """In elements, from the beginning of its dtype's buffer."""
+    shape: tuple[int, ...]
+
+
+class _Tensors:
+    """Tensors as they travel: a buffer for each dtype, out of band, and an index."""
+
+    def __init__(self, buffers: Mapping[str, Array], index: Mapping[str, _Entry]) -> None:
+        self._buffers = buffers
+        self._index = index
+        self.arrays = MappingProxyType({name: self._view(entry) for name, entry in index.items()})
+
+    def _view(self, entry: _Entry) -> Array:
+        return self._buffers[entry.dtype][entry.start : entry.start + prod(entry.shape)].reshape(entry.shape)
+
+    @classmethod
+    def pack(cls, arrays: Mapping[str, Array]) -> "_Tensors":
+        """Copy the arrays. DataError for what is not numbers."""
+        sizes: Counter[str] = Counter()
+        index: dict[str, _Entry] = {}
+        for name, array in arrays.items():
+            check_dtype(array, f"weight `{name}`")
+            index[name] = _Entry(array.dtype.name, sizes[array.dtype.name], array.shape)
+            sizes[array.dtype.name] += array.size
+        packed = cls({dtype: np.empty(size, dtype) for dtype, size in sizes.items()}, index)
+        for name, array in arrays.items():
+            packed.arrays[name][...] = array
+        for buffer in (*packed._buffers.values(), *packed.arrays.values()):
+            buffer.flags.writeable = False
+        return packed
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "_Tensors"], tuple[object, ...]]:
         version = protocol.__index__()
-        return _unpickled, ({name: pickled(array, version) for name, array in self.arrays.items()},)
+        buffers = {dtype: pickled(buffer, version) for dtype, buffer in self._buffers.items()}
+        return _unpickled, (buffers, self._index)
 
 
-def _unpickled(arrays: Mapping[str, tuple[Buffer, str, tuple[int, ...]]]) -> _Tensors:
-    return _Tensors({name: from_raw(*array) for name, array in arrays.items()})
+def _unpickled(buffers: Mapping[str, tuple[Buffer, str, tuple[int, ...]]], index: Mapping[str, _Entry]) -> _Tensors:
+    return _Tensors({dtype: from_raw(*buffer) for dtype, buffer in buffers.items()}, index)

@@ -17,7 +17,7 @@ _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 def export_weights(model: LanguageModel, version: int) -> Weights:
     """A copy of the model's tensors."""
-    return Weights(version, {name: _array(tensor).copy() for name, tensor in model.tensors().items()})
+    return Weights(version, {name: _array(tensor) for name, tensor in model.tensors().items()})
 
 
 def import_weights(model: LanguageModel, weights: Weights) -> None:

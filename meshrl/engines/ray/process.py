@@ -28,6 +28,10 @@ class Method(Protocol):
         """Send a call; what is awaited is the answer."""
         ...
 
+    def options(self, *, name: str) -> "Method":
+        """The same method, called under this name."""
+        ...
+
 
 class Signal(Protocol):
     """A method of a Ray actor of which nobody awaits the answer."""
@@ -226,17 +230,13 @@ class Sent:
         self.process = self.member.process
         self.number = self.process.sent
         self.ended = False
-        ask = Ask(
-            self.process.line,
-            self.number,
-            self.member.spawn.key,
-            endpoint,
-            request.arguments,
-            dict(request.keywords),
-            heard,
-        )
-        method = self.process.stream if stream else self.process.call
-        self._ref = sendable(f"{self.member.spawn.name}.{endpoint}", partial(method.remote, ask))
+        ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, heard)
+        method = (self.process.stream if stream else self.process.call).options(name=ask.label)
+        if request.arguments or request.keywords:
+            arguments = request.arguments, dict(request.keywords)
+            self._ref = sendable(f"{self.member.spawn.name}.{endpoint}", partial(method.remote, arguments))
+        else:
+            self._ref = method.remote()
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
     async def answer(self) -> object:

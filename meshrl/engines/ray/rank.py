@@ -9,19 +9,20 @@ import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import ray
 
 from meshrl.actor import Rank, rank_context
 from meshrl.engines.ray.order import Line
 from meshrl.engines.ray.pickle import packed
-from meshrl.engines.ray.wire import Ask, Construction, Failure, Over, Place, RayHeld, Stopped
+from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped
 from meshrl.engines.threads import isolated
 from meshrl.held import hold, loaded
 
 _ENGINES = str(Path(__file__).parent)
 
+NONE: Final[Arguments] = (), {}
 Run = Callable[[Callable[..., object], tuple[object, ...], Mapping[str, object]], Awaitable[object]]
 
 
@@ -95,8 +96,8 @@ class RankProcess:
             hosted.tasks.discard(task)
         return None
 
-    async def call(self, ask: Ask) -> object:
-        """Call an endpoint."""
+    async def call(self, given: Arguments = NONE) -> object:
+        """Call the endpoint that the task's name says."""
 
         async def run(
             method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
@@ -104,10 +105,11 @@ class RankProcess:
             result = await cast("Awaitable[object]", method(*arguments, **keywords))
             return self._answer(result)
 
-        return await self._serve(ask, run)
+        return await self._serve(Ask.current(), given, run)
 
-    async def stream(self, ask: Ask) -> object:
-        """Run a generator to its end; `next` gives its values."""
+    async def stream(self, given: Arguments = NONE) -> object:
+        """Run the generator that the task's name says to its end; `next` gives its values."""
+        ask = Ask.current()
         line = self._lines[ask.line]
         outbox = line.outbox(ask.number)
 
@@ -125,7 +127,7 @@ class RankProcess:
             return None
 
         try:
-            return await self._serve(ask, run)
+            return await self._serve(ask, given, run)
         finally:
             line.close(ask.number)
 
@@ -147,7 +149,7 @@ class RankProcess:
             if self._actors.get(key) is hosted:
                 del self._actors[key]
 
-    async def _serve(self, ask: Ask, run: Run) -> object:
+    async def _serve(self, ask: Ask, given: Arguments, run: Run) -> object:
         line, task = self._lines[ask.line], _current_task()
         if not line.arrive(ask.number, task):
             return Stopped()
@@ -158,9 +160,7 @@ class RankProcess:
         hosted.tasks.add(task)
         rank_context.set(hosted.rank)
         try:
-            arguments, keywords = ask.arguments, ask.keywords
-            if arguments or keywords:
-                arguments, keywords = await loaded((arguments, keywords))
+            arguments, keywords = given if given is NONE else await loaded(given)
             await line.turn(ask.number)
             method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
             line.start(ask.number)  # nothing else runs between this and the endpoint's first step

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import ray
@@ -67,18 +67,34 @@ class Place(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A call of an endpoint, or the opening of a stream."""
+    """A call of an endpoint, or the opening of a stream: all but its arguments.
 
+    It travels as the name of Ray's task. As an argument it would make an empty call a fifth slower.
+    """
+
+    endpoint: str
+    key: str
+    """The actor, among those that the process hosts."""
     line: str
     """Who calls: calls of one line start in the order of their numbers."""
     number: int
-    key: str
-    """The actor, among those that the process hosts."""
-    endpoint: str
-    arguments: tuple[object, ...]
-    keywords: Mapping[str, object]
-    heard: bool
+    heard: bool = True
     """Of a stream: whether the caller takes this rank's values."""
+
+    @property
+    def label(self) -> str:
+        """The task's name."""
+        return f"{self.endpoint} {self.key} {self.line} {self.number} {self.heard:d}"
+
+    @classmethod
+    def current(cls) -> "Ask":
+        """What the task that runs now was asked."""
+        endpoint, key, line, number, heard = str(ray.get_runtime_context().get_task_name()).split()
+        return cls(endpoint, key, line, int(number), heard == "1")
+
+
+Arguments: TypeAlias = tuple[tuple[object, ...], Mapping[str, object]]
+"""Those by position, and those by name."""
 
 
 class Construction(NamedTuple):
