@@ -1,21 +1,27 @@
 """Values that stay where they were made: what is large travels as a reference, and is fetched where it is read."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import numpy as np
 
 T = TypeVar("T")
 
 
-class Held(Protocol):
+class Held(ABC):
     """A value that an engine keeps. Whoever has this may fetch it; it is let go with the last that names it."""
 
-    async def fetch(self) -> object:
-        """The value, read-only, without a copy where the engine can. Raises `DataError` if it is lost."""
-        ...
+    __slots__ = ()
+
+    @classmethod
+    @abstractmethod
+    async def fetch(cls, held: "Sequence[Held]") -> list[object]:
+        """The values of several of this class, read-only, not copied where the engine can. `DataError` if one is lost."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
 
 Put = Callable[[object], Held]
@@ -71,7 +77,7 @@ async def loaded(value: T) -> T:
 
 async def _loaded(value: object) -> object:
     if isinstance(value, Later):
-        return await value.held.fetch()
+        return (await fetched([value.held]))[value.held]
     if type(value) in (list, tuple):
         items = cast("list[object]", value)
         return type(items)([await _loaded(item) for item in items])
@@ -93,6 +99,12 @@ def seal_arrays(value: object) -> None:
             seal_arrays(item)
 
 
-async def fetched(held: Mapping[int, Held]) -> dict[int, object]:
+async def fetched(held: Iterable[Held]) -> dict[Held, object]:
     """The values. Nothing else runs meanwhile if they are in this process: so calls start in their order."""
-    return {key: await each.fetch() for key, each in held.items()}
+    by_kind: dict[type[Held], list[Held]] = {}
+    for each in dict.fromkeys(held):
+        by_kind.setdefault(type(each), []).append(each)
+    values: dict[Held, object] = {}
+    for kind, some in by_kind.items():
+        values.update(zip(some, await kind.fetch(some), strict=True))
+    return values

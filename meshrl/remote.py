@@ -1,6 +1,6 @@
 """Columns that lie elsewhere: which piece holds each row, and how pieces that were fetched become a column."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, cast
 
@@ -39,6 +39,12 @@ class Places:
         kept, number = np.unique(piece, return_inverse=True)
         return Places(len(kept), sealed(number.astype(np.int32)), row), kept.astype(np.int64)
 
+    def __reduce__(self) -> tuple[Callable[..., "Places"], tuple[object, ...]]:
+        count = len(self.row)
+        if self.pieces == 1 and np.array_equal(self.row, np.arange(count)):  # as most replies are: a number says it
+            return Places.whole, (count,)
+        return Places, (self.pieces, self.piece, self.row)
+
     @staticmethod
     def concat(parts: Sequence["Places"], numbers: Sequence[Sequence[int]]) -> "Places":
         """The rows of all parts; `numbers`: for each part, its pieces' new numbers."""
@@ -49,14 +55,30 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Here:
-    """A piece that travels by value, because it is small."""
+class Piece:
+    """Part of a column: one of those that are held together."""
 
-    column: Column
+    held: Held
+    """Of a dict of columns."""
+    name: str
 
-    async def fetch(self) -> Column:
-        """The column."""
-        return self.column
+    def of(self, values: Mapping[Held, object]) -> Column:
+        """Its values among all that were fetched."""
+        return _frozen(cast("Mapping[str, object]", values[self.held])[self.name])
+
+
+class Here(Held):
+    """A column that travels by value, because it is small."""
+
+    __slots__ = ("column",)
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        """The columns."""
+        return [{"": each.column} for each in cast("Sequence[Here]", held)]
 
 
 @dataclass(frozen=True)
@@ -99,7 +121,7 @@ class Remote:
     def __init__(
         self,
         form: Form,
-        pieces: Sequence[Held],
+        pieces: Sequence[Piece],
         places: Places,
         lengths: Rows | None,
         values: Sequence[Column | None] | None = None,
@@ -113,9 +135,8 @@ class Remote:
         self._column: Column | None = None
 
     @classmethod
-    def of(cls, column: Column, piece: Held, places: Places) -> Self:
+    def of(cls, column: Column, piece: Piece, places: Places, lengths: Rows | None) -> Self:
         """The column that lies in this piece, row for row."""
-        lengths = sealed(column.lengths) if isinstance(column, Ragged) else None
         return cls(Form.of(column), [piece], places, lengths)
 
     def __len__(self) -> int:
@@ -130,7 +151,7 @@ class Remote:
         return not self.missing
 
     @property
-    def missing(self) -> list[Held]:
+    def missing(self) -> list[Piece]:
         """The pieces that must be fetched before it can be read."""
         return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
 
@@ -140,10 +161,10 @@ class Remote:
         lengths = None if self.lengths is None else sealed(self.lengths[rows])
         return Remote(self.form, [self.pieces[index] for index in kept], places, lengths, values)
 
-    def arrived(self, fetched: Mapping[int, object]) -> "Remote":
-        """The same column, which can be read: from the value of each missing piece by the piece's `id`."""
+    def arrived(self, fetched: Mapping[Held, object]) -> "Remote":
+        """The same column, which can be read: from what was fetched."""
         pairs = zip(self.pieces, self.values, strict=True)
-        values = [_frozen(fetched[id(piece)]) if value is None else value for piece, value in pairs]
+        values = [piece.of(fetched) if value is None else value for piece, value in pairs]
         return Remote(self.form, self.pieces, self.places, self.lengths, values)
 
     def left(self) -> "Remote":
@@ -191,30 +212,29 @@ class Remote:
                 f"column `{name}` differs between parts: {', '.join(forms)}; each must return the same kind, dtype and "
                 "trailing dims"
             )
-        found: dict[int, tuple[Held, Column | None]] = {}
+        found: dict[Piece, Column | None] = {}
         for part in parts:
             for piece, value in zip(part.pieces, part.values, strict=True):
-                if found.get(id(piece), (piece, None))[1] is None:
-                    found[id(piece)] = (piece, value)
+                if found.get(piece) is None:
+                    found[piece] = value
         lengths = None
         if all(part.lengths is not None for part in parts):
             lengths = sealed(np.concatenate([cast("Rows", part.lengths) for part in parts]))
-        pieces = [piece for piece, _ in found.values()]
-        return cls(parts[0].form, pieces, places, lengths, [value for _, value in found.values()])
+        return cls(parts[0].form, list(found), places, lengths, list(found.values()))
 
 
 def renumbered(parts: Sequence[Remote]) -> tuple[tuple[int, ...], ...]:
     """For each part, the numbers of its pieces among the different pieces of all parts."""
-    known: dict[int, int] = {}
-    return tuple(tuple(known.setdefault(id(piece), len(known)) for piece in part.pieces) for part in parts)
+    known: dict[Piece, int] = {}
+    return tuple(tuple(known.setdefault(piece, len(known)) for piece in part.pieces) for part in parts)
 
 
 def as_remote(column: "Column | Remote") -> Remote:
     """A Remote is itself; a column becomes one by value."""
     if isinstance(column, Remote):
         return column
-    made = Remote.of(column, Here(column), Places.whole(len(column)))
-    return made.arrived({id(made.pieces[0]): column})
+    lengths = sealed(column.lengths) if isinstance(column, Ragged) else None
+    return Remote(Form.of(column), [Piece(Here(column), "")], Places.whole(len(column)), lengths, [column])
 
 
 def _frozen(value: object) -> Column:

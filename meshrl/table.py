@@ -5,9 +5,9 @@ from typing import TypeAlias, cast
 
 from meshrl import columns as kinds
 from meshrl.columns import TOKEN_COLUMNS, Column
-from meshrl.held import Held, Put, fetched
+from meshrl.held import Put, fetched
 from meshrl.ragged import Ragged, gather, sealed
-from meshrl.remote import Places, Remote, as_remote, renumbered
+from meshrl.remote import Form, Piece, Places, Remote, as_remote, renumbered
 from meshrl.sharding import Rows
 
 Stored: TypeAlias = Column | Remote
@@ -75,23 +75,33 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
 
 
 def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
-    """The columns that travel as references: those of more than `limit` bytes, and what was fetched, as it came."""
+    """The columns that travel as references: those of more than `limit` bytes, and what was fetched, as it came.
+
+    Token columns with the same offsets are put together, as one object: who needs one mostly needs them all.
+    """
     held: dict[str, Stored] = {}
-    places = None
+    together: dict[int, dict[str, Column]] = {}
     for name, column in table.items():
         if isinstance(column, Remote):
             held[name] = column.left()
         elif _bytes_of(column) > limit:
-            places = places or Places.whole(rows)
-            held[name] = Remote.of(column, put(kinds.private(column)), places)
+            key = id(column.offsets if isinstance(column, Ragged) else column)
+            together.setdefault(key, {})[name] = kinds.private(column)
+    if not together:
+        return held
+    places = Places.whole(rows)
+    for columns in together.values():
+        piece = put(columns)
+        sizes = lengths(next(iter(columns.values())))
+        for name, column in columns.items():
+            held[name] = Remote(Form.of(column), [Piece(piece, name)], places, sizes)
     return held
 
 
 async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
     """The table with these columns, which lie elsewhere, readable. Each piece is fetched once."""
     wanted = {name: column for name in names if isinstance(column := table[name], Remote)}
-    pieces: dict[int, Held] = {id(piece): piece for column in wanted.values() for piece in column.missing}
-    values = await fetched(pieces)
+    values = await fetched(piece.held for column in wanted.values() for piece in column.missing)
     return {**table, **{name: column.arrived(values) for name, column in wanted.items()}}
 
 

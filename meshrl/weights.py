@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
-from meshrl.held import Held, Holder, Put
+from meshrl.held import Held, Holder, Put, fetched
 from meshrl.ragged import check_dtype, from_raw, pickled, raw
 from meshrl.sharding import Array
 
@@ -56,7 +56,8 @@ class Weights(Holder):
         """The same weights, readable here. What is handed on to a mesh need not be loaded."""
         if self._tensors is not None or self._held is None:
             return self
-        return self._make(self._version, self._nbytes, cast("_Tensors", await self._held.fetch()), self._held)
+        tensors = (await fetched([self._held]))[self._held]
+        return self._make(self._version, self._nbytes, cast("_Tensors", tensors), self._held)
 
     def hold(self, put: Put, limit: int) -> "Weights":
         """The same weights, all tensors together kept elsewhere by `put` if they have more than `limit` bytes."""

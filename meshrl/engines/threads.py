@@ -4,7 +4,7 @@ import asyncio
 import copy
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
@@ -17,7 +17,7 @@ from meshrl.actor import Rank, rank_context
 from meshrl.engine import Request
 from meshrl.engines.loop import RankLoop
 from meshrl.errors import ContractError, MeshStopped, RankFailed
-from meshrl.held import loaded, seal_arrays
+from meshrl.held import Held, loaded, seal_arrays
 from meshrl.ragged import frozen
 
 T = TypeVar("T")
@@ -26,19 +26,17 @@ _ENGINES = str(Path(__file__).parent)
 _IMMUTABLE = (type(None), bool, int, float, str, bytes)
 
 
-class LocalHeld:
+class LocalHeld(Held):
     """A value that ranks of this process share. It is not copied: nobody can write it."""
 
     def __init__(self, value: object) -> None:
         writable = isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata)
-        self._value = frozen(value.copy()) if isinstance(value, np.ndarray) and writable else value
+        self.value = frozen(value.copy()) if isinstance(value, np.ndarray) and writable else value
 
-    async def fetch(self) -> object:
-        """The value. Python values in it, which could be written, are copied where a column is put together."""
-        return self._value
-
-    def __deepcopy__(self, memo: object) -> "LocalHeld":
-        return self
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        """The values. Python values in them, which could be written, are copied where a column is put together."""
+        return [each.value for each in cast("Sequence[LocalHeld]", held)]
 
 
 def isolated(value: T) -> T:

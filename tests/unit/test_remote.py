@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from collections.abc import Sequence
 from typing import ClassVar, cast
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
+from meshrl.held import Held
 
 
 def rollouts(rows: int = 4) -> Batch:
@@ -26,7 +28,7 @@ def rollouts(rows: int = 4) -> Batch:
     )
 
 
-class Kept:
+class Kept(Held):
     """A held value that counts its readers; it travels as a number, as a reference would."""
 
     store: ClassVar[dict[int, object]] = {}
@@ -36,9 +38,11 @@ class Kept:
         self.number = len(self.store)
         self.store[self.number] = value
 
-    async def fetch(self) -> object:
-        self.reads.append(self.number)
-        return pickle.loads(pickle.dumps(self.store[self.number], 5))  # noqa: S301 -- its own
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        numbers = [each.number for each in cast("Sequence[Kept]", held)]
+        cls.reads.extend(numbers)
+        return [pickle.loads(pickle.dumps(cls.store[number], 5)) for number in numbers]  # noqa: S301 -- its own
 
 
 def travelled(batch: Batch) -> Batch:

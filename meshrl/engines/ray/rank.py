@@ -57,6 +57,7 @@ class RankProcess:
         # As in the controller's process: relative files, and modules next to a script.
         if Path(folder).is_dir():
             os.chdir(folder)
+        os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         sys.path += [path for path in paths if path not in sys.path]
         self._inline_bytes = inline_bytes
         self._actors: dict[str, Hosted] = {}
@@ -177,7 +178,7 @@ class RankProcess:
 
 
 async def _read(wanted: Construction) -> object:
-    return await loaded(await wanted.recipe.fetch())
+    return await loaded((await RayHeld.fetch([wanted.recipe]))[0])
 
 
 def _current_task() -> asyncio.Task[object]:

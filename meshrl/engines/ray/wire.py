@@ -1,8 +1,9 @@
 """What the caller and the rank's process of the Ray engine say to each other."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import ray
@@ -12,15 +13,16 @@ from ray.exceptions import ObjectLostError
 from meshrl.actor import Rank
 from meshrl.engines.ray.pickle import carry_modules
 from meshrl.errors import DataError
+from meshrl.held import Held
 
 
-class RayHeld:
+class RayHeld(Held):
     """A value in Ray's object store. In one process there is one such object for it."""
 
-    __slots__ = ("__weakref__", "_ref")
+    __slots__ = ("__weakref__", "ref")
 
     def __init__(self, ref: "ObjectRef[object]") -> None:
-        self._ref = ref
+        self.ref = ref
         _known[ref.binary()] = self
 
     @classmethod
@@ -30,21 +32,23 @@ class RayHeld:
         ref: ObjectRef[object] = ray.put(value)
         return cls(ref)
 
-    async def fetch(self) -> object:
-        """The value, arrays read-only. Raises `DataError` if it is lost."""
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        """The values, arrays read-only. Raises `DataError` if one is lost."""
+        refs = [each.ref for each in cast("Sequence[RayHeld]", held)]
         try:
-            return await self._ref
+            _, elsewhere = ray.wait(refs, num_returns=len(refs), timeout=0)
+            if elsewhere:
+                await asyncio.gather(*elsewhere)
+            return ray.get(refs)  # what is on this machine is only mapped: faster at once than awaited one by one
         except ObjectLostError as error:
             raise DataError(
                 f"a column lies on a rank that has died or was stopped, and is lost ({type(error).__name__}): make the "
                 "batch again, or load what is needed later while its ranks live"
             ) from None
 
-    def __deepcopy__(self, memo: object) -> "RayHeld":
-        return self
-
     def __reduce__(self) -> tuple[Callable[..., "RayHeld"], tuple[object, ...]]:
-        return _received, (self._ref,)
+        return _received, (self.ref,)
 
 
 _known: WeakValueDictionary[bytes, RayHeld] = WeakValueDictionary()
