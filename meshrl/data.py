@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 from types import MappingProxyType
-from typing import Self, SupportsIndex, cast
+from typing import Self, SupportsIndex, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +25,9 @@ __all__ = ["Batch", "Column", "Ragged"]
 
 _TURNS = 1 << 20
 """The most times that `repeat` gives a row: what stays apart in the numbers that rows remember."""
+
+
+B = TypeVar("B", bound="Batch")
 
 
 class Batch(Holder):
@@ -244,12 +247,14 @@ class Batch(Holder):
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
         lengths = self.lengths
         order = np.argsort(-lengths, kind="stable")
-        heap = [(0, 0, part) for part in range(parts)]
+        # Of each part one number, which orders by tokens, then rows, then place: a heap of tuples is half as fast.
+        token = parts * (self._rows + 1)
+        heap = list(range(parts))
         owners: list[int] = []
         for length in lengths[order].tolist():
-            load, count, part = heap[0]
-            owners.append(part)
-            heapq.heapreplace(heap, (load + length, count + 1, part))
+            lightest = heap[0]
+            owners.append(lightest % parts)
+            heapq.heapreplace(heap, lightest + length * token + parts)
         owner = np.empty(self._rows, np.int64)
         owner[order] = owners
         ends = np.cumsum(np.bincount(owner, minlength=parts))[:-1]
@@ -330,15 +335,7 @@ class Batch(Holder):
         here = {name: column for name, column in self._columns.items() if not isinstance(column, Remote)}
         header, buffers = kinds.pack(self._rows, here, self._origins)
         wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
-        return type(self)._unpickled, (header, wrapped, remote, self.names)  # noqa: SLF001 -- its own
-
-    @classmethod
-    def _unpickled(
-        cls, header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, Remote], names: Sequence[str]
-    ) -> Self:
-        rows, here, origins = kinds.unpack(header, buffers)
-        stored: table.Table = {**here, **remote}
-        return cls._make(rows, table.aligned({name: stored[name] for name in names}), origins)
+        return _unpickled, (type(self), header, wrapped, remote, self.names)
 
     def __eq__(self, other: object) -> bool:
         """Whether names, kinds, dtypes and values agree; NaN equals NaN, the order of columns is nothing."""
@@ -391,3 +388,12 @@ def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
     return DataError(
         f"column `{name}` is {kinds.describe(column)}, not {wanted}: read it with batch.{accessor}({name!r})"
     )
+
+
+def _unpickled(
+    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, Remote], names: Sequence[str]
+) -> B:
+    # Not a class's own method: cloudpickle would carry the code of such a one in every message.
+    rows, here, origins = kinds.unpack(header, buffers)
+    stored: table.Table = {**here, **remote}
+    return kind._make(rows, table.aligned({name: stored[name] for name in names}), origins)

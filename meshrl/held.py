@@ -18,7 +18,7 @@ class Held(ABC):
     @classmethod
     @abstractmethod
     async def fetch(cls, held: "Sequence[Held]") -> list[object]:
-        """The values of several of this class, read-only, not copied where the engine can. `DataError` if one is lost."""
+        """The values of several of this class, read-only, uncopied where the engine can. `DataError` if one is lost."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

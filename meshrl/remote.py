@@ -17,19 +17,19 @@ from meshrl.sharding import Array, Rows
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where each row of a column lies: in which piece, `int32[rows]`, and at which number there, `int64[rows]`.
+    """Where each row of a column lies: in which piece, and at which number there.
 
     The columns of a batch that have their pieces alike share one object.
     """
 
     pieces: int
     piece: NDArray[np.int32]
-    row: Rows
+    row: NDArray[np.int32]
 
     @classmethod
     def whole(cls, rows: int) -> Self:
         """The rows of one piece, in their order."""
-        return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows)))
+        return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
 
     def take(self, rows: Rows) -> tuple["Places", Rows]:
         """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
@@ -42,7 +42,7 @@ class Places:
     def __reduce__(self) -> tuple[Callable[..., "Places"], tuple[object, ...]]:
         count = len(self.row)
         if self.pieces == 1 and np.array_equal(self.row, np.arange(count)):  # as most replies are: a number says it
-            return Places.whole, (count,)
+            return _whole, (count,)
         return Places, (self.pieces, self.piece, self.row)
 
     @staticmethod
@@ -134,11 +134,6 @@ class Remote:
         self.values: tuple[Column | None, ...] = tuple(values or [None] * len(self.pieces))
         self._column: Column | None = None
 
-    @classmethod
-    def of(cls, column: Column, piece: Piece, places: Places, lengths: Rows | None) -> Self:
-        """The column that lies in this piece, row for row."""
-        return cls(Form.of(column), [piece], places, lengths)
-
     def __len__(self) -> int:
         return len(self.places.row)
 
@@ -155,10 +150,9 @@ class Remote:
         """The pieces that must be fetched before it can be read."""
         return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
 
-    def take(self, rows: Rows, places: Places, kept: Rows) -> "Remote":
-        """These rows, whose `places` and `kept` pieces are what `Places.take` gives."""
+    def take(self, places: Places, kept: Rows, lengths: Rows | None) -> "Remote":
+        """Some rows, whose `places` and `kept` pieces are what `Places.take` gives."""
         values = [self.values[index] for index in kept]
-        lengths = None if self.lengths is None else sealed(self.lengths[rows])
         return Remote(self.form, [self.pieces[index] for index in kept], places, lengths, values)
 
     def arrived(self, fetched: Mapping[Held, object]) -> "Remote":
@@ -204,7 +198,7 @@ class Remote:
         return _rows(cast("Sequence[Array]", pieces), places)
 
     @classmethod
-    def concat(cls, name: str, parts: Sequence["Remote"], places: Places) -> Self:
+    def concat(cls, name: str, parts: Sequence["Remote"], places: Places, lengths: Rows | None) -> Self:
         """The rows of all parts; `places` is what `Places.concat` gives. DataError where the parts differ in form."""
         forms = sorted({str(part.form) for part in parts})
         if len(forms) > 1:
@@ -217,10 +211,11 @@ class Remote:
             for piece, value in zip(part.pieces, part.values, strict=True):
                 if found.get(piece) is None:
                     found[piece] = value
-        lengths = None
-        if all(part.lengths is not None for part in parts):
-            lengths = sealed(np.concatenate([cast("Rows", part.lengths) for part in parts]))
         return cls(parts[0].form, list(found), places, lengths, list(found.values()))
+
+
+def _whole(rows: int) -> Places:
+    return Places.whole(rows)
 
 
 def renumbered(parts: Sequence[Remote]) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, cast
 
+import numpy as np
+
 from meshrl import columns as kinds
 from meshrl.columns import TOKEN_COLUMNS, Column
 from meshrl.held import Put, fetched
@@ -37,6 +39,7 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
     """These rows of each column. What columns share (offsets, places) is worked out once."""
     spans: dict[int, tuple[Rows, Rows]] = {}
     places: dict[int, tuple[Places, Rows]] = {}
+    sizes: dict[int, Rows | None] = {id(None): None}
     taken: dict[str, Stored] = {}
     for name, column in table.items():
         if isinstance(column, tuple):
@@ -49,7 +52,10 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
         elif isinstance(column, Remote):
             key = id(column.places)
             places[key] = places.get(key) or column.places.take(rows)
-            taken[name] = column.take(rows, *places[key])
+            size = id(column.lengths)
+            if column.lengths is not None and size not in sizes:
+                sizes[size] = sealed(column.lengths[rows])
+            taken[name] = column.take(*places[key], sizes[size])
         else:
             taken[name] = sealed(column[rows])
     return taken
@@ -58,6 +64,7 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
 def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     """The rows of all tables (one or more, of the same columns), one after another."""
     places: dict[object, Places] = {}
+    sizes: dict[tuple[int, ...], Rows | None] = {}
     alive: list[Remote] = []
     joined: dict[str, Stored] = {}
     for name in tables[0]:
@@ -70,7 +77,10 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
         numbers = renumbered(remotes)
         key = tuple(id(part.places) for part in remotes), numbers
         places[key] = places.get(key) or Places.concat([part.places for part in remotes], numbers)
-        joined[name] = Remote.concat(name, remotes, places[key])
+        key_of_sizes = tuple(id(part.lengths) for part in remotes)
+        if key_of_sizes not in sizes:
+            sizes[key_of_sizes] = _joined([part.lengths for part in remotes])
+        joined[name] = Remote.concat(name, remotes, places[key], sizes[key_of_sizes])
     return aligned(joined)
 
 
@@ -115,6 +125,11 @@ def describe(column: Stored) -> str:
     if isinstance(column, Remote):
         return str(column.form) + ("" if column.is_here else " elsewhere")
     return kinds.describe(column)
+
+
+def _joined(lengths: Sequence[Rows | None]) -> Rows | None:
+    known = [part for part in lengths if part is not None]
+    return sealed(np.concatenate(known)) if len(known) == len(lengths) else None
 
 
 def _bytes_of(column: Column) -> int:

@@ -98,13 +98,17 @@ class Weights(Holder):
     def __reduce__(self) -> tuple[Callable[..., "Weights"], tuple[object, ...]]:
         """What is held travels as a reference alone."""
         tensors = self._tensors if self._held is None else None
-        return Weights._make, (self._version, self._nbytes, tensors, self._held)
+        return _received, (self._version, self._nbytes, tensors, self._held)
 
     def __repr__(self) -> str:
         size = f"{self._nbytes:,} bytes"
         if self._tensors is None:
             return f"Weights(version {self._version}, {size} elsewhere)"
         return f"Weights(version {self._version}, {len(self._tensors.arrays)} tensors, {size})"
+
+
+def _received(version: int, nbytes: int, tensors: "_Tensors | None", held: Held | None) -> Weights:
+    return Weights._make(version, nbytes, tensors, held)
 
 
 class _Entry(NamedTuple):
