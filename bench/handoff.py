@@ -14,8 +14,10 @@ verl                    bench/peers/verl_dispatch.py: its default, and its other
 
 Each project runs in a process of its own with a Ray of its own, whose store has 3 GiB, under the same allocator
 settings. Up to 128 MiB they take turns; larger, they run one after another, as they do not fit into 24 GiB together.
-Two calls warm up. The controller's memory is measured apart: a new process for each contestant, warmed up on 1 MiB; its
-own memory at its peak, without the pages of the store that it maps. verl needs `make peers`. About 8 minutes.
+The first turns (2 to 12) are not counted: a process is slow where it touches a page of the store for the first time, and
+is measured when it has been everywhere. The controller's memory is measured apart: a new process for each contestant,
+warmed up on 1 MiB; its own memory at its peak, without the pages of the store that it maps. verl needs `make peers`.
+About 10 minutes.
 """
 
 import asyncio
@@ -112,8 +114,13 @@ def measure(mib: int, workers: Mapping[str, Worker], rounds: int) -> dict[str, f
     """Hand a batch of one size on in every way of these projects, in turns; seconds."""
     prepare(mib, workers)
     turns = {name: partial(handoff, workers[who], how) for name, (who, how) in WAYS.items() if who in workers}
-    take_turns(turns, 2)
+    take_turns(turns, warming(mib))
     return {name: median(values) for name, values in take_turns(turns, rounds).items()}
+
+
+def warming(mib: int) -> int:
+    """The turns until every page of the store was touched, about."""
+    return max(2, min(12, STORE_BYTES // 2**21 // mib))
 
 
 def compare(mib: int, times: Mapping[str, float]) -> list[Figure]:

@@ -5,13 +5,13 @@
 Two ranks make a batch; the controller loads all columns, reads every byte (what that alone costs is the last figure),
 replaces one column, or all of them, by arrays that lie ready, and shards the batch over the same ranks, which read
 every byte. Rows, checks, processes and turns as in bench/handoff.py. The copies are of one thread into warm memory,
-two of all bytes, measured in the same run. verl needs `make peers`. About 2 minutes.
+two of all bytes, measured in the same run. verl needs `make peers`. About 3 minutes.
 """
 
 import contextlib
 from functools import partial
 
-from bench.handoff import prepare, project
+from bench.handoff import prepare, project, warming
 from bench.harness import Figure, Worker, arguments, at_least, copier, figure, median, report, take_turns, within
 from bench.peers.payload import COLUMNS
 
@@ -40,7 +40,7 @@ def compare(mib: int, ours: Worker, verl: Worker, rounds: int) -> list[Figure]:
         turns[label] = partial(seconds, ours, replaced=replaced)
         for way in VERL_WAYS:
             turns[f"{label}, {way}"] = partial(seconds, verl, replaced=replaced, how=way)
-    take_turns(turns, 2)
+    take_turns(turns, warming(mib))
     times = {name: median(values) for name, values in take_turns(turns, rounds).items()}
     copies, figures = times["two copies"], list[Figure]()
     for label in REPLACED:
