@@ -14,10 +14,10 @@ verl                    bench/peers/verl_dispatch.py: its default, and its other
 
 Each project runs in a process of its own with a Ray of its own, whose store has 3 GiB, under the same allocator
 settings. Up to 128 MiB they take turns; larger, they run one after another, as they do not fit into 24 GiB together.
-The first turns (2 to 12) are not counted: a process is slow where it touches a page of the store for the first time, and
-is measured when it has been everywhere. The controller's memory is measured apart: a new process for each contestant,
-warmed up on 1 MiB; its own memory at its peak, without the pages of the store that it maps. verl needs `make peers`.
-About 10 minutes.
+The first turns (2 to 12) are not counted: a process is slow where it touches a page of the store for the first time,
+and is measured when it has been everywhere. The controller's memory is measured apart: a new process for each
+contestant, warmed up on 1 MiB; its own memory at its peak, without the pages of the store that it maps. verl needs
+`make peers`. About 10 minutes.
 """
 
 import asyncio

@@ -22,18 +22,21 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if name not in ("seconds", "step_s")} for line in lines]
 
 
-def test_the_quickstart_learns_and_a_seed_decides_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quickstart_learns_and_a_seed_decides_every_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    """Also on Ray: the engine is in no number."""
     monkeypatch.chdir(tmp_path)
     run("sft/quickstart", *_SHORT, "steps=8", "policy.optimizer.warmup_steps=2")
     sft = records(Path("runs/quickstart-sft"))
     assert sft[-1]["loss"] < sft[0]["loss"] - 0.2
 
-    for name in ("one", "two"):
-        run("grpo/quickstart", *_SHORT, "steps=3", "prompts=4", f"run.name={name}")
-    one, two = Path("runs/one"), Path("runs/two")
-    assert records(one) == records(two)
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (one, two)]
-    assert weights[0] == weights[1]
+    for name, engine in {"one": "local", "two": "local", "three": "ray"}.items():
+        run("grpo/quickstart", *_SHORT, "steps=3", "prompts=4", f"run.name={name}", f"run.engine={engine}")
+    one, two, three = Path("runs/one"), Path("runs/two"), Path("runs/three")
+    assert records(one) == records(two) == records(three)
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (one, two, three)]
+    assert weights[0] == weights[1] == weights[2]
 
     summary = json.loads((one / "summary.json").read_bytes())
     assert summary["status"] == "finished"
