@@ -97,9 +97,10 @@ class Run:
         """
         cls = implementation(role, config.backend)
         # A task a mesh, so that roles spawned at the same time wait for one reservation.
-        if config.mesh not in self._meshes:
-            self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
-        mesh = await self._meshes[config.mesh]
+        reserving = self._meshes.get(config.mesh)
+        if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
+            reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
+        mesh = await asyncio.shield(reserving)
         return await mesh.spawn(cls, config)
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:

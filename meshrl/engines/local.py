@@ -64,6 +64,8 @@ class LocalEngine:
         keywords: Mapping[str, object],
     ) -> Sequence[LocalMember]:
         """Construct the actors, all at once. If one fails, none is left."""
+        if not set(slots) <= set(self._slots):
+            raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
         places = zip(cast("Sequence[LocalSlot]", slots), ranks, strict=True)
         members = [LocalMember(slot, create.__name__, rank) for slot, rank in places]
         self._members += members

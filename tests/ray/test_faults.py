@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,12 +29,15 @@ from meshrl import (
     Same,
     Shard,
     at,
+    current_rank,
     each,
     endpoint,
     respawn,
     stop,
 )
 from meshrl.engines.ray import RayEngine
+
+NO_CORE = Resources(cpus=0)
 
 
 class Trouble(Exception):
@@ -72,6 +76,14 @@ class Probe(Actor):
     @endpoint
     async def block(self) -> None:
         time.sleep(1000)  # noqa: ASYNC251 -- as a collective does whose peer is gone
+
+    @endpoint
+    async def take(self, what: object) -> None: ...
+
+    @endpoint
+    async def count_on(self, rows: Shard[Batch], what: object = None) -> AsyncIterator[Gather[Batch]]:
+        yield rows
+        await asyncio.sleep(1000)
 
     @endpoint
     async def trouble(self) -> None:
@@ -166,31 +178,36 @@ async def test_an_exception_that_cannot_be_pickled_arrives_as_text(mesh: Mesh) -
     assert await probe.add() == 1
 
 
-def left() -> tuple[int, int]:
-    """Living processes of ranks, and placement groups."""
-    names = []
+def groups() -> int:
+    """Placement groups that are not removed."""
+    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def processes() -> int:
+    """Ranks' processes of this test's cluster."""
+    found = 0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            names += process.cmdline()[:1]
-    groups = ray.util.placement_group_table().values()
-    living = sum(name.startswith("ray::RankProcess") for name in names)
-    return living, sum(group["state"] != "REMOVED" for group in groups)
+            found += "".join(process.cmdline()[:1]).startswith("ray::RankProcess")
+    return found
 
 
-async def nothing_is_left() -> bool:
+async def nothing_is_left(*pids: int) -> bool:
     for _ in range(200):
-        if left() == (0, 0):
+        if not processes() and not groups() and not any(map(psutil.pid_exists, pids)):
             return True
         await asyncio.sleep(0.05)
     return False
 
 
 async def test_a_mesh_leaves_nothing_behind(engine: RayEngine) -> None:
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+    mesh = await Mesh.reserve(engine, 2, NO_CORE)
     probe = await mesh.spawn(Probe)
+    pids = await pids_of(probe)
     call = asyncio.create_task(probe.hang())
     await probe.add()
-    assert left() == (2, 1)
+    assert groups() == 1
+    assert all(map(psutil.pid_exists, pids))
     await mesh.stop()
     with pytest.raises(MeshStopped):
         await call
@@ -198,17 +215,89 @@ async def test_a_mesh_leaves_nothing_behind(engine: RayEngine) -> None:
         await probe.add()
     with pytest.raises(MeshStopped, match="its mesh is stopped"):
         await respawn(probe)
-    assert await nothing_is_left()
+    with pytest.raises(MeshStopped, match="its mesh is stopped"):
+        await mesh.spawn(Probe)
+    assert await nothing_is_left(*pids)
     await mesh.stop()
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine) -> None:
-    reserving = asyncio.create_task(Mesh.reserve(engine, 2, Resources(cpus=0)))
+    reserving = asyncio.create_task(Mesh.reserve(engine, 2, NO_CORE))
     await asyncio.sleep(0.1)
     reserving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reserving
     assert await nothing_is_left()
+
+
+class Starts(Probe):
+    """Rank 1 dies in its constructor if told to; rank 0 waits for it, as a process group does."""
+
+    def __init__(self, die: bool) -> None:
+        super().__init__()
+        if die and current_rank().index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if die:
+            time.sleep(1000)
+
+
+async def test_a_death_in_a_constructor_fails_the_spawn_and_the_mesh_can_be_used_again(mesh: Mesh) -> None:
+    with pytest.raises(RankDied, match=r"Starts.__init__ on rank 1 \(dp=1\)"):
+        await asyncio.wait_for(mesh.spawn(Starts, die=True), 30)
+    assert await (await mesh.spawn(Starts, die=False)).add() == 1
+
+
+async def test_stop_does_not_wait_for_a_rank_that_waits_for_a_dead_one(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    pids = await pids_of(probe)
+    call = asyncio.create_task(probe.block())
+    await asyncio.sleep(0.3)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankDied):
+        await call
+    await asyncio.wait_for(stop(probe), 20)
+
+
+async def test_a_death_in_the_middle_of_a_stream(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    pids = await pids_of(probe)
+    stream = probe.count_on(Batch.of(row=[1, 2]))
+    assert len(await anext(stream)) == 1
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankDied, match=r"Probe.count_on on rank 1 \(dp=1\)"):
+        async for _ in stream:
+            pass
+
+
+class Unreadable:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("not on this machine")
+
+
+async def test_an_argument_that_cannot_be_read_fails_its_call_alone(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed, match="not on this machine"):
+        await probe.take(Unreadable())
+    with pytest.raises(RankFailed, match="not on this machine"):
+        async for _ in probe.count_on(Batch.of(row=[1, 2]), Unreadable()):
+            pass
+    assert await probe.add() == 1
+
+
+async def test_a_closed_engine_joins_no_other_cluster(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = await mesh.spawn(Probe)
+    batch = await probe.make(50_000)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(MeshStopped, match="the engine is closed"):
+        await probe.take(np.zeros(100_000))
+    with pytest.raises(DataError, match="of an engine that is closed"):
+        await batch.load()
 
 
 async def test_an_actor_that_was_stopped_can_be_made_again_after_a_death(mesh: Mesh) -> None:
@@ -234,7 +323,7 @@ class Mine(Actor):
 async def main():
     engine = RayEngine()
     mine = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Mine)
-    print(*await mine.pid(), flush=True)
+    print("pids", *await mine.pid(), flush=True)
     {end}
 
 asyncio.run(main())
@@ -251,17 +340,15 @@ def test_a_controller_takes_its_ranks_with_it(tmp_path: Path, end: str, status: 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{end}", end))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    started = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
-    assert started.stdout is not None
-    pids: list[int] = []
-    while not pids:
-        line = started.stdout.readline()
-        assert line, "the script ended early"
-        pids = [int(word) for word in line.split()] if line[0].isdigit() else []
-    if status == -9:
-        started.kill()
-    started.communicate(timeout=60)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as started:
+        assert started.stdout is not None
+        found = next((line for line in started.stdout if line.startswith("pids")), "")
+        if status == -9:
+            started.kill()
+        started.communicate(timeout=60)
     assert started.returncode == status
+    pids = [int(word) for word in found.split()[1:]]
+    assert len(pids) == 4
     deadline = time.monotonic() + 30
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, f"of {pids} some still run"

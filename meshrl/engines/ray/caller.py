@@ -8,7 +8,7 @@ from typing import Final, TypeVar, cast
 from meshrl.engine import Member, Request
 from meshrl.engines.ray.process import RayMember, Sent
 from meshrl.engines.ray.wire import Over, RayHeld
-from meshrl.errors import RankDied, RankFailed
+from meshrl.errors import ContractError, RankDied, RankFailed
 from meshrl.held import Held
 
 T = TypeVar("T")
@@ -77,6 +77,11 @@ class RayCaller:
             cancel(sent)
             abandon(readers)
 
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Refuse: a rank has no processes to give."""
+        name = cast("RayMember", members[0]).spawn.name
+        raise ContractError(f"respawn({name}) was called on a rank: call it where {name} was spawned")
+
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
         await asyncio.gather(*(member.stop() for member in cast("Sequence[RayMember]", members)))
@@ -86,6 +91,13 @@ def cancel(sent: Iterable[Sent]) -> None:
     """Cancel the calls that have not ended."""
     for each in sent:
         each.cancel()
+
+
+async def all_or_first(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all, or for the first failure, which is raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
 
 
 def abandon(tasks: list[asyncio.Task[T]]) -> None:
@@ -126,12 +138,27 @@ class _Value:
 
 async def _read(sent: Sent, arrivals: "asyncio.Queue[_Value | Exception | None]") -> None:
     """Pass one rank's values on, each when the one before was taken."""
+    answer = asyncio.create_task(sent.answer())
     try:
-        while sent.heard and not isinstance(value := await sent.next(), Over):
+        while sent.heard and not isinstance(value := await _next(sent, answer), Over):
             taken = asyncio.Event()
             arrivals.put_nowait(_Value(value, taken))
             await taken.wait()
-        await sent.answer()
+        await answer
         arrivals.put_nowait(None)
     except Exception as error:  # noqa: BLE001 -- it is the reader's to see
         arrivals.put_nowait(error)
+    finally:
+        answer.cancel()
+
+
+async def _next(sent: Sent, answer: asyncio.Task[object]) -> object:
+    """The next value, or `Over`. If the stream failed before it began on the rank, nobody there says so."""
+    following = asyncio.create_task(sent.next())
+    try:
+        await asyncio.wait({following, answer}, return_when=asyncio.FIRST_COMPLETED)
+        if answer.done() and answer.exception() is not None:
+            sent.cancel()
+        return await following
+    finally:
+        following.cancel()

@@ -4,21 +4,31 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from math import floor
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
 import structlog
 
 from meshrl.actor import free_cores
+from meshrl.engine import Resources
 from meshrl.errors import ConfigError
 
 T = TypeVar("T")
 
 Amounts: TypeAlias = Mapping[str, float]
 """How much of each of Ray's resources."""
+
+
+class Node(NamedTuple):
+    """A machine of the cluster."""
+
+    address: str
+    has: Amounts
+    """In all, also what is taken."""
+
 
 NOTHING: Final[Amounts] = {"memory": 1}
 """What a rank reserves that needs nothing. Ray refuses an empty request; a byte is always there."""
@@ -39,7 +49,7 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own."""
         self._address = address or os.environ.get("RAY_ADDRESS")
-        self._connecting: asyncio.Task[bool] | None = None
+        self._connecting: asyncio.Task[_Link] | None = None
 
     async def connect(self) -> None:
         """Connect, once. Raises `ConfigError` where no cluster answers."""
@@ -47,12 +57,11 @@ class Cluster:
             self._connecting = asyncio.create_task(_connect(self._address))
         await asyncio.shield(self._connecting)
 
-    async def nodes(self) -> dict[str, Amounts]:
-        """What each living node has in all, by the node's address."""
+    async def nodes(self) -> list[Node]:
+        """The living nodes."""
         found = cast("list[dict[str, object]]", await asyncio.to_thread(ray.nodes))
-        return {
-            str(node["NodeManagerAddress"]): cast("Amounts", node["Resources"]) for node in found if node.get("Alive")
-        }
+        living = (node for node in found if node.get("Alive"))
+        return [Node(str(node["NodeManagerAddress"]), cast("Amounts", node["Resources"])) for node in living]
 
     async def free(self) -> Amounts:
         """What is not taken now. It lags behind by a moment."""
@@ -68,37 +77,40 @@ class Cluster:
 
     @property
     def is_ours(self) -> bool:
-        """Whether nobody else uses it."""
+        """Whether it was started here, so that nobody else uses it."""
         connecting = self._connecting
-        return bool(connecting and connecting.done() and not connecting.cancelled() and connecting.result())
+        return bool(connecting and connecting.done() and connecting.result() == "started")
 
     async def close(self) -> None:
         """Disconnect; stop the cluster if it was started here."""
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             with suppress(ConfigError):
-                if await connecting:
+                if await connecting != "found":
                     ray.shutdown()
 
 
-async def _connect(address: str | None) -> bool:
-    """Whether this began the connection, so that it is to be ended with the engine."""
+_Link: TypeAlias = Literal["started", "joined", "found"]
+"""Whether the cluster is our own, or the connection, or neither."""
+
+
+async def _connect(address: str | None) -> _Link:
     if ray.is_initialized():
-        return False
+        return "found"
     if address is None:
         cores = free_cores()
         _log.info("starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Not in a thread of its own: Ray's processes would end with that.
         ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
-        return True
+        return "started"
     if ":" in address:
         await _reach(address)
     try:
         ray.init(address, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise _unreachable(address, error) from error
-    return True
+    return "joined"
 
 
 async def _reach(address: str) -> None:
@@ -131,11 +143,22 @@ def room_for(asked: Amounts, has: Amounts) -> int:
     return min(rooms)
 
 
-def check_room(count: int, asked: Amounts, nodes: Mapping[str, Amounts]) -> None:
-    """Raise `ConfigError` where the nodes could not hold so many ranks even if they were idle."""
-    room = sum(room_for(asked, has) for has in nodes.values())
-    if room < count:
-        found = "\n".join(f"  {name} has {written(has)}" for name, has in nodes.items())
+def amounts(resources: Resources, cpus: int) -> Amounts:
+    """What each rank reserves of Ray."""
+    wanted = {"CPU": float(cpus), "GPU": resources.gpus, **resources.custom}
+    return {name: amount for name, amount in wanted.items() if amount} or NOTHING
+
+
+def has_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> bool:
+    """Whether the nodes could hold so many ranks if they were idle."""
+    return sum(room_for(asked, node.has) for node in nodes) >= count
+
+
+def check_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> None:
+    """Raise `ConfigError` where they could not, not even idle."""
+    if not has_room(count, asked, nodes):
+        room = sum(room_for(asked, node.has) for node in nodes)
+        found = "\n".join(f"  {node.address} has {written(node.has)}" for node in nodes)
         raise ConfigError(
             f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n{found}\n"
             "ask for fewer ranks or less for each, or add nodes"
@@ -149,9 +172,9 @@ def written(amounts: Amounts) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
 
 
-async def patiently(work: Awaitable[T], wait: Callable[[], Awaitable[None]]) -> T:
+async def patiently(work: Coroutine[object, None, T], wait: Callable[[], Awaitable[None]]) -> T:
     """The result of the work. `wait`, which says what is waited for, is called after a second, and then every ten."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.create_task(work)
     pause = FIRST_WORD
     try:
         while not (await asyncio.wait([task], timeout=pause))[0]:

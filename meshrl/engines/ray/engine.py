@@ -12,12 +12,12 @@ import structlog
 
 from meshrl.actor import Rank
 from meshrl.engine import INLINE_BYTES, Member, Resources, Slot
-from meshrl.engines.ray.caller import RayCaller
-from meshrl.engines.ray.cluster import NOTHING, Amounts, Cluster, check_room, patiently
+from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_cause
+from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room, patiently
 from meshrl.engines.ray.process import RayMember, Spawn, sendable
 from meshrl.engines.ray.reservation import RaySlot, Reservation
 from meshrl.engines.ray.wire import RayHeld
-from meshrl.errors import ConfigError, MeshStopped, RankDied
+from meshrl.errors import ConfigError, MeshStopped, RankFailed
 
 _log = structlog.get_logger()
 
@@ -27,7 +27,8 @@ class _Origin:
     """What an actor can be made from again."""
 
     reservation: Reservation
-    recipe: RayHeld
+    recipe: tuple[type, tuple[object, ...], Mapping[str, object]]
+    """The class and its arguments; handles among these reach the processes of today."""
 
 
 class RayEngine(RayCaller):
@@ -49,19 +50,25 @@ class RayEngine(RayCaller):
         """Processes for `count` ranks, when the cluster has room for them.
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
-        and gets one thread. Raises `ConfigError` for what the cluster could not give if it were idle.
+        and gets one thread. So it is with `cpus` on a cluster that was started here, as on the local engine. Raises
+        `ConfigError` for what the cluster could not give if it were idle.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
         await self._cluster.connect()
         async with self._planning:
             nodes = await self._cluster.nodes()
-            cpus = resources.cpus
-            if cpus is None:
-                cpus = int(await self._free_cores(nodes.values())) // count
-            wanted = {"CPU": float(cpus), "GPU": resources.gpus, **resources.custom}
-            asked = {name: amount for name, amount in wanted.items() if amount} or NOTHING
+            asked = amounts(resources, resources.cpus or 0)
             check_room(count, asked, nodes)
+            share = int(await self._free_cores(nodes)) // count
+            if resources.cpus is None:
+                most = max(0, share)
+                fits = (cpus for cpus in range(most, 0, -1) if has_room(count, amounts(resources, cpus), nodes))
+                cpus = next(fits, 0)
+            else:
+                # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
+                cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
+            asked = amounts(resources, cpus)
             reservation = Reservation(count, asked, max(1, cpus), resources.placement, self.inline_bytes)
             self._reservations.append(reservation)
         try:
@@ -71,9 +78,9 @@ class RayEngine(RayCaller):
             raise
         return reservation.slots
 
-    async def _free_cores(self, nodes: Iterable[Amounts]) -> float:
+    async def _free_cores(self, nodes: Iterable[Node]) -> float:
         mine = sum(each.cpus for each in self._reservations)
-        left = sum(node.get("CPU", 0) for node in nodes) - mine
+        left = sum(node.has.get("CPU", 0) for node in nodes) - mine
         return left if self._cluster.is_ours else min(left, await self._cluster.free_cores(left))
 
     async def release(self, slots: Sequence[Slot]) -> None:
@@ -93,10 +100,14 @@ class RayEngine(RayCaller):
     ) -> Sequence[RayMember]:
         """Construct the actors, all at once. If one fails, none is left."""
         places = cast("Sequence[RaySlot]", slots)
-        recipe = sendable(f"{create.__name__}.__init__", partial(RayHeld.put, (create, arguments, keywords)))
-        origin = _Origin(places[0].reservation, recipe)
+        reservation = places[0].reservation
+        if reservation not in self._reservations:
+            raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
+        if reservation.has_died and not reservation.members:
+            reservation.revive()
+            await reservation.settle(self._cluster)
         spawn = Spawn(token_hex(8), create.__name__, ranks, [slot.process for slot in places])
-        self._origins[spawn] = origin
+        origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
         await self._construct(members, origin)
         return members
@@ -120,33 +131,35 @@ class RayEngine(RayCaller):
             await self._construct(again, origin)
 
     async def _construct(self, members: Sequence[RayMember], origin: _Origin) -> None:
-        reservation = origin.reservation
+        reservation, name = origin.reservation, members[0].spawn.name
         reservation.members += [member for member in members if member not in reservation.members]
-        running = [
-            asyncio.create_task(member.construct(reservation.environments[member.index], origin.recipe))
-            for member in members
-        ]
+        running: list[asyncio.Task[None]] = []
 
         async def say() -> None:
             pairs = zip(members, running, strict=True)
             missing = [member.rank.index for member, task in pairs if not task.done()]
-            _log.info(f"waiting for {members[0].spawn.name} to be made", ranks=missing)
+            _log.info(f"waiting for {name} to be made", ranks=missing)
 
         try:
-            outcomes = await patiently(asyncio.gather(*running, return_exceptions=True), say)
-            failures = [outcome for outcome in outcomes if outcome is not None]
-            if failures:
-                raise next((each for each in failures if isinstance(each, RankDied)), failures[0])
-        except BaseException:
-            await self.stop(members)
-            raise
+            recipe = sendable(f"{name}.__init__", partial(RayHeld.put, origin.recipe))
+            for member in members:
+                made = member.construct(reservation.environments[member.index], recipe)
+                running.append(asyncio.create_task(made))
+            await patiently(all_or_first(running), say)
+        except BaseException as error:  # noqa: BLE001 -- it is raised again
+            cause = await first_cause(error, members[0], running) if isinstance(error, RankFailed) else error
+            abandon(running)
+            await reservation.end(members, failed=True)
+            reservation.forget(members)
+            raise cause  # noqa: B904 -- it has its cause
 
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
-        await super().stop(members)
-        for member in cast("Sequence[RayMember]", members):
-            reservation = self._origins[member.spawn].reservation
-            reservation.members = [each for each in reservation.members if each is not member]
+        gone = cast("Sequence[RayMember]", members)
+        if gone:
+            reservation = self._origins[gone[0].spawn].reservation
+            await reservation.end(gone)
+            reservation.forget(gone)
 
     async def close(self) -> None:
         """Stop everything, and the cluster if it was started here."""

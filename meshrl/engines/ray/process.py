@@ -251,8 +251,9 @@ class Sent:
         return await self.member.reply(self.process, self.endpoint, sent)
 
     def cancel(self) -> None:
-        """Cancel it on the rank, unless it has ended."""
+        """Cancel it on the rank, once, unless it has ended: a second time would cut its clean-up short."""
         if not self.ended and self.process.death is None:
+            self.ended = True
             self.process.handle.cancel.remote(self.process.line, self.number)
 
 

@@ -1,10 +1,12 @@
 """The processes of one mesh: a placement group, one process a rank, and what torch.distributed looks for there."""
 
 import asyncio
+import math
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from meshrl.engines.ray.cluster import Amounts, Cluster, patiently, written
 from meshrl.engines.ray.process import Process, RankHandle, RayMember
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.engines.ray.wire import Place
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, MeshStopped
 
 CALLS_AT_ONCE: Final = 10_000
 """Of one process. Streams and calls that wait for their turn count."""
@@ -56,6 +58,7 @@ class Reservation:
         self.environments: Sequence[Mapping[str, str]] = []
         self.slots = [RaySlot(self, index, threads) for index in range(count)]
         self.restarting = asyncio.Lock()
+        self.released = False
         self._inline_bytes = inline_bytes
         self._group: PlacementGroup = placement_group([dict(asked)] * count, strategy=placement.upper())
         self.processes = [self._begin(slot) for slot in self.slots]
@@ -72,10 +75,14 @@ class Reservation:
             missing = sum(process.known is None for process in self.processes)
             free = written(await cluster.free())
             asks = written(self.asked)
-            _log.info("waiting for ranks to start", missing=missing, of=len(self.processes), each_asks=asks, free=free)
+            _log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
 
-        places = await patiently(_places(self.processes), say)
+        # All are asked anew: each names a port that is free now.
+        places = await patiently(self._places(), say)
         self.environments = environments(places, self.slots[0].threads)
+
+    async def _places(self) -> list[Place]:
+        return await asyncio.gather(*(_place(process, lambda: self.released) for process in self.processes))
 
     @property
     def has_died(self) -> bool:
@@ -89,17 +96,28 @@ class Reservation:
                 _kill(slot.process)  # perhaps it was only out of reach; its place must be free
                 self.processes[slot.index] = self._begin(slot)
 
-    async def end(self, members: Sequence[RayMember]) -> None:
-        """Stop actors. A process that does not answer, because it waits for one that died, is killed."""
+    async def end(self, members: Sequence[RayMember], *, failed: bool = False) -> None:
+        """Stop actors. After a failure or a death, a process that does not answer (it waits for others) is killed."""
         stops = {asyncio.ensure_future(member.stop()): member for member in members}
-        if stops:
-            _, silent = await asyncio.wait(stops, timeout=GRACE if self.has_died else None)
-            for stop in silent:
-                stop.cancel()
-                stops[stop].process.killed("it did not answer after another rank's process had died")
+        waiting = set(stops)
+        patience = math.inf
+        while waiting and time.monotonic() < patience:
+            if patience == math.inf and (failed or self.has_died):
+                patience = time.monotonic() + GRACE
+            left = None if patience == math.inf else max(0.0, patience - time.monotonic())
+            _, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for stop in waiting:
+            stop.cancel()
+            stops[stop].process.killed("it did not answer after another rank had failed or died")
+            _kill(stops[stop].process)
+
+    def forget(self, members: Sequence[RayMember]) -> None:
+        """These actors have been stopped."""
+        self.members = [each for each in self.members if each not in members]
 
     async def release(self) -> None:
         """End the processes and give everything back."""
+        self.released = True
         for member in self.members:
             member.stopped = True  # whoever calls from now on is told so, not that a process has died
         stops = [asyncio.ensure_future(member.stop()) for member in self.members]
@@ -134,19 +152,15 @@ def _kill(process: Process) -> None:
     ray.kill(cast("ActorHandle[RankProcess]", process.handle), no_restart=True)
 
 
-async def _places(processes: Sequence[Process]) -> list[Place]:
-    """Where the processes are, all asked anew: each names a port that is free now."""
-    return list(await asyncio.gather(*map(_place, processes)))
-
-
-async def _place(process: Process) -> Place:
+async def _place(process: Process, released: Callable[[], bool]) -> Place:
     try:
         process.known = cast("Place", await process.handle.place.remote())
     except RayError as error:
-        death = process.died(error)
+        if released():
+            raise MeshStopped("the mesh was stopped while its ranks were started") from None
         raise ConfigError(
-            f"a rank's process cannot start on the cluster: {death.reason}; each node needs the same Python, Ray and "
-            "meshrl"
+            f"a rank's process did not start on the cluster: {process.died(error).reason}; if it happens again, see "
+            "that each node has the same Python, Ray and meshrl"
         ) from error
     return process.known
 

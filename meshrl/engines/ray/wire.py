@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError
 
 from meshrl.actor import Rank
 from meshrl.engines.ray.pickle import carry_modules
-from meshrl.errors import DataError
+from meshrl.errors import DataError, MeshStopped
 from meshrl.held import Held
 
 
@@ -28,6 +28,8 @@ class RayHeld(Held):
     @classmethod
     def put(cls, value: object) -> "RayHeld":
         """Keep a value; numpy arrays in it are read without a copy on the same machine."""
+        if not ray.is_initialized():  # Ray would join whatever cluster it finds
+            raise MeshStopped("the engine is closed: nothing can be sent to its ranks any more")
         carry_modules()
         ref: ObjectRef[object] = ray.put(value)
         return cls(ref)
@@ -36,6 +38,10 @@ class RayHeld(Held):
     async def fetch(cls, held: Sequence[Held]) -> list[object]:
         """The values, arrays read-only. Raises `DataError` if one is lost."""
         refs = [each.ref for each in cast("Sequence[RayHeld]", held)]
+        if not ray.is_initialized():
+            raise DataError(
+                "a column lies on the ranks of an engine that is closed, and is lost: load what is needed before"
+            )
         try:
             _, elsewhere = ray.wait(refs, num_returns=len(refs), timeout=0)
             if elsewhere:
