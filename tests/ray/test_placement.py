@@ -81,7 +81,8 @@ async def test_what_is_taken_is_waited_for(engine: RayEngine, capsys: pytest.Cap
     second = asyncio.create_task(Mesh.reserve(engine, 1, shelf))
     await asyncio.sleep(1.5)
     assert not second.done()
-    assert "waiting for ranks to start" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "waiting for ranks to start" in said.out + said.err, "where it goes is the command line's to say"
     await first.stop()
     probe = await (await second).spawn(Probe)
     assert await probe.threads() == 1
