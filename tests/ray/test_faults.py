@@ -26,6 +26,8 @@ from meshrl import (
     RankDied,
     RankFailed,
     Resources,
+    Run,
+    RunConfig,
     Same,
     Shard,
     at,
@@ -219,6 +221,32 @@ async def test_a_mesh_leaves_nothing_behind(engine: RayEngine) -> None:
         await mesh.spawn(Probe)
     assert await nothing_is_left(*pids)
     await mesh.stop()
+
+
+def stored() -> float:
+    """Bytes in the object store."""
+    free, total = (found["object_store_memory"] for found in (ray.available_resources(), ray.cluster_resources()))
+    return float(total - free)
+
+
+async def test_a_run_that_ends_by_a_death_leaves_nothing_behind(ray_cluster: None, tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def train() -> None:
+        async with Run(RunConfig(folder=str(tmp_path), engine="ray")) as run:
+            probe = await (await run.mesh(2, NO_CORE)).spawn(Probe)
+            pids.extend(await pids_of(probe))
+            batch = await probe.make(500_000)
+            await kill(pids[1])
+            await probe.take(batch)
+
+    with pytest.raises(RankDied):
+        await train()
+    assert await nothing_is_left(*pids)
+    until = time.monotonic() + 10
+    while stored() > 1_000_000:
+        assert time.monotonic() < until, "the batch had 8 MB"
+        await asyncio.sleep(0.1)
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine) -> None:
