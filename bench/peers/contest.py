@@ -1,6 +1,7 @@
 """What contestants of every environment share: questions on standard input, answers, and the memory they took."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,20 @@ class Memory:
         """MiB."""
         now = _status()
         return (now["VmHWM"] - self._start["VmRSS"] - (now["RssShmem"] - self._start["RssShmem"])) / 1024
+
+
+def start_ray(store: int) -> None:
+    """A Ray of this process's own, with room for all its actors. `store`: the bytes of its object store."""
+    import ray  # noqa: PLC0415 -- not every contestant has it
+
+    ray.init(
+        "local",
+        num_cpus=8,
+        object_store_memory=store,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
 
 
 def _status() -> dict[str, int]:

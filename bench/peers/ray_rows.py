@@ -8,7 +8,6 @@ numpy       dicts of arrays: joined and put once; each reader takes its slice of
 references  what an expert writes by hand: both makers' references to each reader, which joins its half of either
 """
 
-import logging
 import os
 import time
 import warnings
@@ -21,7 +20,7 @@ warnings.simplefilter("ignore")
 import numpy as np  # noqa: E402 -- Ray reads the setting when it is imported
 import ray  # noqa: E402
 import torch  # noqa: E402
-from contest import answer  # noqa: E402
+from contest import answer, start_ray  # noqa: E402
 from payload import COLUMNS, STORE_BYTES, agree, checksum, token_columns  # noqa: E402
 
 
@@ -103,14 +102,7 @@ class Contest:
 
 
 def main():
-    ray.init(
-        "local",
-        num_cpus=8,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    start_ray(STORE_BYTES)
     contest = Contest()
     answer({"prepare": contest.prepare, "handoff": contest.handoff})
     ray.shutdown()

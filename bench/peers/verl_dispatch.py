@@ -16,7 +16,6 @@ Ray's RAY_ENABLE_ZERO_COPY_TORCH_TENSORS is on: it makes a TensorDict up to thre
 verl turns into bytes or arrays itself, does not see it.
 """
 
-import logging
 import os
 import time
 import warnings
@@ -29,7 +28,7 @@ warnings.simplefilter("ignore")
 import numpy as np  # noqa: E402 -- Ray reads the setting when it is imported
 import ray  # noqa: E402
 import torch  # noqa: E402
-from contest import answer  # noqa: E402
+from contest import answer, start_ray  # noqa: E402
 from payload import COLUMNS, STORE_BYTES, agree, checksum, token_columns  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl import DataProto  # noqa: E402
@@ -164,14 +163,7 @@ class Contest:
 
 
 def main():
-    ray.init(
-        "local",
-        num_cpus=8,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    start_ray(STORE_BYTES)
     contest = Contest()
     answer({"prepare": contest.prepare, "handoff": contest.handoff, "roundtrip": contest.roundtrip})
     ray.shutdown()
