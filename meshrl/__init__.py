@@ -19,7 +19,9 @@ from meshrl.errors import (
     ReplicasDisagree,
 )
 from meshrl.handle import at, each, ranks, respawn, stop
-from meshrl.losses import ClippedLoss, CrossEntropy, Loss
+from meshrl.losses.likelihood import CrossEntropy
+from meshrl.losses.loss import Loss
+from meshrl.losses.surrogate import ClippedLoss
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged

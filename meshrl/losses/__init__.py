@@ -1,0 +1,28 @@
+"""Losses of one token each, as pure functions, and how they are normalised over the global batch.
+
+Tensors are 1-d: one entry a token of a packed micro-batch. What turns a micro-batch's tokens into one number
+is `token_weights`, which knows the global batch; so the gradient does not depend on how rows were divided.
+The core loads no torch: these functions call methods of the tensors that they are given.
+"""
+
+from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
+from meshrl.losses.likelihood import CrossEntropy, cross_entropy
+from meshrl.losses.loss import Loss, Normalised, TokenLoss
+from meshrl.losses.normalise import Normalise, token_weights
+from meshrl.losses.surrogate import ClippedLoss, clipped_surrogate
+
+__all__ = [
+    "ClippedLoss",
+    "CrossEntropy",
+    "KlEstimator",
+    "Loss",
+    "Normalise",
+    "Normalised",
+    "TokenLoss",
+    "clipped_surrogate",
+    "cross_entropy",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "token_weights",
+]

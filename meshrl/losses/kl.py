@@ -1,0 +1,47 @@
+"""Estimates of the divergence of two policies, one a token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+KlEstimator: TypeAlias = Literal["k2", "k3"]
+"""The KL estimators that may stand in a loss. k1 may not: its expected gradient is zero."""
+
+MAX_LOG_RATIO: Final = 20.0
+"""exp(20) is 5e8: a larger ratio has no use, and an infinite one times a zero advantage or weight is NaN."""
+
+
+def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) from tokens of the policy: `log p - log q`.
+
+    float[tokens]. Unbiased, of high variance, negative for many tokens. For reports and rewards: as a loss
+    its expected gradient is zero. Schulman 2020, "Approximating KL Divergence", k1.
+    """
+    return logprobs - reference
+
+
+def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) from tokens of the policy: `(log p - log q)^2 / 2`.
+
+    float[tokens]. Biased, of low variance, never negative; on the policy's own tokens its expected gradient
+    is that of the KL. Schulman 2020, "Approximating KL Divergence", k2.
+    """
+    return (logprobs - reference).square() / 2
+
+
+def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) from tokens of the policy: `q/p - 1 - log(q/p)`.
+
+    float[tokens]. Unbiased, of low variance, never negative. Schulman 2020, "Approximating KL Divergence",
+    k3; GRPO, DeepSeekMath (arXiv:2402.03300), equation 4.
+    """
+    log_ratio = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.expm1() - log_ratio
+
+
+KL: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {"k2": kl_k2, "k3": kl_k3}

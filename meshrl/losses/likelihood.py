@@ -1,0 +1,30 @@
+"""Maximum likelihood."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshrl.losses.loss import Normalised, TokenLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class CrossEntropy(Normalised):
+    """Maximum likelihood: minus the log-prob of each token. Reads no column."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The batch's columns it reads: none."""
+        return ()
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        """The loss of each token, float[tokens]."""
+        return TokenLoss(cross_entropy(logprobs), {})
+
+
+def cross_entropy(logprobs: Tensor) -> Tensor:
+    """Minus the log-probability of each token, float[tokens], in nats."""
+    return -logprobs

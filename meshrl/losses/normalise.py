@@ -1,0 +1,75 @@
+"""How the losses of tokens become one number, whatever ranks and micro-batches the rows went to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from meshrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from meshrl.ragged import Ragged
+
+Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "constant"]
+"""How a batch's token losses become one number; see `token_weights`."""
+
+
+def token_weights(
+    loss_mask: Ragged, normalise: Normalise, *, tokens: int, rows: int, constant: int | None = None
+) -> NDArray[np.float32]:
+    """The weight of each token: the loss is `sum(weights * losses)` over all ranks and micro-batches.
+
+    `loss_mask` (bool) is of some of the global batch's rows. The answer is float32[tokens of these rows],
+    zero where the mask is False. `tokens` is the number of learned tokens of the global batch, `rows` the
+    number of its rows that have any.
+
+    - "token-mean": `1 / tokens`; long rows weigh more. DAPO (arXiv:2503.14476), equation 12.
+    - "sequence-mean": `1 / (rows * learned tokens of the row)`; rows weigh the same. DeepSeekMath
+      (arXiv:2402.03300), equation 3.
+    - "constant": `1 / (rows * constant)`, where `constant` is the most tokens a completion may have: no
+      bias to length. Dr. GRPO (arXiv:2503.20783), section 3.
+
+    Raises ConfigError where `constant` is missing or has no effect, and DataError where the totals are less
+    than these rows' own.
+    """
+    if mistake := constant_mistake(normalise, constant):
+        raise ConfigError(mistake)
+    mask = np.asarray(loss_mask.values, dtype=np.bool_)
+    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
+    learned = np.bincount(row[mask], minlength=len(loss_mask))
+    _check_totals(int(learned.sum()), int((learned > 0).sum()), tokens, rows)
+    divisor: NDArray[np.int64]
+    match normalise:
+        case "token-mean":
+            divisor = np.full(len(loss_mask), tokens)
+        case "sequence-mean":
+            divisor = rows * learned
+        case "constant":
+            divisor = np.full(len(loss_mask), rows * (constant or 0))
+    weights = np.zeros(len(mask), np.float32)
+    weights[mask] = 1 / divisor[row[mask]]
+    return weights
+
+
+def constant_mistake(normalise: Normalise, constant: int | None) -> str | None:
+    """What is wrong with a constant that is missing or has no effect; None where nothing is."""
+    if normalise == "constant" and constant is None:
+        return (
+            'normalise = "constant" divides by `constant` tokens, which is not set: '
+            "set it to the most tokens a completion may have"
+        )
+    if normalise != "constant" and constant is not None:
+        return f'constant = {constant} has no effect with normalise = "{normalise}": remove one of them'
+    return None
+
+
+def _check_totals(own_tokens: int, own_rows: int, tokens: int, rows: int) -> None:
+    if own_tokens > tokens or own_rows > rows:
+        raise DataError(
+            f"token_weights: these rows alone have {own_tokens} learned tokens in {own_rows} rows, more than "
+            f"the {tokens} tokens and {rows} rows given for the global batch. "
+            "Sum both over all ranks and micro-batches."
+        )

@@ -1,0 +1,83 @@
+"""The clipped surrogate of PPO and GRPO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from meshrl.losses.kl import KL, MAX_LOG_RATIO, KlEstimator, kl_k3
+from meshrl.losses.loss import Normalised, TokenLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class ClippedLoss(Normalised):
+    """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
+
+    Reads `sampler_logprobs`, `advantages`, and `reference_logprobs` where `kl` > 0. Diagnostics: `ratio`,
+    `clip_fraction`, `kl` (k3, of the policy from the sampler) and `reference_kl`.
+    """
+
+    clip: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float | None = Field(default=None, gt=0)
+    """The upper bound where it differs from the lower (DAPO's clip-higher)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the loss of a token of negative advantage by this many times the advantage."""
+    kl: float = Field(default=0.0, ge=0)
+    """The weight of the KL to the reference."""
+    kl_estimator: KlEstimator = "k3"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The batch's columns it reads."""
+        reference = ("reference_logprobs",) if self.kl else ()
+        return ("sampler_logprobs", "advantages", *reference)
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        """The loss of each token, from the policy's log-probs and the columns, all float[tokens]."""
+        old, advantages = columns["sampler_logprobs"], columns["advantages"]
+        high = self.clip if self.clip_high is None else self.clip_high
+        values = clipped_surrogate(logprobs, old, advantages, self.clip, high, self.dual_clip)
+        ratio = _ratio(logprobs.detach(), old)
+        clipped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - self.clip))
+        if self.dual_clip is not None:
+            clipped = clipped | ((advantages < 0) & (ratio > self.dual_clip))
+        metrics = {"ratio": ratio, "clip_fraction": clipped.float(), "kl": kl_k3(old, logprobs.detach())}
+        if self.kl:
+            to_reference = KL[self.kl_estimator](logprobs, columns["reference_logprobs"])
+            values = values + self.kl * to_reference
+            metrics["reference_kl"] = to_reference.detach()
+        return TokenLoss(values, metrics)
+
+
+def clipped_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Minus PPO's clipped surrogate objective: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
+
+    All tensors are float[tokens]; `r = exp(logprobs - old_logprobs)`. The gradient is zero where the ratio
+    has already moved past its bound in the direction that the advantage asks for. With `dual_clip` = c > 1,
+    the loss of a negative advantage is at most `-c A`.
+
+    Schulman et al. 2017 (arXiv:1707.06347), equation 7; for the tokens of a group: GRPO, DeepSeekMath
+    (arXiv:2402.03300), equation 3; two bounds: DAPO (arXiv:2503.14476), equation 10; dual clip: Ye et al.
+    2019 (arXiv:1912.09729), DUALCLIP.
+    """
+    ratio = _ratio(logprobs, old_logprobs)
+    loss = (-ratio * advantages).maximum(-ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is None:
+        return loss
+    return loss.minimum(-dual_clip * advantages).where(advantages < 0, loss)
+
+
+def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
