@@ -1,14 +1,32 @@
-"""Advantages: how much better a completion is than the others of its prompt."""
+"""Advantages: how much better a completion is than the others of its prompt, or a token than a critic expected."""
 
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
 
+from meshrl.config import Config
 from meshrl.errors import DataError
+from meshrl.ragged import Ragged
 
 Scale: TypeAlias = Literal["std", "none"]
 """Whether group advantages are divided by the group's standard deviation."""
+
+
+_EPSILON: Final = 1e-8
+"""Added to the standard deviation that `whiten` divides by: what differs by rounding alone stays near 0."""
+
+
+class Gae(Config):
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and the KL in the reward."""
+
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """gamma: what a reward one learned token later is worth."""
+    decay: float = Field(default=0.95, ge=0, le=1)
+    """lambda: 0 trusts the critic, with little variance; 1 trusts the reward, with no bias."""
+    kl: float = Field(default=0.0, ge=0)
+    """The weight of the KL to the reference, which each token's reward is lowered by."""
 
 
 def group_advantages(
@@ -47,6 +65,101 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     return np.where(others > 0, values - baseline, 0.0).astype(np.float32)
 
 
+def gae(
+    rewards: ArrayLike,
+    values: Ragged,
+    loss_mask: Ragged,
+    config: Gae,
+    logprobs: Ragged | None = None,
+    reference: Ragged | None = None,
+) -> tuple[Ragged, Ragged]:
+    """Advantages and returns of each learned token, ragged float32, zero where `loss_mask` is False.
+
+    `rewards` float[rows] falls on the last learned token of its row; a row without one has no use for it. Entry t of
+    `values`, as of a log-prob column, belongs to token t: it is the value of the state that token was drawn from, which
+    the critic predicts at the token before. With `config.kl` = b > 0 each token's reward is lowered by
+    `b (logprobs - reference)`, the k1 estimate of the KL. With gamma and lambda of `config`, over the learned tokens
+    of a row alone (the state after one is that of the next learned token, what a tool wrote between them is no step):
+
+        delta_t = r_t + gamma V_{t+1} - V_t        advantage_t = sum_l (gamma lambda)^l delta_{t+l}
+        return_t = advantage_t + V_t
+
+    V is 0 after the last: every row is taken as ended there, also one that was cut at its most tokens, whose reward is
+    what the judge gave the text so far. Raises DataError for wrong shapes, a reward that is not finite, and a missing
+    column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
+    (arXiv:1909.08593), equation 2.
+    """
+    last = np.asarray(rewards, np.float64)
+    if last.shape != (len(loss_mask),):
+        raise DataError(f"gae: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one a row")
+    _check_finite("gae", last)
+    mask = np.asarray(loss_mask.values, np.bool_)
+    value = _learned("values", values, loss_mask)
+    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
+    counts = np.bincount(row[mask], minlength=len(loss_mask))
+    ends = np.cumsum(counts)
+    reward = np.zeros(len(value))
+    if config.kl:
+        if logprobs is None or reference is None:
+            raise DataError(
+                f"gae: kl = {config.kl:g} lowers rewards by the KL of `logprobs` from `reference_logprobs`, and one of "
+                "them is missing: call policy.logprobs and reference.logprobs before, or set gae.kl = 0"
+            )
+        distance = _learned("logprobs", logprobs, loss_mask) - _learned("reference_logprobs", reference, loss_mask)
+        reward -= config.kl * distance
+    reward[ends[counts > 0] - 1] += last[counts > 0]
+    advantages = _discounted(reward, value, counts, config)
+    return _spread(advantages, loss_mask), _spread(advantages + value, loss_mask)
+
+
+def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
+    """Advantages of mean 0 and standard deviation 1 over the learned tokens of the whole batch; 0 elsewhere.
+
+    Ragged float32. Where all are equal they become 0. PPO scripts do so before each update; see Huang et al. 2024
+    (arXiv:2403.17031), detail "Whiten advantages". Raises DataError where the columns do not fit each other.
+    """
+    values = _learned("advantages", advantages, loss_mask)
+    if len(values):
+        values = values - values[0]  # so that equal ones give exactly 0
+        values -= values.mean()
+        values /= values.std() + _EPSILON
+    return _spread(values, loss_mask)
+
+
+def _discounted(
+    rewards: NDArray[np.float64], values: NDArray[np.float64], counts: NDArray[np.int64], config: Gae
+) -> NDArray[np.float64]:
+    """The recursion from the end of all rows at once; `counts` learned tokens of each row, row after row."""
+    longest = np.argsort(-counts, kind="stable")
+    tails = (np.cumsum(counts) - 1)[longest]  # the last learned token of each row, of the longest row first
+    alive = np.searchsorted(-counts[longest], -np.arange(int(counts.max(initial=0))))
+    found = np.empty_like(values)
+    after, later = np.zeros(len(counts)), np.zeros(len(counts))  # V and the advantage one token later
+    for back, rows in enumerate(alive.tolist()):
+        at = tails[:rows] - back
+        delta = rewards[at] + config.discount * after[:rows] - values[at]
+        later = delta + config.discount * config.decay * later[:rows]
+        after = values[at]
+        found[at] = later
+    return found
+
+
+def _learned(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:
+    """The column's entries of learned tokens; DataError if it does not fit the mask."""
+    if not np.array_equal(column.offsets, loss_mask.offsets):
+        raise DataError(
+            f"`{name}` has {len(column)} rows of {len(column.values)} tokens and `loss_mask` {len(loss_mask)} rows of "
+            f"{len(loss_mask.values)}, or rows of other lengths: both must have one value for each token"
+        )
+    return np.asarray(column.values, np.float64)[np.asarray(loss_mask.values, np.bool_)]
+
+
+def _spread(values: NDArray[np.float64], loss_mask: Ragged) -> Ragged:
+    spread = np.zeros(len(loss_mask.values), np.float32)
+    spread[np.asarray(loss_mask.values, np.bool_)] = values
+    return Ragged.make(spread, loss_mask.offsets)
+
+
 def _grouped(
     name: str, rewards: ArrayLike, groups: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
@@ -60,11 +173,15 @@ def _grouped(
             f"{name}: rewards have shape {values.shape} and groups {labels.shape}; "
             "both must be [rows], one reward and one group a row."
         )
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        raise DataError(
-            f"{name}: {len(bad)} of {len(values)} rewards are not finite; the first is {values[bad[0]]} "
-            f"in row {bad[0]}. Give such rows a reward, or drop them with batch.select."
-        )
+    _check_finite(name, values)
     _, first, group, counts = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
     return values - values[first][group], group.astype(np.int64), counts.astype(np.int64)
+
+
+def _check_finite(name: str, rewards: NDArray[np.float64]) -> None:
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if len(bad):
+        raise DataError(
+            f"{name}: {len(bad)} of {len(rewards)} rewards are not finite; the first is {rewards[bad[0]]} "
+            f"in row {bad[0]}. Give such rows a reward, or drop them with batch.select."
+        )

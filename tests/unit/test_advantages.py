@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from meshrl.advantages import group_advantages, leave_one_out
+from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
 from meshrl.errors import DataError
+from meshrl.ragged import Ragged
 
 Advantages: TypeAlias = Callable[[list[float], list[int]], NDArray[np.float32]]
 
@@ -99,3 +100,93 @@ def test_wrong_shapes_and_wrong_rewards_are_refused_in_words(advantages: Advanta
         advantages([1.0, 2.0, 3.0], [0, 0])
     with pytest.raises(DataError, match=r"2 of 3 rewards are not finite; the first is nan in row 1"):
         advantages([1.0, np.nan, np.inf], [0, 0, 0])
+
+
+MASK = Ragged.of([[False, True, False, True, True], [False, False], [False, True]], np.bool_)
+
+
+def floats(array: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(array, np.float64)
+
+
+def like(mask: Ragged, values: NDArray[np.float64]) -> Ragged:
+    return Ragged(values.astype(np.float32), mask.offsets)
+
+
+def test_gae_by_hand_steps_over_what_is_not_learned() -> None:
+    values = Ragged.of([[9, 0.5, 9, 0.25, 0], [9, 9], [9, 2]], np.float32)
+    advantages, returns = gae([1.0, 7.0, 3.0], values, MASK, Gae(discount=0.5, decay=0.5))
+    # Row 0 backwards: 1 - 0 = 1; 0 + 0.5 x 0 - 0.25 + 0.25 x 1 = 0; 0 + 0.5 x 0.25 - 0.5 + 0.25 x 0 = -0.375.
+    assert [row.tolist() for row in advantages] == [[0, -0.375, 0, 0, 1], [0, 0], [0, 1]]
+    assert [row.tolist() for row in returns] == [[0, 0.125, 0, 0.25, 1], [0, 0], [0, 3]]
+    assert advantages.dtype == returns.dtype == np.float32
+
+
+def test_the_kl_lowers_the_reward_of_each_learned_token() -> None:
+    values = like(MASK, np.zeros(9))
+    logprobs, reference = like(MASK, np.arange(9.0)), like(MASK, np.zeros(9))
+    _, returns = gae([1.0, 7.0, 3.0], values, MASK, Gae(decay=1, kl=0.1), logprobs, reference)
+    np.testing.assert_allclose(floats(returns.values), [0.0, 1 - 0.8, 0, 1 - 0.7, 1 - 0.4, 0, 0, 0, 3 - 0.8], rtol=1e-6)
+
+
+rows = st.lists(st.lists(st.tuples(st.booleans(), st.floats(-3, 3, width=32)), max_size=6), max_size=6)
+units = st.floats(0, 1)
+
+
+@given(rows, units, units, units, st.data())
+def test_gae_is_the_double_sum_of_the_paper(
+    given_rows: list[list[tuple[bool, float]]], discount: float, decay: float, kl: float, data: st.DataObject
+) -> None:
+    mask = Ragged.of([[learned for learned, _ in row] for row in given_rows], np.bool_)
+    values = Ragged.of([[value for _, value in row] for row in given_rows], np.float32)
+    finals = [data.draw(rewards) for _ in given_rows]
+    rng = np.random.default_rng(0)
+    logprobs, reference = (like(mask, rng.normal(size=len(mask.values))) for _ in range(2))
+    found, returns = gae(
+        np.array(finals), values, mask, Gae(discount=discount, decay=decay, kl=kl), logprobs, reference
+    )
+    for row in range(len(mask)):
+        at = np.flatnonzero(mask[row])
+        value = [*floats(values[row][at]).tolist(), 0.0]
+        distance = floats(logprobs[row][at]) - floats(reference[row][at])
+        reward = (-kl * distance).tolist()
+        if len(at):
+            reward[-1] += finals[row]
+        deltas = [reward[t] + discount * value[t + 1] - value[t] for t in range(len(at))]
+        expected = np.zeros(len(mask[row]))
+        for t in range(len(at)):
+            expected[at[t]] = sum((discount * decay) ** (k - t) * deltas[k] for k in range(t, len(at)))
+        np.testing.assert_allclose(floats(found[row]), expected, atol=1e-4)
+        expected[at] += value[:-1]
+        np.testing.assert_allclose(floats(returns[row]), expected, atol=1e-4)
+
+
+@given(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=8), rewards)
+def test_a_decay_of_one_gives_the_reward_less_the_value(values: list[float], reward: float) -> None:
+    mask = Ragged.of([[True] * len(values)], np.bool_)
+    advantages, returns = gae([reward], Ragged.of([values], np.float32), mask, Gae(decay=1))
+    np.testing.assert_allclose(floats(returns.values), reward, atol=1e-5)
+    np.testing.assert_allclose(floats(advantages.values), reward - np.array(values), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": [1.0]}, r"rewards have shape \(1,\) and there are 3 rows"),
+        ({"rewards": [1.0, np.nan, 0.0]}, "1 of 3 rewards are not finite; the first is nan in row 1"),
+        ({"values": Ragged.of([[1, 2], [3]], np.float32)}, "`values` has 2 rows of 3 tokens and `loss_mask` 3 rows"),
+        ({"config": Gae(kl=0.1)}, "kl = 0.1 lowers rewards .* call policy.logprobs and reference.logprobs before"),
+    ],
+)
+def test_what_gae_cannot_take_is_refused_in_words(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"rewards": [0.0] * 3, "values": like(MASK, np.zeros(9)), "config": Gae()}
+    with pytest.raises(DataError, match=message):
+        gae(loss_mask=MASK, **{**arguments, **change})  # type: ignore[arg-type]
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_what_is_learned() -> None:
+    found = whiten(like(MASK, np.array([99, 1, 99, 2, 3, 99, 99, 99, 6.0])), MASK)
+    np.testing.assert_allclose(floats(found.values), np.array([0, -2, 0, -1, 0, 0, 0, 0, 3]) / 3.5**0.5, rtol=1e-6)
+    equal = whiten(like(MASK, np.full(9, 0.1)), MASK)
+    assert equal.values.tolist() == [0] * 9
+    assert whiten(Ragged.of([], np.float32), Ragged.of([], np.bool_)).values.tolist() == []
