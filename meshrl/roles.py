@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from meshrl.actor import Actor, endpoint
+from meshrl.advantages import Gae
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.losses import Loss
@@ -91,6 +92,14 @@ class PolicyConfig(ModelConfig):
     activation_checkpointing: bool = False
 
 
+class CriticConfig(ModelConfig):
+    """A model with a value head that is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """As a policy's."""
+
+
 class ReferenceConfig(ModelConfig):
     """A frozen model."""
 
@@ -160,6 +169,28 @@ class Reference(Actor, ABC):
         """Add `reference_logprobs`, ragged float32."""
 
 
+class Critic(Actor, ABC):
+    """A model that predicts the return from each token."""
+
+    @endpoint
+    @abstractmethod
+    async def advantages(self, batch: Shard[Batch], gae: Gae) -> Gather[Batch]:
+        """Add `values`, `advantages` and `returns`, ragged float32, from `rewards` and this model's values.
+
+        With `gae.kl` above 0 also from `logprobs` and `reference_logprobs`. Zero where `loss_mask` is False.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
+        """One optimizer step on the whole batch: the loss is given the values where a policy's has log-probs."""
+
+    @endpoint
+    @abstractmethod
+    async def save(self, folder: str) -> None:
+        """Write the model and its value head, whole or not at all."""
+
+
 class Sampler(Actor, ABC):
     """A language model that generates."""
 
@@ -168,14 +199,25 @@ class Sampler(Actor, ABC):
     def generate(self, prompts: Shard[Batch], sampling: Sampling) -> AsyncIterator[Gather[Batch]]:
         """Finished rollouts, some rows at a time, as they finish.
 
-        Needs `prompt` (text). Each row gives `sampling.n` rows with all of its columns and `tokens`,
-        `loss_mask`, `sampler_logprobs`, `versions`, `completion`, `temperature`, `truncated`.
+        Needs `prompt` (text). Each row gives `sampling.n` rows with all of its columns and `tokens`, `loss_mask`,
+        `sampler_logprobs`, `versions`, `oldest_version` (int32, of the completion's tokens), `completion`,
+        `temperature`, `truncated` and `aborted`. A row that has `tokens`, `loss_mask`, `sampler_logprobs` and
+        `versions` already, as an aborted one does, goes on after them.
         """
 
     @endpoint
     @abstractmethod
-    async def load(self, weights: Weights) -> None:
-        """Take new weights; what is generated from now on carries their version."""
+    async def load(self, weights: Weights, at: Batch | None = None) -> Gather[Batch]:
+        """Take new weights between two decode steps; tokens from then on carry their version.
+
+        Returns where that was: a row for each call of `generate` that was running, with `rank`, `call` (its number on
+        the rank) and `steps` (it had made), int64. Given `at`, which an earlier run returned, it happens just there.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def abort(self) -> None:
+        """End the running calls of `generate`: they yield what they have not finished, `aborted`, and no more."""
 
 
 class Reward(Actor, ABC):

@@ -61,10 +61,15 @@ class TorchSampler(Sampler):
         if not len(repeated):
             yield self._rollouts(repeated, _NONE, draw)
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: Weights, at: Batch | None = None) -> Batch:
         """Copy the weights in place; rows being decoded go on with them from their next token."""
         import_weights(self._model, weights)
         self._version = weights.version
+        none = np.empty(0, np.int64)
+        return Batch.of(rank=none, call=none, steps=none)
+
+    async def abort(self) -> None:
+        """End the running calls."""
 
     def _request(self, repeated: Batch, sampling: Sampling) -> Request:
         texts = texts_of(repeated, "prompt")
@@ -100,6 +105,8 @@ class TorchSampler(Sampler):
             completion=[_cut(text, draw.sampling.stop) for text in texts],
             temperature=np.full(len(finished.rows), draw.temperature, np.float32),
             truncated=finished.truncated,
+            oldest_version=np.full(len(finished.rows), self._version, np.int32),
+            aborted=np.zeros(len(finished.rows), np.bool_),
         )
 
 

@@ -102,12 +102,19 @@ class FakeSampler(Sampler):
                 versions=Ragged(np.where(mask.values, self.weights.version, -1).astype(np.int32), mask.offsets),
                 temperature=np.ones(1, np.float32),
                 truncated=np.zeros(1, bool),
+                oldest_version=np.full(1, self.weights.version, np.int32),
+                aborted=np.zeros(1, bool),
             )
             await asyncio.sleep(0)
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: Weights, at: Batch | None = None) -> Batch:
         """Take the skill."""
         self.weights = weights
+        none = np.empty(0, np.int64)
+        return Batch.of(rank=none, call=none, steps=none)
+
+    async def abort(self) -> None:
+        """End the running calls."""
 
     def _complete(self, row: Batch, index: int, answer: str, sampling: Sampling) -> str:
         key = (self.seed, sampling.seed, self.weights.version, index, row.objects("prompt")[0])

@@ -1,0 +1,161 @@
+"""What happens in a run, as events: the JSON lines that the report, the trace and the simulator read.
+
+Times are seconds on one clock, the controller's event loop's, from the start of the run.
+"""
+
+import asyncio
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, TypeAlias
+
+import msgspec
+
+
+class Call(msgspec.Struct, tag_field="kind", tag="call", frozen=True, omit_defaults=True):
+    """An endpoint's call as its caller saw it, from sending to the joined result. Of a stream: to its end."""
+
+    id: int
+    actor: str
+    endpoint: str
+    began: float
+    ended: float
+    rows: int | None = None
+    """Rows of the batches among the arguments."""
+    tokens: int | None = None
+    error: str | None = None
+    """The type of what it raised."""
+
+
+class Span(msgspec.Struct, tag_field="kind", tag="span", frozen=True, omit_defaults=True):
+    """The same call as it ran on one rank."""
+
+    call: int
+    mesh: str
+    rank: int
+    """With `mesh`, the process or thread; actors that share it are colocated."""
+    actor: str
+    endpoint: str
+    began: float
+    ended: float
+
+
+class Wait(msgspec.Struct, tag_field="kind", tag="wait", frozen=True, omit_defaults=True):
+    """Somebody could not go on: `trainer` waited for `a batch`, `3 of 64 groups are ready`."""
+
+    who: str
+    what: str
+    on: str
+    """Whom or what it was blocked by, as a text."""
+    began: float
+    ended: float
+
+
+class Gauge(msgspec.Struct, tag_field="kind", tag="gauge", frozen=True, omit_defaults=True):
+    """A number that goes up and down, such as the groups that are ready. It holds until the next of its name."""
+
+    name: str
+    at: float
+    value: float
+
+
+class Swap(msgspec.Struct, tag_field="kind", tag="swap", frozen=True, omit_defaults=True):
+    """A sampler took new weights. `published`: when they were asked of the policy; from `began` on the sampler had them."""
+
+    version: int
+    published: float
+    began: float
+    ended: float
+    nbytes: int
+
+
+class Step(msgspec.Struct, tag_field="kind", tag="step", frozen=True, omit_defaults=True):
+    """A step of the script, as `run.steps` counts them; its numbers are in metrics.jsonl."""
+
+    step: int
+    began: float
+    ended: float
+
+
+class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, omit_defaults=True):
+    """A stream of rollouts gave a batch."""
+
+    batch: int
+    at: float
+    rows: int
+    staleness: list[int]
+    """How many rows are 0, 1, 2, ... versions behind."""
+    dropped: Mapping[str, int] = {}
+    """Groups dropped since the batch before, by why."""
+
+
+Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery
+
+
+class Sink(Protocol):
+    """Where events go."""
+
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+        ...
+
+    def emit(self, event: Event) -> None:
+        """Keep an event."""
+        ...
+
+
+sink: ContextVar[Sink | None] = ContextVar("sink", default=None)
+"""Where the events of the current run go; nothing is kept where there is none."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Somebody waits, now."""
+
+    who: str
+    what: str
+    on: "str | Blocked"
+    loop: asyncio.AbstractEventLoop = field(repr=False)
+
+    table: ClassVar[dict[int, "Pending"]] = {}
+    """Everybody who waits, in the order in which they began."""
+
+    def __str__(self) -> str:
+        return f"{self.who} waits for {self.what}: {self.on if isinstance(self.on, str) else self.on()}"
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> list["Pending"]:
+        """Who waits on a loop."""
+        return [each for each in cls.table.values() if each.loop is loop]
+
+
+class Blocked(Protocol):
+    """Says, when asked, what somebody is blocked by."""
+
+    def __call__(self) -> str:
+        """A clause, such as `3 of 64 groups are ready`."""
+        ...
+
+
+@contextmanager
+def waiting(who: str, what: str, on: str | Blocked) -> Generator[None]:
+    """Say that `who` waits for `what` while the block lasts: an event, and a line of the wait-for graph."""
+    loop = asyncio.get_running_loop()
+    pending = Pending(who, what, on, loop)
+    Pending.table[id(pending)] = pending
+    to = sink.get()
+    began = to.now() if to else 0.0
+    text = on if isinstance(on, str) else on()
+    try:
+        yield
+    finally:
+        del Pending.table[id(pending)]
+        if to and (ended := to.now()) > began:
+            to.emit(Wait(who, what, text, began, ended))
+
+
+def gauge(name: str, value: float) -> None:
+    """Note a number that goes up and down."""
+    if to := sink.get():
+        to.emit(Gauge(name, to.now(), value))
