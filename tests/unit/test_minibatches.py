@@ -1,0 +1,46 @@
+"""Mini-batches: every row once an epoch, in an order that the seed decides."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.minibatches import minibatches
+
+
+def numbered(rows: int) -> Batch:
+    return Batch.of(groups=np.arange(rows))
+
+
+def drawn(rows: int, epochs: int, count: int, seed: int | tuple[int, ...]) -> list[list[int]]:
+    return [part.groups.tolist() for part in minibatches(numbered(rows), epochs, count, seed)]
+
+
+@given(st.integers(0, 30), st.integers(1, 3), st.integers(1, 9), st.integers(0, 99))
+def test_each_row_comes_once_an_epoch(rows: int, epochs: int, count: int, seed: int) -> None:
+    found = drawn(rows, epochs, count, seed)
+    parts = min(rows, count)
+    assert len(found) == epochs * parts
+    for epoch in range(epochs):
+        own = found[epoch * parts : (epoch + 1) * parts]
+        assert sorted(row for part in own for row in part) == list(range(rows))
+        assert {len(part) for part in own} <= {rows // max(1, parts), -(-rows // max(1, parts))}
+
+
+def test_the_seed_decides_which_rows_meet_and_epochs_differ() -> None:
+    found = drawn(40, 2, 4, (7, 3))
+    assert found == drawn(40, 2, 4, (7, 3))
+    assert found != drawn(40, 2, 4, (7, 4))
+    assert found[:4] != found[4:]
+
+
+def test_one_mini_batch_is_the_batch_itself() -> None:
+    assert drawn(5, 2, 1, 0) == [[0, 1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize(("epochs", "count"), [(0, 1), (1, 0)])
+def test_none_is_refused(epochs: int, count: int) -> None:
+    with pytest.raises(DataError, match=f"{epochs} epochs of {count} mini-batches"):
+        drawn(3, epochs, count, 0)
