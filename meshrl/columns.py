@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
-from meshrl.ragged import Ragged, equal, from_raw, frozen, raw, sealed
+from meshrl.ragged import Ragged, Source, equal, from_raw, frozen, raw, sealed
 from meshrl.sharding import Array, Rows
 
 Objects: TypeAlias = tuple[object, ...]
@@ -64,7 +64,7 @@ def _standard(name: str, column: Column) -> Column:
             f"the standard column `{name}` is {column.dtype} and must be {dtype}: convert it, or use another name"
         )
     if isinstance(column, Ragged):
-        return Ragged.make(column.values.astype(dtype), column.offsets)
+        return Ragged.make(column.values.astype(dtype), column.offsets, column.source)
     return sealed(column.astype(dtype))
 
 
@@ -78,7 +78,7 @@ def aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
             if offsets is None:
                 bounds.append(column.offsets)
             elif offsets is not column.offsets:
-                result[name] = Ragged.make(column.values, offsets)
+                result[name] = Ragged.make(column.values, offsets, column.source)
     tokens = result.get("tokens")
     for name in TOKEN_COLUMNS:
         other = result.get(name)
@@ -99,13 +99,20 @@ def check_lengths(name: str, lengths: Rows, tokens: Rows) -> None:
 
 
 def describe(column: Column) -> str:
-    """The kind and dtype of a column, in a few words."""
+    """The kind and dtype of a column, in a few words, and what computed it."""
     if isinstance(column, tuple):
         kinds = sorted({type(value).__name__ for value in column})
         return "/".join(kinds) or "Python values"
     values = column.values if isinstance(column, Ragged) else column
     shape = "".join(f"[{size}]" for size in values.shape[1:])
-    return f"{'ragged ' if isinstance(column, Ragged) else ''}{values.dtype}{shape}"
+    if not isinstance(column, Ragged):
+        return f"{values.dtype}{shape}"
+    return f"ragged {values.dtype}{shape}{by(column.source)}"
+
+
+def by(source: Source | None) -> str:
+    """What computed a column, as `describe` says it after the dtype."""
+    return f" by {source}" if source else ""
 
 
 def same(left: Column, right: Column) -> bool:
@@ -147,7 +154,7 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
             f"column `{name}` differs between parts: {', '.join(map(describe, parts))}; each must return the "
             "same kind, dtype and trailing dims"
         )
-    return Ragged.concat(ragged) if ragged else sealed(np.concatenate(arrays))
+    return Ragged.concat(ragged, name) if ragged else sealed(np.concatenate(arrays))
 
 
 def private(column: Column) -> Column:
@@ -174,6 +181,7 @@ class _Wire(msgspec.Struct, array_like=True):
     shape: tuple[int, ...]
     values: int
     offsets: int
+    source: Source | None = None
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -192,7 +200,8 @@ def pack(rows: int, columns: Mapping[str, Column], origins: Sequence[Rows]) -> t
             if id(column.offsets) not in known:
                 known[id(column.offsets)] = len(buffers)
                 buffers.append(raw(column.offsets))
-            wires.append(_wire(name, "ragged", column.values, len(buffers), known[id(column.offsets)]))
+            offsets = known[id(column.offsets)]
+            wires.append(_wire(name, "ragged", column.values, len(buffers), offsets, column.source))
             buffers.append(raw(column.values))
         elif isinstance(column, np.ndarray):
             wires.append(_wire(name, "row", column, len(buffers), -1))
@@ -218,7 +227,9 @@ def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Co
             elif wire.kind == "row":
                 columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
             else:
-                columns[wire.name] = Ragged(from_raw(buffer, wire.dtype, wire.shape), bounds[wire.offsets])
+                columns[wire.name] = Ragged(
+                    from_raw(buffer, wire.dtype, wire.shape), bounds[wire.offsets], source=wire.source
+                )
             if len(columns[wire.name]) != head.rows:
                 raise ValueError(f"`{wire.name}` has {len(columns[wire.name])} rows, not {head.rows}")
     except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
@@ -230,8 +241,10 @@ def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Co
     return head.rows, columns, origins
 
 
-def _wire(name: str, kind: Literal["row", "ragged"], values: Array, index: int, offsets: int) -> _Wire:
-    return _Wire(name, kind, values.dtype.name, values.shape, index, offsets)
+def _wire(
+    name: str, kind: Literal["row", "ragged"], values: Array, index: int, offsets: int, source: Source | None = None
+) -> _Wire:
+    return _Wire(name, kind, values.dtype.name, values.shape, index, offsets, source)
 
 
 def _numbers(buffer: Buffer, count: int) -> Rows:

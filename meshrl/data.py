@@ -16,8 +16,8 @@ from meshrl import table
 from meshrl.columns import Column, ColumnLike
 from meshrl.errors import DataError
 from meshrl.held import Holder, Put
-from meshrl.ragged import Ragged
-from meshrl.remote import Remote
+from meshrl.ragged import Ragged, Source
+from meshrl.remote import Remote, source_of
 from meshrl.sharding import Array, Rows
 
 __all__ = ["Batch", "Column", "Ragged"]
@@ -113,6 +113,10 @@ class Batch(Holder):
             raise DataError(f"the batch has no column `{name}`: {hint}it has {', '.join(self.names) or 'none'}")
         return self._columns[name]
 
+    def source(self, name: str) -> Source | None:
+        """What computed a token column: known before it is loaded; None where it is not known, or no token column."""
+        return source_of(self._stored(name))
+
     def row(self, name: str) -> Array:
         """A row column, `[rows, ...]`; DataError if the column is of another kind."""
         column = self[name]
@@ -200,7 +204,7 @@ class Batch(Holder):
 
     def select(self, rows: ArrayLike) -> Self:
         """These rows, in this order: row numbers (negative: from the end) or a bool for each row."""
-        return self._take(_row_numbers(rows, self._rows))
+        return self._take(table.row_numbers(rows, self._rows))
 
     def repeat(self, n: int) -> Self:
         """Each row n times, adjacent. Ranks may repeat their rows a different number of times."""
@@ -262,7 +266,7 @@ class Batch(Holder):
 
     def part(self, rows: Rows) -> Self:
         """These rows, which remember their numbers for `join`."""
-        numbers = _row_numbers(rows, self._rows)
+        numbers = table.row_numbers(rows, self._rows)
         taken = self._take(numbers)
         return self._make(len(numbers), taken.stored, (*taken.origins, numbers))
 
@@ -363,24 +367,6 @@ class Batch(Holder):
         size = f"{self._rows} rows" + (f", {self.lengths.sum()} tokens" if ragged else "")
         columns = ", ".join(f"{name} {table.describe(column)}" for name, column in self._columns.items())
         return f"Batch({size}: {columns or 'no columns'})"
-
-
-def _row_numbers(rows: ArrayLike, count: int) -> Rows:
-    """Row numbers from 0, `int64`, of a selection from `count` rows; never the caller's own array."""
-    given = np.asarray(rows)
-    if given.ndim != 1 or (given.dtype.kind not in "iub" and given.size):
-        raise DataError(
-            f"rows are selected by {given.dtype}{list(given.shape)}: give row numbers or a bool for each "
-            "row, in one dim"
-        )
-    if given.dtype == bool:
-        if len(given) != count:
-            raise DataError(f"a mask of {len(given)} bools for a batch of {count} rows: give one for each row")
-        return np.flatnonzero(given)
-    wrong = given[(given < -count) | (given >= count)]
-    if len(wrong):
-        raise DataError(f"there is no row {wrong[0]} in {count} rows (0 to {count - 1}, or from -1 down)")
-    return np.where(given < 0, given + count, given).astype(np.int64)
 
 
 def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:

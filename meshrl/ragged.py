@@ -3,9 +3,10 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pickle import PickleBuffer
-from typing import SupportsIndex, TypeAlias, TypeVar
+from typing import Literal, Self, SupportsIndex, TypeAlias, TypeVar
 
 import ml_dtypes  # registers bfloat16 and the 8-bit floats with numpy, by name
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from typing_extensions import Buffer
@@ -77,15 +78,67 @@ def equal(left: Array, right: Array) -> bool:
     return left is right or (left.dtype == right.dtype and np.array_equal(left, right, equal_nan=True))
 
 
+Role: TypeAlias = Literal["sampler", "trainer", "reference"]
+"""What may have computed a column of log-probs."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """What computed a token column: `Source("sampler")`, `Source("reference")` or `Source.trainer(version)`.
+
+    `oldest` and `newest` are the trainer's policy versions among the rows; the other roles have none: which version
+    sampled a token stands in the column `versions`.
+    """
+
+    role: Role
+    oldest: int | None = None
+    newest: int | None = None
+
+    @classmethod
+    def trainer(cls, version: int) -> Self:
+        """The trainer, at this version of its policy."""
+        return cls("trainer", version, version)
+
+    def __str__(self) -> str:
+        if self.oldest is None:
+            return self.role
+        return f"{self.role}@{self.oldest}" + (f"-{self.newest}" if self.newest != self.oldest else "")
+
+
+def joined(name: str, sources: Iterable[Source | None]) -> Source | None:
+    """What computed the rows of several parts of the column `name`: of trainers, the range of their versions.
+
+    None, not known, if it is not known of one part: a source speaks for every row. DataError if the roles differ.
+    """
+    found = set(sources)
+    if len(found) <= 1:  # nearly always, and cheap
+        return found.pop() if found else None
+    known = [source for source in found if source is not None]
+    roles = sorted({source.role for source in known})
+    if len(roles) > 1:
+        raise DataError(
+            f"column `{name}` was computed by the {' in one part and by the '.join(roles)} in another: log-probs of "
+            "different models are different quantities; keep them in columns of their own names"
+        )
+    if len(known) < len(found):
+        return None
+    oldest = [source.oldest for source in known if source.oldest is not None]
+    newest = [source.newest for source in known if source.newest is not None]
+    if min(len(oldest), len(newest)) < len(known):
+        return Source(known[0].role)
+    return Source(known[0].role, min(oldest), max(newest))
+
+
 class Ragged:
     """A token column: one array a row, of any length, packed without padding. Immutable.
 
     `values` is `[tokens, ...]`; row i is `values[offsets[i]:offsets[i + 1]]`; `offsets` is `int64[rows + 1]`.
+    `source` says what computed the values, where that is known. Selecting, splitting, joining and sending keep it;
+    values computed from them are other values and have none. It is no part of equality.
     """
 
-    __slots__ = ("_offsets", "_values")
+    __slots__ = ("_offsets", "_source", "_values")
 
-    def __init__(self, values: Array, offsets: ArrayLike) -> None:
+    def __init__(self, values: Array, offsets: ArrayLike, *, source: Source | None = None) -> None:
         """Take packed values and where each row starts. DataError if the offsets do not fit the values."""
         bounds = np.asarray(offsets)
         if bounds.dtype.kind not in "iu" or bounds.ndim != 1 or len(bounds) == 0:
@@ -103,18 +156,20 @@ class Ragged:
         self._values = frozen(values, "the values of a ragged column")
         self._offsets: Rows = np.asarray(frozen(bounds), np.int64)
         self._offsets.flags.writeable = False
+        self._source = source
 
     @classmethod
-    def make(cls, values: Array, offsets: Rows) -> "Ragged":
+    def make(cls, values: Array, offsets: Rows, source: Source | None = None) -> "Ragged":
         """What the constructor gives, unchecked: from arrays of our own that are known to fit."""
         self = cls.__new__(cls)
         self._values = sealed(values)
         self._offsets = offsets
         offsets.flags.writeable = False
+        self._source = source
         return self
 
     @classmethod
-    def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike) -> "Ragged":
+    def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike, *, source: Source | None = None) -> "Ragged":
         """Pack rows, each an array or a list of numbers `[tokens, ...]`."""
         arrays: list[Array] = [np.asarray(row, dtype) for row in rows]
         for index, array in enumerate(arrays):
@@ -128,13 +183,14 @@ class Ragged:
                 f"the rows of a ragged column differ past their first dim: {sorted(shapes)}; only the number "
                 "of tokens may differ"
             )
-        return cls(np.concatenate(filled), bounds_of(lengths))
+        return cls(np.concatenate(filled), bounds_of(lengths), source=source)
 
     @classmethod
-    def concat(cls, parts: Sequence["Ragged"]) -> "Ragged":
-        """The rows of all parts (one or more, of one dtype), in order."""
+    def concat(cls, parts: Sequence["Ragged"], name: str = "values") -> "Ragged":
+        """The rows of all parts (one or more, of one dtype), in order. DataError as of `joined`, which names `name`."""
+        source = joined(name, [part.source for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
-        return cls.make(np.concatenate([part.values for part in parts]), bounds_of(lengths))
+        return cls.make(np.concatenate([part.values for part in parts]), bounds_of(lengths), source)
 
     @property
     def values(self) -> Array:
@@ -145,6 +201,11 @@ class Ragged:
     def offsets(self) -> Rows:
         """Where each row starts, and the end: `int64[rows + 1]`, read-only."""
         return self._offsets
+
+    @property
+    def source(self) -> Source | None:
+        """What computed the values; None where that is not known."""
+        return self._source
 
     @property
     def lengths(self) -> Rows:
@@ -177,7 +238,7 @@ class Ragged:
     def select(self, rows: Rows) -> "Ragged":
         """These rows, in this order; a row may be taken more than once. `rows` are int64, none negative."""
         index, offsets = gather(self._offsets, rows)
-        return Ragged.make(self._values[index], offsets)
+        return Ragged.make(self._values[index], offsets, self._source)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ragged):
@@ -188,18 +249,21 @@ class Ragged:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Ragged"], tuple[object, ...]]:
         version = protocol.__index__()
-        return _unpickled, (pickled(self._values, version), pickled(self._offsets, version))
+        return _unpickled, (pickled(self._values, version), pickled(self._offsets, version), self._source)
 
     def __deepcopy__(self, memo: object) -> "Ragged":
         return self
 
     def __repr__(self) -> str:
         shape = "".join(f", {size}" for size in self._values.shape[1:])
-        return f"Ragged({len(self)} rows, {self.dtype}[{len(self._values)}{shape}])"
+        by = f" by {self._source}" if self._source else ""
+        return f"Ragged({len(self)} rows, {self.dtype}[{len(self._values)}{shape}]{by})"
 
 
-def _unpickled(values: tuple[Buffer, str, tuple[int, ...]], offsets: tuple[Buffer, str, tuple[int, ...]]) -> Ragged:
-    return Ragged.make(from_raw(*values), np.asarray(from_raw(*offsets), np.int64))
+def _unpickled(
+    values: tuple[Buffer, str, tuple[int, ...]], offsets: tuple[Buffer, str, tuple[int, ...]], source: Source | None
+) -> Ragged:
+    return Ragged.make(from_raw(*values), np.asarray(from_raw(*offsets), np.int64), source)
 
 
 def bounds_of(lengths: Rows) -> Rows:

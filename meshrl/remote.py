@@ -11,7 +11,7 @@ from meshrl import columns as kinds
 from meshrl.columns import Column
 from meshrl.errors import DataError
 from meshrl.held import Held
-from meshrl.ragged import Ragged, bounds_of, sealed
+from meshrl.ragged import Ragged, Source, bounds_of, joined, sealed
 from meshrl.sharding import Array, Rows
 
 
@@ -116,7 +116,7 @@ class Remote:
     needs; only then can it be read.
     """
 
-    __slots__ = ("_column", "form", "lengths", "pieces", "places", "values")
+    __slots__ = ("_column", "form", "lengths", "pieces", "places", "source", "values")
 
     def __init__(
         self,
@@ -125,20 +125,25 @@ class Remote:
         places: Places,
         lengths: Rows | None,
         values: Sequence[Column | None] | None = None,
+        source: Source | None = None,
     ) -> None:
-        """`lengths`: tokens of each row, of a ragged column; `values`: those pieces that were fetched, else None."""
+        """`lengths`: tokens of each row, of a ragged column; `values`: those pieces that were fetched, else None.
+
+        `source`: what computed a ragged column, if that is known.
+        """
         self.form = form
         self.pieces = tuple(pieces)
         self.places = places
         self.lengths = lengths
         self.values: tuple[Column | None, ...] = tuple(values or [None] * len(self.pieces))
+        self.source = source
         self._column: Column | None = None
 
     def __len__(self) -> int:
         return len(self.places.row)
 
     def __reduce__(self) -> tuple[type["Remote"], tuple[object, ...]]:
-        return Remote, (self.form, self.pieces, self.places, self.lengths)
+        return Remote, (self.form, self.pieces, self.places, self.lengths, None, self.source)
 
     @property
     def is_here(self) -> bool:
@@ -153,23 +158,23 @@ class Remote:
     def take(self, places: Places, kept: Rows, lengths: Rows | None) -> "Remote":
         """Some rows, whose `places` and `kept` pieces are what `Places.take` gives."""
         values = [self.values[index] for index in kept]
-        return Remote(self.form, [self.pieces[index] for index in kept], places, lengths, values)
+        return Remote(self.form, [self.pieces[index] for index in kept], places, lengths, values, self.source)
 
     def arrived(self, fetched: Mapping[Held, object]) -> "Remote":
         """The same column, which can be read: from what was fetched."""
         pairs = zip(self.pieces, self.values, strict=True)
         values = [piece.of(fetched) if value is None else value for piece, value in pairs]
-        return Remote(self.form, self.pieces, self.places, self.lengths, values)
+        return Remote(self.form, self.pieces, self.places, self.lengths, values, self.source)
 
     def left(self) -> "Remote":
         """The same column without values, as it travels."""
-        return Remote(self.form, self.pieces, self.places, self.lengths)
+        return Remote(self.form, self.pieces, self.places, self.lengths, None, self.source)
 
     def private(self) -> "Remote":
         """The same column for another reader, who will have Python values of his own."""
         if self.form.kind != "objects":
             return self
-        return Remote(self.form, self.pieces, self.places, self.lengths, self.values)
+        return Remote(self.form, self.pieces, self.places, self.lengths, self.values, self.source)
 
     def column(self, name: str) -> Column:
         """The values; put together when they are first asked for. DataError where they were not fetched."""
@@ -179,8 +184,14 @@ class Remote:
                     f"column `{name}` ({self.form}, {len(self)} rows) lies on the ranks that made it: "
                     f"write `batch = await batch.load({name!r})` before reading it here"
                 )
-            self._column = self._assembled(cast("tuple[Column, ...]", self.values))
+            self._column = self._with_source(self._assembled(cast("tuple[Column, ...]", self.values)))
         return self._column
+
+    def _with_source(self, column: Column) -> Column:
+        """A piece knows what computed its own rows, which were joined with others since."""
+        if not isinstance(column, Ragged) or column.source == self.source:
+            return column
+        return Ragged.make(column.values, column.offsets, self.source)
 
     def _assembled(self, pieces: Sequence[Column]) -> Column:
         places = self.places
@@ -211,7 +222,13 @@ class Remote:
             for piece, value in zip(part.pieces, part.values, strict=True):
                 if found.get(piece) is None:
                     found[piece] = value
-        return cls(parts[0].form, list(found), places, lengths, list(found.values()))
+        source = joined(name, [part.source for part in parts])
+        return cls(parts[0].form, list(found), places, lengths, list(found.values()), source)
+
+
+def source_of(column: "Column | Remote") -> Source | None:
+    """What computed a column, if that is known."""
+    return column.source if isinstance(column, Ragged | Remote) else None
 
 
 def _whole(rows: int) -> Places:
@@ -229,7 +246,8 @@ def as_remote(column: "Column | Remote") -> Remote:
     if isinstance(column, Remote):
         return column
     lengths = sealed(column.lengths) if isinstance(column, Ragged) else None
-    return Remote(Form.of(column), [Piece(Here(column), "")], Places.whole(len(column)), lengths, [column])
+    piece = Piece(Here(column), "")
+    return Remote(Form.of(column), [piece], Places.whole(len(column)), lengths, [column], source_of(column))
 
 
 def _frozen(value: object) -> Column:

@@ -4,12 +4,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from meshrl import columns as kinds
 from meshrl.columns import TOKEN_COLUMNS, Column
+from meshrl.errors import DataError
 from meshrl.held import Put, fetched
 from meshrl.ragged import Ragged, gather, sealed
-from meshrl.remote import Form, Piece, Places, Remote, as_remote, renumbered
+from meshrl.remote import Form, Piece, Places, Remote, as_remote, renumbered, source_of
 from meshrl.sharding import Rows
 
 Stored: TypeAlias = Column | Remote
@@ -48,7 +50,7 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
             key = id(column.offsets)
             spans[key] = spans.get(key) or gather(column.offsets, rows)
             index, offsets = spans[key]
-            taken[name] = Ragged.make(column.values[index], offsets)
+            taken[name] = Ragged.make(column.values[index], offsets, column.source)
         elif isinstance(column, Remote):
             key = id(column.places)
             places[key] = places.get(key) or column.places.take(rows)
@@ -104,7 +106,7 @@ def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
         piece = put(columns)
         sizes = lengths(next(iter(columns.values())))
         for name, column in columns.items():
-            held[name] = Remote(Form.of(column), [Piece(piece, name)], places, sizes)
+            held[name] = Remote(Form.of(column), [Piece(piece, name)], places, sizes, source=source_of(column))
     return held
 
 
@@ -121,10 +123,28 @@ def read(name: str, column: Stored) -> Column:
 
 
 def describe(column: Stored) -> str:
-    """The kind and dtype of a column, in a few words, and whether it lies elsewhere."""
+    """The kind and dtype of a column, in a few words, what computed it, and whether it lies elsewhere."""
     if isinstance(column, Remote):
-        return str(column.form) + ("" if column.is_here else " elsewhere")
+        return f"{column.form}{kinds.by(column.source)}" + ("" if column.is_here else " elsewhere")
     return kinds.describe(column)
+
+
+def row_numbers(rows: ArrayLike, count: int) -> Rows:
+    """Row numbers from 0, `int64`, of a selection from `count` rows; never the caller's own array."""
+    given = np.asarray(rows)
+    if given.ndim != 1 or (given.dtype.kind not in "iub" and given.size):
+        raise DataError(
+            f"rows are selected by {given.dtype}{list(given.shape)}: give row numbers or a bool for each "
+            "row, in one dim"
+        )
+    if given.dtype == bool:
+        if len(given) != count:
+            raise DataError(f"a mask of {len(given)} bools for a batch of {count} rows: give one for each row")
+        return np.flatnonzero(given)
+    wrong = given[(given < -count) | (given >= count)]
+    if len(wrong):
+        raise DataError(f"there is no row {wrong[0]} in {count} rows (0 to {count - 1}, or from -1 down)")
+    return np.where(given < 0, given + count, given).astype(np.int64)
 
 
 def _joined(lengths: Sequence[Rows | None]) -> Rows | None:
