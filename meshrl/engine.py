@@ -4,8 +4,7 @@ Everything above (handles, meshes, algorithms) speaks to ranks through this and 
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol, Self
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -54,8 +53,7 @@ class Member(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What one rank is asked to do."""
 
     member: Member

@@ -182,6 +182,9 @@ class BoundEndpoint:
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
         whole = {name: bound.arguments[name] for name in shards if name in bound.arguments}
+        if not any(plans[shards[name]] for name in whole):
+            same, named = bound.args, bound.kwargs
+            return [Request(member, same, named) for member in members], plans
         requests = []
         for number, member in enumerate(members):
             for name, value in whole.items():

@@ -25,7 +25,7 @@ LAYERS = (
     },
     {"table", "engines.local", "engines.ray.rank", "engines.ray.caller", "losses.likelihood", "losses.surrogate", "losses.value"},
     {"data", "losses", "engines.ray.reservation"},
-    {"roles", "mesh", "tasks", "minibatches", "engines.ray.engine"},
+    {"roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
     {"registry", "rewards", "recorder", "engines.ray"},
     {"run", "rollout", "check"},
     {"testing", "cli"},

@@ -16,6 +16,7 @@ import numpy as np
 from meshrl.actor import Rank, rank_context
 from meshrl.engine import Request
 from meshrl.engines.loop import RankLoop
+from meshrl.engines.turns import Turns
 from meshrl.errors import ContractError, MeshStopped, RankFailed
 from meshrl.held import Held, loaded, seal_arrays
 from meshrl.ragged import frozen
@@ -116,7 +117,11 @@ class LocalMember:
         self.name = name
         self.rank = rank
         self.stopped = False
+        self.attempt = 0
+        """How many times it was stopped."""
         self.loop = slot.enter()
+        self.turns = None if slot.cores else Turns.of(self.loop)
+        """Where the rank shares the caller's loop with others."""
         self._context = Context()
         self._context.run(rank_context.set, rank)
         self._instance: object = None
@@ -152,6 +157,7 @@ class LocalMember:
         """Cancel the actor's calls, wait for their end, and let it go. It goes on where the caller is cancelled."""
         if self._stopping is None:
             self.stopped = True
+            self.attempt += 1
             self._stopping = asyncio.create_task(self._end())
         await asyncio.shield(self._stopping)
 
@@ -211,7 +217,7 @@ class Reply(Protocol):
 class Work:
     """One endpoint call on one member: sent from the caller's thread, run on the rank's."""
 
-    __slots__ = ("_task", "arguments", "endpoint", "index", "keywords", "member", "reply")
+    __slots__ = ("_attempt", "_dropped", "_task", "arguments", "endpoint", "index", "keywords", "member", "reply")
 
     def __init__(self, endpoint: str, request: Request, reply: Reply, index: int) -> None:
         """`index`: which of the reply's works it is."""
@@ -224,6 +230,8 @@ class Work:
         where = f"{self.member.name}.{endpoint}"
         self.arguments, self.keywords = sendable(where, request.arguments, request.keywords)
         self._task: asyncio.Task[None] | None = None
+        self._attempt = self.member.attempt
+        self._dropped = False
 
     def send(self) -> None:
         """Start on the rank's thread; the reply is told if the actor stops before or while it runs."""
@@ -243,12 +251,24 @@ class Work:
         with suppress(RuntimeError):
             post(self.member.loop, self._cancel)
 
-    def _start(self) -> None:
-        if self.member.stopped:
+    def begin(self) -> tuple[Coroutine[object, object, None], Context] | None:
+        """As a turn on a loop: what is to be run, unless it was cancelled or the actor is stopped."""
+        if self._attempt != self.member.attempt:
             self.reply.fail(_stopped(self.member, self.endpoint))
-            return
-        self._task = self.member.loop.create_task(self._run(), context=self.member.context)
-        self.member.begin(self._task)
+            return None
+        return None if self._dropped else (self._run(), self.member.context)
+
+    def pause(self, task: asyncio.Task[None]) -> None:
+        """It runs in this task; keep it, so that it can be cancelled."""
+        self._task = task
+        self.member.begin(task)
+
+    def _start(self) -> None:
+        if self.member.turns is not None:
+            self.member.turns.add(self)
+        elif begun := self.begin():
+            work, context = begun
+            self.pause(self.member.loop.create_task(work, context=context))
 
     async def _run(self) -> None:
         try:
@@ -260,6 +280,7 @@ class Work:
             self.reply.fail(self._failure(error))
 
     def _cancel(self) -> None:
+        self._dropped = True
         if self._task is not None:
             self._task.cancel()
 

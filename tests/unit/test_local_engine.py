@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from meshrl import (
     Actor,
+    Gather,
     LocalEngine,
     Mesh,
     MeshStopped,
@@ -17,6 +20,7 @@ from meshrl import (
     Same,
     at,
     current_rank,
+    each,
     endpoint,
     respawn,
     stop,
@@ -124,3 +128,75 @@ async def test_two_respawns_at_once_leave_no_thread(mesh: Mesh) -> None:
     threads = await mesh.spawn(Threads)
     await asyncio.gather(respawn(threads), respawn(threads))
     assert await threads.threads() == 1
+
+
+class Paced(Actor):
+    """Ranks without a core share the caller's loop, and those that do not pause even a task."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    @endpoint
+    async def note(self, what: str, pause: float | None = None, *, cancels: bool = False) -> Gather[NDArray[np.int64]]:
+        task = asyncio.current_task()
+        assert task is not None
+        if cancels:
+            task.cancel()
+        self.seen.append(f"{what} begins")
+        if pause is not None:
+            try:
+                await asyncio.sleep(pause)
+            except asyncio.CancelledError:
+                self.seen.append(f"{what} is cancelled")
+                raise
+        assert asyncio.current_task() is task
+        return np.array([current_rank().index])
+
+    @endpoint
+    async def hurried(self) -> Same[str]:
+        try:
+            async with asyncio.timeout(0.001):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            return "late"
+        return "never"
+
+    @endpoint
+    async def said(self) -> Same[list[str]]:
+        return self.seen
+
+
+@pytest.fixture
+async def paced() -> AsyncIterator[Paced]:
+    engine = LocalEngine()
+    yield await (await Mesh.reserve(engine, 3, Resources(cpus=0))).spawn(Paced)
+    await engine.close()
+
+
+async def test_ranks_on_one_loop_keep_the_order_and_their_own_rank(paced: Paced) -> None:
+    calls = [paced.note("a", 0), paced.note("b"), paced.note("c", 0), paced.note("d")]
+    found = await asyncio.gather(*calls)
+    assert [ranks.tolist() for ranks in found] == [[0, 1, 2]] * 4
+    assert await paced.said() == [f"{name} begins" for name in "abcd"]
+    assert await paced.hurried() == "late"
+
+
+async def test_ranks_on_one_loop_are_cancelled_each_for_itself(paced: Paced) -> None:
+    long = asyncio.create_task(paced.note("long", 3600))
+    await asyncio.sleep(0)  # it is sent; when the cancellation comes, the first rank has begun and the last has not
+    long.cancel()
+    await asyncio.wait({long})
+    await paced.note("itself", cancels=True)
+    await paced.note("after", 0)
+    first, *_, last = await each(paced.said)()
+    assert first == ["long begins", "long is cancelled", "itself begins", "after begins"]
+    assert last == ["itself begins", "after begins"]
+
+
+async def test_a_stop_reaches_calls_that_have_not_begun(paced: Paced) -> None:
+    calls = [asyncio.create_task(paced.note(str(number), 3600)) for number in range(3)]
+    await asyncio.sleep(0)
+    await stop(paced)
+    for call in calls:
+        with pytest.raises(MeshStopped):
+            await call
