@@ -1,0 +1,315 @@
+"""Virtual time: an event loop in which a sleep costs nothing, and in which a seed chooses what runs next.
+
+When nothing is ready, time jumps to the next timer. Where there is no timer either, nothing can ever run again,
+and the loop raises `Deadlock`, which says who waits for what.
+"""
+
+import asyncio
+import gc
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context
+from random import Random
+from types import BuiltinMethodType, MethodType
+from typing import Never, TypeVar, TypeVarTuple, cast
+
+from meshrl.errors import MeshrlError
+from meshrl.testing.standing import Standing, describe, standing_tasks
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_SPIN = 1_000_000
+"""Callbacks at one instant after which the loop says that it runs in a circle."""
+_COLLECT = 100_000
+"""Callbacks between two collections of garbage, which `simulate` makes itself, always at the same places."""
+
+
+class Deadlock(MeshrlError):
+    """Nothing can run, but the program has not ended. The text is the wait-for graph."""
+
+
+class LeftRunning(MeshrlError):
+    """The program ended, but tasks or async generators that it started have not, or one failed and nobody looked."""
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop without a clock: `time()` is in virtual seconds from 0, and jumps to the next timer.
+
+    With `seed`, the task that goes on next is a seeded choice among those that could, and so is the order of timers of
+    one instant. What asyncio promises stays: callbacks run in the order of `call_soon`, tasks take their first steps
+    in the order in which they were created, and the callbacks of one future run in order. The same seed gives the
+    same order in any process.
+
+    There are no threads, no files, no sockets and no signals: `run_in_executor` and `asyncio.to_thread` run the
+    function at once. Raises `Deadlock` where nothing can run, at `time_limit` (virtual seconds), and where callbacks
+    follow each other without end while no time passes.
+    """
+
+    def __init__(self, seed: int | None = None, time_limit: float | None = None) -> None:
+        super().__init__()
+        self.callbacks = 0
+        """How many have run."""
+        self.unseen: list[Mapping[str, object]] = []
+        """What was reported to the loop's exception handler, for want of anybody who awaits it."""
+        self._random = None if seed is None else Random(seed)
+        self._limit = time_limit
+        self._now = 0.0
+        self._queue: deque[asyncio.Handle] = deque()
+        self._wakes: list[asyncio.Handle] = []
+        self._timers: list[tuple[float, float, int, asyncio.TimerHandle]] = []
+        self._cancelled = 0
+        self._created = 0
+        self._since = 0
+        self._intruder: str | None = None
+        self._around = set(threading.enumerate())
+        self.set_exception_handler(lambda _, context: self.unseen.append(context))
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As in asyncio."""
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        handle = asyncio.Handle(callback, args, self, context)
+        future = _future(handle) if self._random else None
+        if future is None:
+            self._queue.append(handle)
+        else:
+            self._settled(handle, callback, future)
+        return handle
+
+    def _settled(self, handle: asyncio.Handle, callback: object, future: asyncio.Future[object]) -> None:
+        """A callback of a future that is done. A task's may be overtaken, but not by one of the same future."""
+        if _wakes_a_task(callback) and not any(_future(each) is future for each in self._queue):
+            self._wakes.append(handle)
+            return
+        earlier = [each for each in self._wakes if _future(each) is future]
+        for each in earlier:
+            self._wakes.remove(each)
+        self._queue.extend(earlier)
+        self._queue.append(handle)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As in asyncio, in virtual seconds."""
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self._created += 1
+        tie = self._random.random() if self._random else 0.0
+        heapq.heappush(self._timers, (when, tie, self._created, handle))
+        handle._scheduled = True  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's, so that cancel() tells us
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As in asyncio from the loop's own thread. From another one it ends the simulation with `Deadlock`."""
+        handle = asyncio.Handle(callback, args, self, context)
+        thread = threading.current_thread()
+        if asyncio._get_running_loop() is self or not self.is_running():  # noqa: SLF001 -- None in another thread
+            return self.call_soon(callback, *args, context=context)
+        self._intruder = thread.name
+        return handle
+
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Call the function at once, in this thread: it takes no virtual time."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 -- whoever awaits the future gets it
+            future.set_exception(error)
+        return future
+
+    def add_reader(self, fd: object, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Raises `Deadlock`: there is no real input and output in virtual time."""
+        _no_files()
+
+    def add_writer(self, fd: object, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Raises `Deadlock`: there is no real input and output in virtual time."""
+        _no_files()
+
+    async def sock_connect(self, sock: object, address: object) -> None:
+        """Raises `Deadlock`: there is no real input and output in virtual time."""
+        _no_files()
+
+    def _make_socket_transport(self, *args: object, **kwargs: object) -> Never:
+        # asyncio's hooks: every connection, server and pipe comes here.
+        _no_files()
+
+    _make_datagram_transport = _make_subprocess_transport = _make_socket_transport
+    _make_read_pipe_transport = _make_write_pipe_transport = _make_socket_transport
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        # asyncio's hook. Many timers are cancelled long before they are due, such as those of time-outs.
+        self._cancelled += 1
+        if self._cancelled > 100 and self._cancelled > len(self._timers) // 2:
+            self._timers = [timer for timer in self._timers if not timer[-1].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled = 0
+
+    def _run_once(self) -> None:
+        # asyncio's hook: one turn of `run_forever`. Everything that is ready now, in some order.
+        if self._intruder is not None:
+            raise Deadlock(f"thread {self._intruder!r} called into virtual time, which no other thread keeps; {_ALONE}")
+        if not self._queue and not self._wakes:
+            self._jump()
+        self._move_due()
+        for _ in range(len(self._queue) + len(self._wakes)):
+            handle = self._next()
+            if not handle.cancelled():
+                handle._run()  # noqa: SLF001 -- what a loop is for
+                self.callbacks += 1
+                self._since += 1
+                if not self.callbacks % _COLLECT and not gc.isenabled():
+                    gc.collect()
+        if self._since > _SPIN:
+            self._stall(f"{self._since:,} callbacks ran, each after another, while the time stood still")
+
+    def _next(self) -> asyncio.Handle:
+        if self._random is None or not self._wakes:
+            return self._queue.popleft()
+        count = len(self._wakes) + bool(self._queue)
+        chosen = int(self._random.random() * count)
+        if chosen == len(self._wakes):
+            return self._queue.popleft()
+        future = _future(self._wakes[chosen])
+        first = next(index for index, each in enumerate(self._wakes) if _future(each) is future)
+        return self._wakes.pop(first)
+
+    def _move_due(self) -> None:
+        while self._timers and (self._timers[0][0] <= self._now or self._timers[0][-1].cancelled()):
+            handle = heapq.heappop(self._timers)[-1]
+            handle._scheduled = False  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's
+            if handle.cancelled():
+                self._cancelled -= 1
+            else:
+                self._queue.append(handle)
+
+    def _jump(self) -> None:
+        while self._timers and self._timers[0][-1].cancelled():
+            heapq.heappop(self._timers)
+            self._cancelled -= 1
+        if not self._timers:
+            self._stall("nothing can run, and no timer will change that")
+        when = self._timers[0][0]
+        if self._limit is not None and when > self._limit:
+            self._now = self._limit
+            self._stall(f"the time limit of {self._limit:g} s is reached")
+        if when > self._now:
+            self._now = when
+            self._since = 0
+
+    def _stall(self, what: str) -> Never:
+        threads = [thread.name for thread in threading.enumerate() if thread not in self._around]
+        aside = f"\n  threads run beside the loop ({', '.join(threads)}); {_ALONE}" if threads else ""
+        raise Deadlock(f"at {self._now:g} s of virtual time {what}:\n{describe(self)}{aside}")
+
+    def create_task(self, coro: Coroutine[object, object, T], **options: object) -> asyncio.Task[T]:  # type: ignore[override]
+        """As in asyncio. A task without a name is named by its number on this loop: the same in each run."""
+        if options.get("name") is None:
+            self._created += 1
+            options["name"] = f"task {self._created}"
+        return cast("asyncio.Task[T]", super().create_task(coro, **options))  # type: ignore[arg-type]
+
+    def left(self) -> list[Standing]:
+        """The tasks that have not ended."""
+        return standing_tasks(self)
+
+
+_ALONE = (
+    "virtual time has one thread and no real input and output: reserve meshes with Resources(cpus=0), which run in the "
+    "caller's own loop, and give the program fakes instead of what reads files and sockets"
+)
+
+
+def _no_files() -> Never:
+    raise Deadlock(f"the program waits for a file, a socket or a process; {_ALONE}")
+
+
+def _wakes_a_task(callback: object) -> bool:
+    """Whether a callback is the one by which a future wakes the task that awaits it: of C tasks or of Python's."""
+    if not isinstance(callback, BuiltinMethodType | MethodType):
+        return False
+    return callback.__name__.endswith("wakeup") and isinstance(callback.__self__, asyncio.Task)
+
+
+def _future(handle: asyncio.Handle) -> asyncio.Future[object] | None:
+    """The future whose callback it is, if it is one's."""
+    arguments = handle._args  # noqa: SLF001 -- asyncio does not say it otherwise
+    return arguments[0] if arguments and len(arguments) == 1 and isinstance(arguments[0], asyncio.Future) else None
+
+
+def simulate(
+    main: Callable[[], Coroutine[object, object, T]], *, seed: int | None = None, time_limit: float | None = None
+) -> T:
+    """Run a program to its end in a `VirtualLoop` of its own, and return its result.
+
+    Raises `Deadlock`, `LeftRunning`, or what the program raises. No two simulations run at once in a process.
+    """
+    loop = VirtualLoop(seed, time_limit)
+    collecting = gc.isenabled()
+    gc.disable()  # it finalizes generators, and so schedules callbacks, at places that no seed chooses
+    try:
+        result = loop.run_until_complete(main())
+        _settle(loop)
+        return result
+    finally:
+        _end(loop)
+        if collecting:
+            gc.enable()
+
+
+def _settle(loop: VirtualLoop) -> None:
+    """Let end what ends without waiting for anything, and complain of the rest."""
+    for _ in range(100):
+        if not loop.left():
+            break
+        loop.run_until_complete(asyncio.sleep(0))
+    if left := loop.left():
+        raise LeftRunning(_lines("the program has ended, but these tasks have not: await or cancel them", left))
+    generators = cast("set[object]", loop._asyncgens)  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's own list
+    if generators:
+        gc.collect()  # those in cycles nobody can reach
+        loop.run_until_complete(asyncio.sleep(0))
+    if generators:
+        names = sorted(str(getattr(each, "__qualname__", each)) for each in generators)
+        raise LeftRunning(
+            f"the program has ended, but these async generators have not: {', '.join(names)}; read them to their end, "
+            f"or close them with `async with contextlib.aclosing(...)`"
+        )
+    if loop.unseen:
+        error = loop.unseen[0].get("exception")
+        raise LeftRunning(f"nobody saw this failure: {loop.unseen[0].get('message')}: {error!r}") from (
+            error if isinstance(error, BaseException) else None
+        )
+
+
+def _lines(what: str, tasks: list[Standing]) -> str:
+    return "\n".join([f"{what}:", *(f"  {task}" for task in tasks)])
+
+
+def _end(loop: VirtualLoop) -> None:
+    """Cancel whatever is left, so that it leaves no warning behind."""
+    loop.set_exception_handler(lambda _, __: None)
+    try:
+        for _ in range(10):
+            tasks = asyncio.all_tasks(loop)
+            if not tasks:
+                break
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1e-9))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    except Deadlock:
+        pass  # the failure that brought us here is the one to tell
+    finally:
+        loop.close()
