@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    {"errors", "sharding", "actor", "held"},
-    {"config", "imports", "rows", "ragged", "contract", "engines.loop", "losses.kl", "engines.ray.pickle"},
+    {"errors", "sharding", "actor", "held", "events"},
+    {"ledger", "config", "imports", "rows", "ragged", "contract", "engines.loop", "losses.kl", "engines.ray.pickle"},
     {"columns", "metrics", "weights", "engine", "advantages", "scripts", "engines.ray.wire", "losses.normalise"},
     {
         "remote",
@@ -22,12 +22,21 @@ LAYERS = (
         "engines.ray.order",
         "engines.ray.process",
         "losses.loss",
+        "losses.correction",
     },
-    {"table", "engines.local", "engines.ray.rank", "engines.ray.caller", "losses.likelihood", "losses.surrogate", "losses.value"},
+    {
+        "table",
+        "engines.local",
+        "engines.ray.rank",
+        "engines.ray.caller",
+        "losses.likelihood",
+        "losses.surrogate",
+        "losses.value",
+    },
     {"data", "losses", "engines.ray.reservation"},
-    {"roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
+    {"assembly", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
     {"registry", "rewards", "recorder", "engines.ray"},
-    {"run", "rollout", "check"},
+    {"run", "rollout", "stream", "check"},
     {"testing", "cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""

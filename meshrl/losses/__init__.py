@@ -5,22 +5,28 @@ is `token_weights`, which knows the global batch; so the gradient does not depen
 The core loads no torch: these functions call methods of the tensors that they are given.
 """
 
+from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
 from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
 from meshrl.losses.likelihood import CrossEntropy, cross_entropy
 from meshrl.losses.loss import Loss, Normalised, TokenLoss
 from meshrl.losses.normalise import Normalise, token_weights
+from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, clipped_surrogate
 
 __all__ = [
     "ClippedLoss",
+    "Correction",
     "CrossEntropy",
     "KlEstimator",
     "Loss",
     "Normalise",
     "Normalised",
     "TokenLoss",
+    "check_sources",
     "clipped_surrogate",
     "cross_entropy",
+    "effective_sample_size",
+    "importance_weights",
     "kl_k1",
     "kl_k2",
     "kl_k3",

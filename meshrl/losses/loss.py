@@ -29,7 +29,10 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A loss that `Policy.update` minimises: any object with these, a frozen dataclass for example."""
+    """A loss that `Policy.update` minimises: any object with these, a frozen dataclass for example.
+
+    It is given the learned tokens of a micro-batch, some rows of the batch, each row whole.
+    """
 
     @property
     def normalise(self) -> Normalise:
@@ -43,11 +46,15 @@ class Loss(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads: one value a token, or one a row, spread over the row's tokens."""
+        """The batch's columns it reads: one value a token, or one a row, spread over the row's tokens.
+
+        The name `rows` is reserved: it is not the batch's but int64[tokens], the number of each token's row within the
+        micro-batch, from 0 without gaps.
+        """
         ...
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, all float[tokens]."""
+        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
         ...
 
 

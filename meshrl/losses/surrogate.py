@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from meshrl.losses.correction import Correction, importance_weights
 from meshrl.losses.kl import KL, MAX_LOG_RATIO, KlEstimator, kl_k3
 from meshrl.losses.loss import Normalised, TokenLoss
 
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
 class ClippedLoss(Normalised):
     """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
 
-    Reads `sampler_logprobs`, `advantages`, and `reference_logprobs` where `kl` > 0. Diagnostics: `ratio`,
-    `clip_fraction`, `kl` (k3, of the policy from the sampler) and `reference_kl`.
+    Reads `sampler_logprobs`, `advantages`; `logprobs` with anchor "trainer"; `reference_logprobs` where `kl` > 0.
+
+    Diagnostics: `ratio` (of the policy to the anchor), `clip_fraction`, `kl` (k3, of the policy from the anchor) and
+    `reference_kl`. With anchor "trainer" also `sampler_ratio` and `sampler_kl`, of the anchor to the sampler. With a
+    correction also `correction` and `correction_squared`, the weights as they are applied, of which
+    `effective_sample_size` is made, and `correction_clipped`, the fraction of tokens whose weight was bounded.
     """
 
     clip: float = Field(default=0.2, gt=0, lt=1)
@@ -27,19 +32,35 @@ class ClippedLoss(Normalised):
     """The upper bound where it differs from the lower (DAPO's clip-higher)."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bounds the loss of a token of negative advantage by this many times the advantage."""
+    anchor: Literal["sampler", "trainer"] = "sampler"
+    """Whose log-probs are the old policy's: the sampler's, or those the trainer computed before its updates."""
+    correction: Correction | None = None
+    """How the surrogate is corrected for the sampler's log-probs not being the anchor's; None: not."""
     kl: float = Field(default=0.0, ge=0)
     """The weight of the KL to the reference."""
     kl_estimator: KlEstimator = "k3"
 
+    @model_validator(mode="after")
+    def _correction_where_it_corrects(self) -> Self:
+        if self.correction is not None and self.anchor == "sampler":
+            raise ValueError(
+                'correction has no effect with anchor = "sampler": the ratio to the sampler corrects already, and the '
+                'weight pi_anchor / pi_sampler is 1; set anchor = "trainer", or remove it'
+            )
+        return self
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch's columns it reads."""
+        anchor = ("logprobs",) if self.anchor == "trainer" else ()
         reference = ("reference_logprobs",) if self.kl else ()
-        return ("sampler_logprobs", "advantages", *reference)
+        rows = ("rows",) if self.correction and self.correction.level == "sequence" else ()
+        return (*anchor, "sampler_logprobs", "advantages", *reference, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, all float[tokens]."""
-        old, advantages = columns["sampler_logprobs"], columns["advantages"]
+        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        sampler, advantages = columns["sampler_logprobs"], columns["advantages"]
+        old = columns["logprobs"] if self.anchor == "trainer" else sampler
         high = self.clip if self.clip_high is None else self.clip_high
         values = clipped_surrogate(logprobs, old, advantages, self.clip, high, self.dual_clip)
         ratio = _ratio(logprobs.detach(), old)
@@ -47,6 +68,18 @@ class ClippedLoss(Normalised):
         if self.dual_clip is not None:
             clipped = clipped | ((advantages < 0) & (ratio > self.dual_clip))
         metrics = {"ratio": ratio, "clip_fraction": clipped.float(), "kl": kl_k3(old, logprobs.detach())}
+        if self.anchor == "trainer":
+            metrics |= {"sampler_ratio": _ratio(old, sampler), "sampler_kl": kl_k3(sampler, old)}
+        if self.correction:
+            rows = columns["rows"] if self.correction.level == "sequence" else None
+            raw = importance_weights(old, sampler, rows).detach()
+            weights = self.correction(raw)
+            values = values * weights
+            metrics |= {
+                "correction": weights,
+                "correction_squared": weights.square(),
+                "correction_clipped": (weights != raw).float(),
+            }
         if self.kl:
             to_reference = KL[self.kl_estimator](logprobs, columns["reference_logprobs"])
             values = values + self.kl * to_reference
