@@ -9,6 +9,8 @@ from meshrl.errors import BackendError, MeshrlError, ModelError
 from meshrl.registry import backends, implementation
 from meshrl.rewards import RewardConfig, load_function
 from meshrl.roles import (
+    Critic,
+    CriticConfig,
     ModelConfig,
     Policy,
     PolicyConfig,
@@ -23,6 +25,7 @@ from meshrl.tasks import TaskConfig, check_task
 
 _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
     (PolicyConfig, Policy),
+    (CriticConfig, Critic),
     (ReferenceConfig, Reference),
     (SamplerConfig, Sampler),
     (RewardConfig, Reward),

@@ -6,6 +6,7 @@ from typing import Final
 __all__ = ["ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
+    "Critic": "meshrl_torch.critic:TorchCritic",
     "Policy": "meshrl_torch.policy:TorchPolicy",
     "Reference": "meshrl_torch.reference:TorchReference",
     "Sampler": "meshrl_torch.sampler:TorchSampler",

@@ -2,15 +2,23 @@
 
 import tempfile
 from pathlib import Path
+from typing import Final
+
+from safetensors.torch import save_file
+from torch import nn
 
 from meshrl.errors import ModelError
 from meshrl_torch.loading import quiet
 from meshrl_torch.model import LanguageModel
 
+VALUE_HEAD: Final = "value_head.safetensors"
+"""Where a critic's folder has its head: `weight` float32[1, hidden] and `bias` float32[1]."""
 
-def write(model: LanguageModel, folder: str) -> None:
+
+def write(model: LanguageModel, folder: str, value_head: nn.Linear | None = None) -> None:
     """Write a Hugging Face folder: beside its place first, then renamed. An older model there is replaced.
 
+    With a value head the folder holds it in a file of its own, which other readers of the model leave alone.
     ModelError if the place is taken by something that is no model.
     """
     target = Path(folder).expanduser()
@@ -22,6 +30,8 @@ def write(model: LanguageModel, folder: str) -> None:
         with quiet():
             model.network.save_pretrained(fresh)
             model.tokenizer.save_pretrained(fresh)
+        if value_head is not None:
+            save_file(dict(value_head.state_dict()), fresh / VALUE_HEAD)
         old = Path(beside, "old")
         if target.exists():
             target.rename(old)

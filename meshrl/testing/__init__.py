@@ -3,11 +3,13 @@
 meshrl run grpo/quickstart policy.backend=fake sampler.backend=fake reward.backend=fake
 """
 
+from meshrl.testing.critic import FakeCritic
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
 
-__all__ = ["ROLES", "FakePolicy", "FakeReference", "FakeReward", "FakeSampler"]
+__all__ = ["ROLES", "FakeCritic", "FakePolicy", "FakeReference", "FakeReward", "FakeSampler"]
 
 ROLES = {
+    "Critic": "meshrl.testing:FakeCritic",
     "Policy": "meshrl.testing:FakePolicy",
     "Reference": "meshrl.testing:FakeReference",
     "Sampler": "meshrl.testing:FakeSampler",

@@ -1,0 +1,58 @@
+"""The critic of the torch backend: a whole model with a value head, trained on one rank."""
+
+import asyncio
+
+import torch
+
+from meshrl.actor import current_rank
+from meshrl.advantages import Gae
+from meshrl.critic import with_advantages
+from meshrl.data import Batch
+from meshrl.errors import ContractError
+from meshrl.losses import Loss
+from meshrl.metrics import Metrics
+from meshrl.roles import Critic, CriticConfig
+from meshrl_torch import checkpoint, training
+from meshrl_torch.optimizer import Optimizer
+from meshrl_torch.value_head import load_valued
+
+
+class TorchCritic(Critic):
+    """The policy's architecture with a linear head in place of its last layer, all of it trained by AdamW.
+
+    A new head gives 0 for every state.
+    """
+
+    def __init__(self, config: CriticConfig) -> None:
+        rank = current_rank()
+        if rank.size > 1:
+            raise ContractError(
+                f"TorchCritic trains on one rank, and its mesh has {rank.size}: set run.meshes.{config.mesh}.ranks = 1"
+            )
+        torch.set_num_threads(rank.threads)
+        self._budget = config.micro_batch_tokens
+        self._valued = load_valued(config)
+        self._optimizer = Optimizer(config.optimizer, self._valued.parameters)
+        self._updating = asyncio.Lock()
+
+    async def advantages(self, batch: Batch, gae: Gae) -> Batch:
+        """Add `values`, `advantages` and `returns`."""
+        tokens, mask = batch.tokens, batch.loss_mask
+        training.check_first(tokens, mask)
+        self._valued.model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+        async with self._updating:  # so that no value is of a half-done update
+            values = self._valued.score(batch, self._budget)
+        return with_advantages(batch, values, gae)
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """One optimizer step, which may be cancelled between micro-batches and then changes no weight.
+
+        DataError if there is nothing to learn, ModelError if the gradient is not finite.
+        """
+        self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+        async with self._updating:  # one at a time: gradients are gathered in the parameters
+            return await training.step(self._optimizer, self._valued.predicted, batch, loss, self._budget)
+
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""
+        checkpoint.write(self._valued.model, folder, self._valued.head)

@@ -1,0 +1,66 @@
+"""A language model's body with a head that predicts one number at each token: the value of what follows it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import ModelError
+from meshrl.roles import ModelConfig, NewModel
+from meshrl_torch.checkpoint import VALUE_HEAD
+from meshrl_torch.files import folder_of
+from meshrl_torch.loading import load
+from meshrl_torch.model import LanguageModel
+from meshrl_torch.packing import MicroBatch, learned, micro_batches
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A language model whose own head is not used, and a linear one: float32, whatever the body's dtype."""
+
+    model: LanguageModel
+    head: nn.Linear
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Of the body and the head."""
+        return [*self.model.network.base_model.parameters(), *self.head.parameters()]
+
+    def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        """The value of the state that each target of a micro-batch was drawn from, float32[targets]."""
+        hidden = self.model.hidden(micro.ids, micro.positions, micro.attend)[0].index_select(0, micro.source)
+        return cast("Tensor", self.head(hidden.float()))[:, 0]
+
+    @torch.no_grad()
+    def score(self, batch: Batch, budget: int) -> Ragged:
+        """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
+        tokens, mask = batch.tokens, batch.loss_mask
+        values = np.zeros(len(tokens.values), np.float32)
+        if np.any(mask.values):
+            for micro in micro_batches(tokens, learned(tokens, mask), mask, budget):
+                values[micro.target] = self.predicted(batch, micro).numpy()
+        return Ragged(values, tokens.offsets)
+
+
+def load_valued(config: ModelConfig) -> ValueModel:
+    """The model that a role's table names, with the head that its folder holds, or a new one whose values are 0."""
+    model = load(config)
+    head = nn.Linear(int(model.network.config.get_text_config().hidden_size), 1)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    file = None if isinstance(config.model, NewModel) else folder_of(config.model) / VALUE_HEAD
+    if file is not None and file.exists():
+        try:
+            head.load_state_dict(load_file(file))
+        except (SafetensorError, RuntimeError) as error:
+            raise ModelError(
+                f"{file} is no value head of this model, which needs `weight` [1, {head.in_features}] and `bias` [1]: "
+                f"{error}. Save the critic again, or remove the file for a head that starts at 0"
+            ) from error
+    return ValueModel(model, head)
