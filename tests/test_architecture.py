@@ -30,6 +30,7 @@ LAYERS = (
         "engines.ray.rank",
         "engines.ray.caller",
         "losses.likelihood",
+        "losses.sources",
         "losses.surrogate",
         "losses.value",
     },
