@@ -24,7 +24,7 @@ from meshrl import (
     evaluate,
     group_advantages,
     publish,
-    rollout,
+    rollouts,
 )
 from meshrl.advantages import Scale
 
@@ -39,6 +39,8 @@ class GrpoConfig(AlgorithmConfig):
     sampling: Sampling = Sampling(n=8)
     loss: ClippedLoss = ClippedLoss(clip=0.2)
     scale: Scale = "std"
+    ahead: int = 0
+    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400
@@ -54,16 +56,16 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     await publish(policy, sampler)
     before = await evaluate(sampler, task.held_out, config.sampling)
     prompts = task.batches(config.prompts, run.seed)
-    for _ in run.steps(config.steps):
-        batch = await rollout(sampler, next(prompts), config.sampling)
-        batch = await reward.score(batch)
-        if reference:
-            batch = await reference.logprobs(batch)
-        batch = await batch.load("rewards", "groups")
-        advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
-        metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
-        await publish(policy, sampler)
-        await run.record(metrics, batch)
+    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+        for _ in run.steps(config.steps):
+            batch = await anext(stream)
+            if reference:
+                batch = await reference.logprobs(batch)
+            batch = await batch.load("rewards", "groups")
+            advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
+            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            await publish(policy, stream)
+            await run.record(metrics, batch)
 
     after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))

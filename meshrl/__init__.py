@@ -41,9 +41,10 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
 )
-from meshrl.rollout import evaluate, publish, rollout
+from meshrl.rollout import evaluate, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
 from meshrl.sharding import CP, DP, EP, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
+from meshrl.stream import Rollouts, rollouts
 from meshrl.tasks import Task, TaskConfig
 from meshrl.weights import Weights
 
@@ -90,6 +91,7 @@ __all__ = [
     "Reward",
     "RewardConfig",
     "RoleConfig",
+    "Rollouts",
     "Run",
     "RunConfig",
     "Same",
@@ -107,10 +109,12 @@ __all__ = [
     "endpoint",
     "evaluate",
     "group_advantages",
+    "has_signal",
     "leave_one_out",
     "publish",
     "ranks",
     "respawn",
     "rollout",
+    "rollouts",
     "stop",
 ]

@@ -61,7 +61,7 @@ class Gauge(msgspec.Struct, tag_field="kind", tag="gauge", frozen=True, omit_def
 
 
 class Swap(msgspec.Struct, tag_field="kind", tag="swap", frozen=True, omit_defaults=True):
-    """A sampler took new weights. `published`: when they were asked of the policy; from `began` on the sampler had them."""
+    """A sampler took new weights, from `began` to `ended`. `published`: when they were asked of the policy."""
 
     version: int
     published: float

@@ -1,15 +1,26 @@
 """What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
 
+from collections.abc import Awaitable
 from math import nan
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.events import Swap, sink
 from meshrl.rewards import exact_match
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.weights import Weights
+
+
+class Loads(Protocol):
+    """What takes new weights: a sampler, or a stream of its rollouts."""
+
+    def load(self, weights: Weights, /) -> Awaitable[object]:
+        """Take them."""
+        ...
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
@@ -24,11 +35,20 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
     return done
 
 
-async def publish(policy: Policy, *samplers: Sampler) -> Weights:
-    """Give the samplers the policy's weights; returns them. Later tokens carry their version."""
+async def publish(policy: Policy, *samplers: Loads) -> Weights:
+    """Give the samplers the policy's weights; returns them. Later tokens carry their version.
+
+    While rollouts stream, give the stream: `await publish(policy, stream)`. It counts the versions, and hands the
+    weights on to its sampler.
+    """
+    to = sink.get()
+    asked = to.now() if to else 0.0
     weights = await policy.weights()
     for sampler in samplers:
+        began = to.now() if to else 0.0
         await sampler.load(weights)
+        if to:
+            to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
     return weights
 
 
@@ -42,6 +62,19 @@ async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict
     greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
     return {"greedy": await _exact_match(greedy), "sampled": await _exact_match(sampled)}
+
+
+def has_signal(batch: Batch) -> NDArray[np.bool_]:
+    """Whether the rewards of a row's group differ, bool[rows]: where they do not, all advantages are zero.
+
+    To draw other prompts in their place: `rollouts(..., keep=has_signal)`. DAPO (arXiv:2503.14476), section 3.2.
+    """
+    _, group = np.unique(batch.groups, return_inverse=True)
+    lowest = np.full(group.max(initial=-1) + 1, np.inf)
+    highest = -lowest
+    np.minimum.at(lowest, group, batch.rewards)
+    np.maximum.at(highest, group, batch.rewards)
+    return cast("NDArray[np.bool_]", (highest > lowest)[group])
 
 
 async def _exact_match(batch: Batch) -> float:

@@ -1,0 +1,164 @@
+"""Which prompts may be drawn and which groups make the next batch: the arithmetic of the staleness bound.
+
+A version here is a count of what was published: 0 before the first, then 1, 2, ... Weights have numbers of their own,
+which may grow by several at once.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from meshrl.errors import DataError
+
+Late: TypeAlias = Literal["wait", "drop"]
+"""What becomes of a group that would be too old for the batch after: the batch waits for it, or it is dropped."""
+
+
+@dataclass
+class Group:
+    """The completions of one prompt, from when it is drawn."""
+
+    number: int
+    """How many were drawn before it."""
+    version: int
+    """What its oldest token cannot be older than; once it is finished, the version of that token."""
+    finished: bool = False
+
+
+class Ledger:
+    """Counts the groups that are running, ready and delivered. Knows no time and no tasks.
+
+    Prompts are drawn while `accepted + running <= (ahead + version + 1) * size`, where what is ready or delivered has
+    been accepted (AReaL, arXiv:2505.24298, equation 3). What is delivered has no token that is more than `ahead`
+    versions older than the trainer's weights.
+    """
+
+    def __init__(self, size: int, ahead: int, late: Late = "wait") -> None:
+        """`size`: groups in a batch."""
+        self.size = size
+        self.ahead = ahead
+        self.late = late
+        self.groups: dict[int, Group] = {}
+        """What is running or ready, by its label, in the order in which it was drawn."""
+        self.drawn = 0
+        self.batches = 0
+        self.accepted = 0
+        """Groups that were delivered."""
+        self.dropped: Counter[str] = Counter()
+        self._published: list[int] = []
+        self._begun = False
+
+    @property
+    def version(self) -> int:
+        """How often weights were published."""
+        return len(self._published)
+
+    @property
+    def trainer(self) -> int:
+        """The version that the next batch trains: also where the weights of the last one are still on their way."""
+        return max(self.version, self.batches)
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may have been drawn by now, without those that were dropped."""
+        return (self.ahead + self.version + 1) * self.size
+
+    @property
+    def room(self) -> int:
+        """Groups that may be drawn now."""
+        return max(0, self.capacity - self.accepted - len(self.groups))
+
+    @property
+    def ready(self) -> int:
+        """Groups that are finished and not delivered."""
+        return sum(group.finished for group in self.groups.values())
+
+    @property
+    def running(self) -> int:
+        """Groups that are not finished."""
+        return len(self.groups) - self.ready
+
+    def publish(self, weights: int) -> None:
+        """Weights of this number go to the sampler. What comes before the first draw is where the count begins."""
+        if self._published and weights < self._published[-1]:
+            raise DataError(
+                f"weights of version {weights} were published after those of version {self._published[-1]}: versions "
+                "may not fall, or the age of a token would mean nothing"
+            )
+        if self._begun:
+            self._published.append(weights)
+
+    def version_of(self, weights: int) -> int:
+        """How often weights had been published when those of this number were."""
+        return bisect_right(self._published, weights)
+
+    def draw(self, label: int) -> None:
+        """A group is being generated."""
+        if label in self.groups:
+            raise DataError(f"group {label} was drawn again while it was under way: each prompt needs its own `groups`")
+        self._begun = True
+        self.groups[label] = Group(self.drawn, self.version)
+        self.drawn += 1
+
+    def finish(self, label: int, oldest: int) -> None:
+        """A group is complete; its oldest token was sampled by weights of this number."""
+        group = self.groups[label]
+        group.version = max(group.version, self.version_of(oldest))
+        group.finished = True
+
+    def drop(self, labels: Iterable[int], why: str) -> None:
+        """Groups will not be delivered: others may be drawn for them."""
+        for label in labels:
+            del self.groups[label]
+            self.dropped[why] += 1
+
+    def restart(self, label: int) -> None:
+        """A group was lost on its way, and is to be drawn again."""
+        del self.groups[label]
+
+    def too_old(self) -> list[int]:
+        """The finished groups that may not be trained on any more."""
+        return [label for label, group in self.groups.items() if group.finished and self._last(group) < self.trainer]
+
+    def take(self, *, rest: bool = False) -> list[int] | None:
+        """The groups of the next batch, in the order they were drawn; None where it has to wait.
+
+        Those that will be too old soonest come first. With `late="wait"` a batch also waits where a group that runs
+        would be too old for those that follow. `rest`: nothing more will be drawn, the last batch may be smaller.
+        """
+        finished = [(self._last(group), group.number, label) for label, group in self.groups.items() if group.finished]
+        size = min(self.size, len(self.groups)) if rest else self.size
+        if len(finished) < size or not size:
+            return None
+        chosen = {label for _, _, label in sorted(finished)[:size]}
+        if self.late == "wait" and not self._in_time(chosen):
+            return None
+        taken = [label for label in self.groups if label in chosen]
+        for label in taken:
+            del self.groups[label]
+        self.accepted += len(taken)
+        self.batches += 1
+        return taken
+
+    def staleness(self, weights: Sequence[int]) -> list[int]:
+        """How many versions tokens sampled by weights of these numbers were behind the batch taken last."""
+        trainer = max(self.version, self.batches - 1)
+        return [trainer - self.version_of(each) for each in weights]
+
+    def _last(self, group: Group) -> int:
+        """The last version of the trainer that may train it."""
+        return group.version + self.ahead
+
+    def _in_time(self, chosen: set[int]) -> bool:
+        """Whether all others can still be trained in time, batch by batch; or some cannot, whatever is chosen."""
+        now = self.trainer
+        last = sorted((self._last(group), label) for label, group in self.groups.items() if self._last(group) >= now)
+        others = [version for version, label in last if label not in chosen]
+        best = [version for version, _ in last[self.size :]]
+        return self._fit(others, now + 1) or not self._fit(best, now + 1)
+
+    def _fit(self, last: Sequence[int], first: int) -> bool:
+        """Whether groups, sorted by the version that may train them last, fit into batches from version `first` on."""
+        return all(version >= first + index // self.size for index, version in enumerate(last))
