@@ -201,23 +201,39 @@ class Sampler(Actor, ABC):
 
         Needs `prompt` (text). Each row gives `sampling.n` rows with all of its columns and `tokens`, `loss_mask`,
         `sampler_logprobs`, `versions`, `oldest_version` (int32, of the completion's tokens), `completion`,
-        `temperature`, `truncated` and `aborted`. A row that has `tokens`, `loss_mask`, `sampler_logprobs` and
-        `versions` already, as an aborted one does, goes on after them.
+        `temperature`, `truncated` and `aborted`. Rows that have `tokens`, `loss_mask`, `sampler_logprobs` and
+        `versions` already, as aborted ones do, go on after them: `max_tokens` counts the whole completion, and one that
+        has ended is yielded as it is.
         """
 
     @endpoint
     @abstractmethod
-    async def load(self, weights: Weights, at: Batch | None = None) -> Gather[Batch]:
+    async def load(self, weights: Weights) -> Gather[Batch]:
         """Take new weights between two decode steps; tokens from then on carry their version.
 
-        Returns where that was: a row for each call of `generate` that was running, with `rank`, `call` (its number on
-        the rank) and `steps` (it had made), int64. Given `at`, which an earlier run returned, it happens just there.
+        Returns where that was, int64 columns: `rank`, `load` and `call` (their numbers on the rank, from 0) and `steps`
+        (that the call of `generate` had made): a row for each call that was decoding, and one, with -1 steps, for the
+        call that was the next to begin.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def replay(self, record: Batch) -> None:
+        """Let each load come where it came in an earlier run: `record` is what they returned, one after the other.
+
+        Needs the same calls of `generate` and `load`, at whatever moments: a call waits at the place of a load, a load
+        for the calls to be there. To be called before any other; after the last load the run is free. DataError where
+        the record does not fit.
         """
 
     @endpoint
     @abstractmethod
     async def abort(self) -> None:
-        """End the running calls of `generate`: they yield what they have not finished, `aborted`, and no more."""
+        """End the running calls of `generate`: they yield what they have not finished, `aborted`, and no more.
+
+        Such a row has the tokens so far, and `truncated` is False; one that had not begun has its prompt's tokens, and
+        the sampler's version as its `oldest_version`.
+        """
 
 
 class Reward(Actor, ABC):

@@ -35,9 +35,10 @@ LAYERS = (
         "losses.value",
     },
     {"data", "losses", "engines.ray.reservation"},
-    {"assembly", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
-    {"registry", "rewards", "recorder", "engines.ray"},
-    {"run", "rollout", "stream", "check"},
+    {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
+    {"schedule", "registry", "rewards", "recorder", "engines.ray"},
+    {"run", "stream", "check"},
+    {"rollout"},
     {"testing", "cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""

@@ -5,7 +5,8 @@ step is one forward pass over the first slots of the cache, whatever finished.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -32,28 +33,47 @@ GROWTH: Final = 32
 class Request:
     """What one call of `generate` asks for."""
 
-    prompts: Sequence[Sequence[int]]
-    """Different prompts, each of one token or more."""
-    prompt: Ints
-    """Which of them each row continues, int64[rows]; rows of one prompt are best adjacent."""
+    prefixes: Sequence[Sequence[int]]
+    """Different token sequences, each of one token or more: prompts, and what is drawn of their completions."""
+    prefix: Ints
+    """Which of them each row continues, int64[rows]; rows of one prefix are best adjacent."""
+    rows: Ints
+    """What the rows are called, int64[rows]."""
+    starts: Ints
+    """Tokens of each row's prompt, int64[rows]: where its completion starts."""
     limits: Ints
-    """The most new tokens of each row, int64[rows]."""
+    """The most tokens of each row's completion, int64[rows]."""
     numbers: Ints
     """What each row's random numbers hang on, int64[rows]."""
     ends: frozenset[int]
     """The tokens that end a row."""
     stop: tuple[str, ...]
 
+    def select(self, rows: NDArray[np.bool_]) -> "Request":
+        """Some of the rows, bool[rows]."""
+        return replace(
+            self,
+            prefix=self.prefix[rows],
+            rows=self.rows[rows],
+            starts=self.starts[rows],
+            limits=self.limits[rows],
+            numbers=self.numbers[rows],
+        )
+
 
 @dataclass(frozen=True)
 class Finished:
-    """Rows that are done. Token arrays are flat, [sum of lengths]; the prompt is part of a row."""
+    """Rows that are done, or were stopped. Token arrays are flat, [sum of lengths]; the prompt is part of a row.
+
+    What a row had already when it began, its prefix, has log-probs of 0 and versions of -1.
+    """
 
     rows: Ints
     lengths: Ints
     prompts: Ints
     """Tokens of each row's prompt."""
     truncated: NDArray[np.bool_]
+    aborted: NDArray[np.bool_]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
@@ -74,7 +94,7 @@ class Decoder:
         cache.begin(min(slots, len(request.limits)))
         self._request = request
         self._draw = draw
-        self._lengths = np.fromiter(map(len, request.prompts), np.int64, len(request.prompts))
+        self._lengths = np.fromiter(map(len, request.prefixes), np.int64, len(request.prefixes))
         self._rows = len(request.limits)
         self._slots = min(slots, self._rows)
         self._refill = max(1, slots // 8) if refill is None else refill
@@ -102,6 +122,27 @@ class Decoder:
             return None
         return Finished(*(np.concatenate([getattr(part, name) for part in parts]) for name in Finished.__match_args__))
 
+    def stop(self) -> None:
+        """End all rows, those that wait too: `take` gives them as aborted, with what they have."""
+        self._finish(np.arange(self._count), np.zeros(self._count, np.bool_), aborted=True)
+        waiting = np.arange(self._next, self._rows)
+        prefixes = [self._request.prefixes[prefix] for prefix in self._request.prefix[waiting].tolist()]
+        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
+        tokens = np.fromiter(chain.from_iterable(prefixes), np.int32, lengths.sum())
+        self._finished.append(
+            Finished(
+                rows=self._request.rows[waiting],
+                lengths=lengths,
+                prompts=self._request.starts[waiting],
+                truncated=np.zeros(len(waiting), np.bool_),
+                aborted=np.ones(len(waiting), np.bool_),
+                tokens=tokens,
+                logprobs=np.zeros(len(tokens), np.float32),
+                versions=np.full(len(tokens), -1, np.int32),
+            )
+        )
+        self._count, self._next = 0, self._rows
+
     @torch.inference_mode()
     def step(self, version: int) -> None:
         """Let waiting rows in if enough slots are free, then one token for each row in a slot."""
@@ -126,29 +167,29 @@ class Decoder:
         return self._model.logits(hidden[:, 0])
 
     def _admit(self, count: int, version: int) -> None:
-        """The next rows take the slots after the last; each prompt is read once for all its rows."""
+        """The next rows take the slots after the last; each prefix is read once for all its rows."""
         rows = np.arange(self._next, self._next + count)
         self._next += count
-        prompts = self._request.prompt[rows]
-        rows = rows[np.lexsort((prompts, self._lengths[prompts]))]
+        prefixes = self._request.prefix[rows]
+        rows = rows[np.lexsort((prefixes, self._lengths[prefixes]))]
         for part in self._affordable(rows):
             first = self._count
             self._count += len(part)
-            lengths = self._lengths[self._request.prompt[part]]
+            lengths, starts = self._lengths[self._request.prefix[part]], self._request.starts[part]
             here = slice(first, self._count)
-            self._row[here], self._prompt[here] = part, lengths
-            self._place[here], self._end[here] = lengths - 1, lengths + self._request.limits[part]
+            self._row[here], self._prompt[here] = part, starts
+            self._place[here], self._end[here] = lengths - 1, starts + self._request.limits[part]
             self._reserve(int(lengths.max()) + 1)
             self._record(first, self._prefill(part, np.arange(first, self._count)), version)
         self._retire()
 
     def _affordable(self, rows: Ints) -> Iterator[Ints]:
-        """Runs of rows whose different prompts are PREFILL_TOKENS at most, or of one prompt that is longer."""
-        prompts = self._request.prompt[rows]
-        new = np.append(True, prompts[1:] != prompts[:-1])
+        """Runs of rows whose different prefixes are PREFILL_TOKENS at most, or of one prefix that is longer."""
+        prefixes = self._request.prefix[rows]
+        new = np.append(True, prefixes[1:] != prefixes[:-1])
         start = filled = 0
         for index in np.flatnonzero(new).tolist():
-            tokens = int(self._lengths[prompts[index]])
+            tokens = int(self._lengths[prefixes[index]])
             if index > start and filled + tokens > PREFILL_TOKENS:
                 yield rows[start:index]
                 start, filled = index, 0
@@ -156,15 +197,15 @@ class Decoder:
         yield rows[start:]
 
     def _prefill(self, rows: Ints, slots: Ints) -> Tensor:
-        """Read the prompts of these rows into their slots: float32[rows, vocabulary] of the last token of each."""
-        prompts, which = np.unique(self._request.prompt[rows], return_inverse=True)
-        order = np.argsort(self._lengths[prompts], kind="stable")
-        lengths = self._lengths[prompts[order]]
-        ids = np.concatenate([self._request.prompts[prompt] for prompt in prompts[order]]).astype(np.int64)
+        """Read the prefixes of these rows into their slots: float32[rows, vocabulary] of the last token of each."""
+        prefixes, which = np.unique(self._request.prefix[rows], return_inverse=True)
+        order = np.argsort(self._lengths[prefixes], kind="stable")
+        lengths = self._lengths[prefixes[order]]
+        ids = np.concatenate([self._request.prefixes[prefix] for prefix in prefixes[order]]).astype(np.int64)
         ends = np.cumsum(lengths)
         at = np.empty_like(ends)
-        at[order] = ends - lengths  # where each prompt starts in the packed sequence
-        mine = self._lengths[prompts[which]]
+        at[order] = ends - lengths  # where each prefix starts in the packed sequence
+        mine = self._lengths[prefixes[which]]
         entries, places = runs(at[which], mine), runs(np.zeros_like(mine), mine)
         slot = np.repeat(slots, mine)
         self._tokens[slot, places] = ids[entries]
@@ -175,7 +216,7 @@ class Decoder:
         )
         positions = runs(np.zeros_like(lengths), lengths)
         hidden = self._model.hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend)[0]
-        last = torch.from_numpy(at + self._lengths[prompts] - 1)
+        last = torch.from_numpy(at + self._lengths[prefixes] - 1)
         return self._model.logits(hidden[last])[torch.from_numpy(which)]
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
@@ -201,23 +242,27 @@ class Decoder:
         if not done.any():
             return
         slots = np.flatnonzero(done)
-        lengths = place[slots] + 1
+        self._finish(slots, ~ended[slots], aborted=False)
+        self._count -= len(slots)
+        holes = slots[slots < self._count]
+        if len(holes):
+            self._move(np.flatnonzero(~done[self._count :]) + self._count, holes)
+
+    def _finish(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> None:
+        lengths = self._place[slots] + 1
         flat = runs(slots * self._tokens.shape[1], lengths)
         self._finished.append(
             Finished(
-                rows=self._row[slots],
+                rows=self._request.rows[self._row[slots]],
                 lengths=lengths,
                 prompts=self._prompt[slots],
-                truncated=~ended[slots],
+                truncated=truncated,
+                aborted=np.full(len(slots), aborted),
                 tokens=self._tokens.reshape(-1)[flat],
                 logprobs=self._logprobs.reshape(-1)[flat],
                 versions=self._versions.reshape(-1)[flat],
             )
         )
-        self._count -= len(slots)
-        holes = slots[slots < self._count]
-        if len(holes):
-            self._move(np.flatnonzero(~done[self._count :]) + self._count, holes)
 
     def _move(self, source: Ints, target: Ints) -> None:
         longest = int(self._place[source].max()) + 1

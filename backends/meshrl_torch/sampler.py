@@ -1,23 +1,30 @@
 """The sampler of the torch backend: a decode loop of our own over a Hugging Face model."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from meshrl.actor import current_rank
+from meshrl.calls import Calls
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.roles import Sampler, SamplerConfig, Sampling
+from meshrl.sharding import Array
 from meshrl.weights import Weights
 from meshrl_torch.cache import Cache
-from meshrl_torch.decode import Decoder, Finished, Request
+from meshrl_torch.decode import Decoder, Finished, Ints, Request
 from meshrl_torch.draw import Draw, key
 from meshrl_torch.loading import load
+from meshrl_torch.packing import runs
 from meshrl_torch.text import decode, encode_prompts, texts_of
 from meshrl_torch.transfer import import_weights
+
+_PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+"""Columns of rows that go on after what they have."""
+_NEWEST: Final = np.iinfo(np.int32).max
 
 YIELD_STEPS: Final = 8
 """Decode steps between two batches of finished rows: making a batch costs about as much as a step of a tiny model."""
@@ -35,79 +42,156 @@ class TorchSampler(Sampler):
         self._config = config
         self._model = load(config)
         self._version = 0
-        self._calls = 0
+        self._calls = Calls()
         self._caches: list[Cache] = []
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in some steps at a time; no rows give one batch of none."""
         repeated = prompts.repeat(sampling.n)
-        request = self._request(repeated, sampling)
-        draw = Draw(sampling, key(self._config.seed, sampling.seed, self._version, self._calls))
-        self._calls += 1
+        request, ended = self._request(repeated, sampling)
+        if len(ended.rows):
+            yield self._rollouts(repeated, ended, sampling)
         cache = self._caches.pop() if self._caches else Cache()
-        decoder = Decoder(self._model, cache, request, draw, self._config.slots)
-        steps = 0
         try:
-            while decoder.busy:
-                decoder.step(self._version)
-                steps += 1
-                if steps % YIELD_STEPS == 0 or not decoder.busy:
-                    finished = decoder.take()
+            async with self._calls.begin() as call:
+                draw = Draw(sampling, key(self._config.seed, sampling.seed, self._version, call.number))
+                decoder = Decoder(self._model, cache, request, draw, self._config.slots)
+                while decoder.busy:
+                    finished = decoder.take() if call.steps % YIELD_STEPS == 0 else None
                     if finished is not None:
-                        yield self._rollouts(repeated, finished, draw)
-                await asyncio.sleep(0)  # calls that came in meanwhile, new weights for one
+                        yield self._rollouts(repeated, finished, sampling)
+                    if not await call.step():
+                        decoder.stop()
+                        break
+                    decoder.step(self._version)
         finally:
             self._caches.append(cache)
-        if not len(repeated):
-            yield self._rollouts(repeated, _NONE, draw)
+        finished = decoder.take()
+        if finished is not None or not len(repeated):
+            yield self._rollouts(repeated, finished or ended, sampling)
 
-    async def load(self, weights: Weights, at: Batch | None = None) -> Batch:
+    async def load(self, weights: Weights) -> Batch:
         """Copy the weights in place; rows being decoded go on with them from their next token."""
-        import_weights(self._model, weights)
-        self._version = weights.version
-        none = np.empty(0, np.int64)
-        return Batch.of(rank=none, call=none, steps=none)
+        async with self._calls.loading() as places:
+            import_weights(self._model, weights)
+            self._version = weights.version
+        return places
+
+    async def replay(self, record: Batch) -> None:
+        """Let each load come at its place in the record."""
+        self._calls.replay(record)
 
     async def abort(self) -> None:
-        """End the running calls."""
+        """No running call makes another step."""
+        self._calls.abort()
 
-    def _request(self, repeated: Batch, sampling: Sampling) -> Request:
-        texts = texts_of(repeated, "prompt")
-        different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-        ids = encode_prompts(self._model.tokenizer, list(different), self._model.chat)
-        prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
-        own = repeated.row("max_tokens") if "max_tokens" in repeated else sampling.max_tokens
-        limits = np.broadcast_to(np.asarray(own, np.int64), len(repeated))
+    def _request(self, rows: Batch, sampling: Sampling) -> tuple[Request, Finished]:
+        """What is to be decoded, and the rows that have ended already."""
+        continued = all(name in rows for name in _PREFIX)
+        prefixes, prefix, starts = _prefixes(rows) if continued else self._prompts(rows)
+        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))[prefix]
+        own = rows.row("max_tokens") if "max_tokens" in rows else sampling.max_tokens
+        limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
         if len(limits) and limits.min() < 1:
             row = int(limits.argmin())
             raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion has at least 1 token")
-        totals = np.fromiter(map(len, ids), np.int64, len(ids))[prompt] + limits
+        totals = np.maximum(starts + limits, lengths)
         if len(totals):
             row = int(totals.argmax())
             self._model.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
-        numbers = repeated.origins[-1] if repeated.origins else np.arange(len(repeated))
+        numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))
         if len(np.unique(numbers)) != len(numbers):  # rows taken twice since the split: equal draws are not wanted
-            numbers = np.arange(len(repeated))
+            numbers = np.arange(len(rows))
         ends = frozenset[int]() if sampling.ignore_eos else self._model.ends
-        return Request(ids, prompt, limits, numbers, ends, sampling.stop)
+        request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
+        if not continued or not len(rows):
+            return request, _NONE
+        stopped = self._stopped(rows, request)
+        done = stopped | (lengths - starts >= limits)
+        return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
 
-    def _rollouts(self, repeated: Batch, finished: Finished, draw: Draw) -> Batch:
+    def _prompts(self, rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
+        """The different prompts, which of them each row has, and its length."""
+        texts = texts_of(rows, "prompt")
+        different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        ids = encode_prompts(self._model.tokenizer, list(different), self._model.chat)
+        prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
+        return ids, prompt, np.fromiter(map(len, ids), np.int64, len(ids))[prompt]
+
+    def _stopped(self, rows: Batch, request: Request) -> NDArray[np.bool_]:
+        """Whether each row's completion has an end already, bool[rows]."""
+        values, offsets = rows.tokens.values, rows.tokens.offsets
+        begun = rows.tokens.lengths > request.starts
+        stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
+        if request.stop:
+            texts = decode(self._model.tokenizer, _completions(values, offsets, request.starts))
+            stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
+        return stopped
+
+    def _rollouts(self, repeated: Batch, finished: Finished, sampling: Sampling) -> Batch:
+        rows = repeated.select(finished.rows)
         offsets = np.append(0, np.cumsum(finished.lengths))
-        starts, ends = offsets[:-1] + finished.prompts, offsets[1:]
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        texts = decode(self._model.tokenizer, [finished.tokens[start:end].tolist() for start, end in spans])
         place = np.arange(len(finished.tokens)) - np.repeat(offsets[:-1], finished.lengths)
-        return repeated.select(finished.rows).assign(
+        new = place >= np.repeat(finished.prompts, finished.lengths)
+        if all(name in rows for name in _PREFIX):
+            had = runs(offsets[:-1], rows.tokens.lengths)
+            finished.logprobs[had] = rows.sampler_logprobs.values
+            finished.versions[had] = rows.versions.values
+        # A row that has no token of its own yet is as old as the weights are now.
+        oldest = np.full(len(rows), self._version, np.int32)
+        begun = finished.lengths > finished.prompts
+        oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
+        texts = decode(self._model.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
+        return rows.assign(
             tokens=Ragged(finished.tokens, offsets),
-            loss_mask=Ragged(place >= np.repeat(finished.prompts, finished.lengths), offsets),
+            loss_mask=Ragged(new, offsets),
             sampler_logprobs=Ragged(finished.logprobs, offsets),
             versions=Ragged(finished.versions, offsets),
-            completion=[_cut(text, draw.sampling.stop) for text in texts],
-            temperature=np.full(len(finished.rows), draw.temperature, np.float32),
+            oldest_version=oldest,
+            completion=[_cut(text, sampling.stop) for text in texts],
+            temperature=np.full(len(rows), sampling.temperature or 1.0, np.float32),
             truncated=finished.truncated,
-            oldest_version=np.full(len(finished.rows), self._version, np.int32),
-            aborted=np.zeros(len(finished.rows), np.bool_),
+            aborted=finished.aborted,
         )
+
+
+def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
+    """The different token sequences that rows go on after, which of them each row has, and where completions start."""
+    for name in _PREFIX:
+        wrong = np.flatnonzero((rows.ragged(name).lengths != rows.tokens.lengths) | (rows.tokens.lengths == 0))
+        if len(wrong):
+            row = int(wrong[0])
+            raise DataError(
+                f"row {row} cannot be continued: it has {rows.tokens.lengths[row]} `tokens` and "
+                f"{rows.ragged(name).lengths[row]} `{name}`; give what an aborted row has, or drop these columns to "
+                "start from the prompt"
+            )
+    different: dict[bytes, int] = {}
+    tokens = [row.astype(np.int32) for row in rows.tokens]
+    prefix = np.fromiter((different.setdefault(row.tobytes(), len(different)) for row in tokens), np.int64, len(rows))
+    prefixes = [np.frombuffer(each, np.int32).tolist() for each in different]
+    starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
+    return prefixes, prefix, np.array(starts, np.int64)
+
+
+def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:
+    """These rows, as they are."""
+    some = rows.select(which)
+    return Finished(
+        rows=which,
+        lengths=some.tokens.lengths,
+        prompts=starts[which],
+        truncated=truncated[which],
+        aborted=np.zeros(len(which), np.bool_),
+        tokens=some.tokens.values.astype(np.int32),
+        logprobs=some.sampler_logprobs.values.astype(np.float32),
+        versions=some.versions.values.astype(np.int32),
+    )
+
+
+def _completions(tokens: Array, offsets: Ints, starts: Ints) -> list[list[int]]:
+    spans = zip((offsets[:-1] + starts).tolist(), offsets[1:].tolist(), strict=True)
+    return [tokens[start:end].tolist() for start, end in spans]
 
 
 def _cut(text: str, stop: tuple[str, ...]) -> str:
@@ -120,6 +204,7 @@ _NONE: Final = Finished(
     lengths=np.empty(0, np.int64),
     prompts=np.empty(0, np.int64),
     truncated=np.empty(0, np.bool_),
+    aborted=np.empty(0, np.bool_),
     tokens=np.empty(0, np.int32),
     logprobs=np.empty(0, np.float32),
     versions=np.empty(0, np.int32),

@@ -4,7 +4,6 @@ The only weight is a skill from 0 to 1, the chance that the sampler gives the ri
 any advantage that is not zero raises it.
 """
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,8 +11,11 @@ from typing import cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from meshrl.calls import Calls
 from meshrl.data import Batch
+from meshrl.errors import DataError
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged
@@ -47,7 +49,17 @@ class FakePolicy(Policy):
         return _encoded(batch, cast("tuple[str, ...]", batch.objects("completion")))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn if there is anything to learn from. Raises `DataError` where a column of the loss is missing."""
+        """Learn if there is anything to learn from.
+
+        DataError where a column of the loss is missing, or a token is newer than the policy.
+        """
+        version = len(self.updates)
+        newest = int(batch.row("oldest_version").max(initial=0)) if "oldest_version" in batch else 0
+        if newest > version:
+            raise DataError(
+                f"`oldest_version` is {newest} in a row and this policy has made {version} updates: tokens of weights "
+                "that do not exist yet"
+            )
         signal = [_any(batch, name) for name in loss.columns if name == "advantages"]
         if all(signal):
             self.skill = min(1.0, self.skill + self.rate)
@@ -82,39 +94,66 @@ class FakeReference(Reference):
 
 
 class FakeSampler(Sampler):
-    """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt."""
+    """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
+
+    A row is a decode step: it is whole or not begun, so that an aborted one has its prompt's tokens alone.
+    """
 
     def __init__(self, config: SamplerConfig) -> None:
         self.seed = config.seed
         self.weights = Weights(0, {_SKILL: np.array([0.0])})
+        self._calls = Calls()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """One row at a time, shortest answer first: as from a real sampler, rows finish out of order."""
         rows = prompts.repeat(sampling.n)
-        answers = cast("tuple[str, ...]", rows.objects("answer"))
-        for index in sorted(range(len(rows)), key=lambda index: len(answers[index])):
-            row = rows.select([index])
-            completion = self._complete(row, index, answers[index], sampling)[: sampling.max_tokens]
-            row = _encoded(row.assign(completion=[completion]), [completion])
-            mask = row.loss_mask
-            yield row.assign(
-                sampler_logprobs=_zeros(row),
-                versions=Ragged(np.where(mask.values, self.weights.version, -1).astype(np.int32), mask.offsets),
-                temperature=np.ones(1, np.float32),
-                truncated=np.zeros(1, bool),
-                oldest_version=np.full(1, self.weights.version, np.int32),
-                aborted=np.zeros(1, bool),
-            )
-            await asyncio.sleep(0)
+        ended = _ended(rows)
+        if ended.any():
+            yield rows.select(ended).assign(aborted=np.zeros(ended.sum(), np.bool_))
+        answers = cast("tuple[str, ...]", rows.objects("answer")) if len(rows) else ()
+        waiting = sorted(np.flatnonzero(~ended).tolist(), key=lambda index: -len(answers[index]))
+        async with self._calls.begin() as call:
+            while waiting and await call.step():
+                index = waiting.pop()
+                yield self._finished(rows.select([index]), index, answers[index], sampling)
+        if waiting:
+            yield self._aborted(rows.select(waiting))
 
-    async def load(self, weights: Weights, at: Batch | None = None) -> Batch:
+    async def load(self, weights: Weights) -> Batch:
         """Take the skill."""
-        self.weights = weights
-        none = np.empty(0, np.int64)
-        return Batch.of(rank=none, call=none, steps=none)
+        async with self._calls.loading() as places:
+            self.weights = weights
+        return places
+
+    async def replay(self, record: Batch) -> None:
+        """Let each load come at its place in the record."""
+        self._calls.replay(record)
 
     async def abort(self) -> None:
-        """End the running calls."""
+        """No running call makes another step."""
+        self._calls.abort()
+
+    def _finished(self, row: Batch, index: int, answer: str, sampling: Sampling) -> Batch:
+        completion = self._complete(row, index, answer, sampling)[: sampling.max_tokens]
+        row = _encoded(row.assign(completion=[completion]), [completion])
+        return self._described(row, aborted=False)
+
+    def _aborted(self, rows: Batch) -> Batch:
+        prompts = cast("tuple[str, ...]", rows.objects("prompt"))
+        tokens = Ragged.of([list(map(ord, prompt)) for prompt in prompts], np.int32)
+        nothing = Ragged(np.zeros(len(tokens.values), np.bool_), tokens.offsets)
+        return self._described(rows.assign(completion=[""] * len(rows), tokens=tokens, loss_mask=nothing), aborted=True)
+
+    def _described(self, rows: Batch, aborted: bool) -> Batch:
+        mask = rows.loss_mask
+        return rows.assign(
+            sampler_logprobs=_zeros(rows),
+            versions=Ragged(np.where(mask.values, self.weights.version, -1).astype(np.int32), mask.offsets),
+            oldest_version=np.full(len(rows), self.weights.version, np.int32),
+            temperature=np.ones(len(rows), np.float32),
+            truncated=np.zeros(len(rows), np.bool_),
+            aborted=np.full(len(rows), aborted),
+        )
 
     def _complete(self, row: Batch, index: int, answer: str, sampling: Sampling) -> str:
         key = (self.seed, sampling.seed, self.weights.version, index, row.objects("prompt")[0])
@@ -148,6 +187,13 @@ def _encoded(batch: Batch, completions: tuple[str, ...] | list[str]) -> Batch:
     tokens = [[*map(ord, prompt + completion), 0] for prompt, completion in texts]
     masks = [[False] * len(prompt) + [True] * (len(completion) + 1) for prompt, completion in texts]
     return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+
+
+def _ended(rows: Batch) -> NDArray[np.bool_]:
+    """Which rows have a completion already, as those of a sampler have, bool[rows]."""
+    if not all(name in rows for name in ("tokens", "loss_mask", "sampler_logprobs", "versions")):
+        return np.zeros(len(rows), np.bool_)
+    return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
 
 
 def _zeros(batch: Batch) -> Ragged:

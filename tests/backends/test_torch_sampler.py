@@ -312,7 +312,7 @@ def test_slots_are_refilled_before_the_longest_row_ends() -> None:
     batch = Batch.of(prompt=["abc>"] * 28, max_tokens=limits)
     steps: dict[int, int] = {}
     for refill in (1, 4):
-        request = made._request(batch, Sampling(ignore_eos=True))
+        request, _ = made._request(batch, Sampling(ignore_eos=True))
         decoder = Decoder(made._model, Cache(), request, Draw(Sampling(), key(0)), 4, refill)
         steps[refill] = 0
         while decoder.busy:

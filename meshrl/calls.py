@@ -1,0 +1,168 @@
+"""The calls of `generate` on a rank: they step by turns, and weights come only between their steps.
+
+What every sampler needs, whatever it decodes with:
+
+    async with self._calls.begin() as call:
+        while rows_are_left and await call.step():
+            ...                                     # one decode step, without a pause
+
+    async with self._calls.loading() as places:     # in `load`
+        ...                                         # take the weights, without a pause
+    return places
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+from meshrl.actor import current_rank
+from meshrl.data import Batch
+from meshrl.errors import DataError
+
+
+class Call:
+    """One call of `generate`, as long as it decodes."""
+
+    def __init__(self, calls: "Calls", number: int) -> None:
+        self._calls = calls
+        self.number = number
+        """How many calls came to this rank before it."""
+        self.steps = -1
+        """Decode steps that it has made; -1 before it begins."""
+        self.aborted = False
+
+    async def step(self) -> bool:
+        """Let others run, who bring new weights for one; then whether to make one more step, which is counted.
+
+        False where the call was aborted: what is not finished is to be yielded as it is.
+        """
+        await asyncio.sleep(0)
+        await self._calls.until(self.may_go_on)
+        self.steps += not self.aborted
+        return not self.aborted
+
+    def may_go_on(self) -> bool:
+        """Whether no load has to come before the next step, or the beginning."""
+        return self.aborted or not self._calls.holds(self)
+
+
+class Calls:
+    """The calls that run on a rank, and how many loads there were.
+
+    With the places of an earlier run's loads (`replay`) each comes there again: a call waits for it at its place, and
+    a load waits for the calls to stand there.
+    """
+
+    def __init__(self) -> None:
+        self._arrived = 0
+        self._begun = 0
+        self._loads = 0
+        self._running: dict[int, Call] = {}
+        self._record: list[dict[int, int]] = []
+        """For each load the steps that the calls had made: those that ran, and -1 for the one that was to begin."""
+        self._changed = asyncio.Event()
+        self._loading = asyncio.Lock()
+
+    @asynccontextmanager
+    async def begin(self) -> AsyncGenerator[Call]:
+        """A call that runs while the block lasts. Inside, the weights are those that it begins with."""
+        call = Call(self, self._arrived)
+        self._arrived += 1
+        self._running[call.number] = call
+        try:
+            await self.until(call.may_go_on)
+            call.steps = 0
+            self._begun = max(self._begun, call.number + 1)
+            self._tell()
+            yield call
+        finally:
+            self._begun = max(self._begun, call.number + 1)  # also where it was cancelled before it began
+            del self._running[call.number]
+            self._tell()
+
+    @asynccontextmanager
+    async def loading(self) -> AsyncGenerator[Batch]:
+        """The place between two steps of each call where new weights come, as `Sampler.load` returns it.
+
+        DataError where a call of a replayed record ended before it came to its place.
+        """
+        async with self._loading:
+            await self.until(self._in_place)
+            yield self._places()
+            self._loads += 1
+            self._tell()
+
+    def abort(self) -> None:
+        """No call that has come makes another step."""
+        for call in self._running.values():
+            call.aborted = True
+        self._tell()
+
+    def replay(self, record: Batch) -> None:
+        """Let the next loads come at these places: what they returned in an earlier run, one after the other.
+
+        DataError where something has begun already, or a load is missing.
+        """
+        if self._arrived or self._loads:
+            raise DataError(
+                f"a record can be replayed from the beginning only: this sampler has had {self._arrived} calls of "
+                f"`generate` and {self._loads} of `load`; spawn a new one"
+            )
+        mine = record.select(record.row("rank") == current_rank().index)
+        loads, calls, steps = (mine.row(name).tolist() for name in ("load", "call", "steps"))
+        places: list[dict[int, int]] = [{} for _ in range(max(loads, default=-1) + 1)]
+        for load, call, made in zip(loads, calls, steps, strict=True):
+            places[load][call] = made
+        lacking = [number for number, calls_of in enumerate(places) if not calls_of]
+        if lacking:
+            raise DataError(
+                f"the record has nothing of load {lacking[0]} on rank {current_rank().index}: give all of it"
+            )
+        self._record = places
+
+    def holds(self, call: Call) -> bool:
+        """Whether a load that has not come yet is to come before the call's next step, or before it begins."""
+        # No later load comes before the next one's place, so that one alone tells.
+        return self._loads < len(self._record) and call.steps >= _place(self._record[self._loads], call.number)
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait until something holds that only calls and loads of this rank change."""
+        while not ready():
+            await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _in_place(self) -> bool:
+        """Whether each call stands where the next load found it: at its step, or ended, or not begun."""
+        if self._loads >= len(self._record):
+            return True
+        places = self._record[self._loads]
+        if self._begun < max(places):
+            return False
+        for number, steps in places.items():
+            if steps >= 0 and number not in self._running:
+                raise DataError(
+                    f"the record does not fit this run: load {self._loads} on rank {current_rank().index} came when "
+                    f"call {number} of `generate` had made {steps} steps, and now that call ended before; replay it "
+                    "with the configuration, the seeds and the code that it was made with"
+                )
+        return all(call.steps in (-1, _place(places, number)) for number, call in self._running.items())
+
+    def _places(self) -> Batch:
+        steps = {number: call.steps for number, call in self._running.items() if call.steps >= 0} | {self._begun: -1}
+        return Batch.of(
+            rank=np.full(len(steps), current_rank().index),
+            load=np.full(len(steps), self._loads),
+            call=np.array(list(steps)),
+            steps=np.array(list(steps.values())),
+        )
+
+
+def _place(places: dict[int, int], call: int) -> float:
+    """The steps that a call had made when a load came: -1 before it began, infinite after it ended."""
+    return places.get(call, -1 if call > max(places) else math.inf)
