@@ -4,19 +4,21 @@ import asyncio
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch, Ragged
-from meshrl.errors import ContractError, DataError
-from meshrl.losses import Loss, token_weights
+from meshrl.errors import ContractError
+from meshrl.losses import Loss, check_sources
 from meshrl.metrics import Metrics
+from meshrl.ragged import Source
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Weights
-from meshrl_torch import checkpoint
+from meshrl_torch import checkpoint, training
 from meshrl_torch.loading import load
 from meshrl_torch.optimizer import Optimizer
-from meshrl_torch.packing import learned, micro_batches
-from meshrl_torch.scoring import predicted, score, spread
+from meshrl_torch.packing import MicroBatch
+from meshrl_torch.scoring import predicted, score
 from meshrl_torch.text import encode_completions, encode_prompts, texts_of
 from meshrl_torch.transfer import export_weights
 
@@ -57,67 +59,28 @@ class TorchPolicy(Policy):
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step, which may be cancelled between micro-batches and then changes no weight.
 
-        DataError if there is nothing to learn, ModelError if the gradient is not finite.
+        DataError if there is nothing to learn or log-probs come from elsewhere than the loss says, ModelError if the
+        gradient is not finite.
         """
+        check_sources(batch, loss)
+        self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
         async with self._updating:  # one at a time: gradients are gathered in the parameters
-            return await self._update(batch, loss)
+            return await training.step(self._optimizer, self._predicted, batch, loss, self._config.micro_batch_tokens)
 
-    async def _update(self, batch: Batch, loss: Loss) -> Metrics:
-        tokens, mask = batch.tokens, batch.loss_mask
-        rows, count = _learnable(tokens, mask)
-        self._model.check_lengths(int(tokens.lengths.max()), "a row")
-        weights = token_weights(mask, loss.normalise, tokens=count, rows=rows, constant=loss.constant)
-        self._optimizer.forget()  # what an update left behind that failed half-way
-        total = 0.0
-        sums: dict[str, float] = {}
-        for micro in micro_batches(tokens, learned(tokens, mask), mask, self._config.micro_batch_tokens):
-            logprobs = predicted(self._model, batch, micro)
-            columns = {name: spread(batch, name, micro.target) for name in loss.columns}
-            judged = loss(logprobs, columns)
-            value = judged.values @ torch.from_numpy(weights[micro.target])
-            value.backward()
-            total += value.item()
-            for name, metric in judged.metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(metric.sum())
-            await asyncio.sleep(0)  # here a cancelled call ends
-        rate = self._optimizer.lr
-        norm = self._optimizer.step()
-        own = Metrics.of(
-            loss=(total, 1),
-            grad_norm=(norm, 1),
-            lr=(rate, 1),
-            rows=(len(batch), 1),
-            tokens=(len(tokens.values), 1),
-        )
-        return own | Metrics({name: (value, count) for name, value in sums.items()})
+    def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        return predicted(self._model, batch, micro)
 
     async def logprobs(self, batch: Batch) -> Batch:
-        """Add `logprobs`."""
-        return batch.assign(logprobs=score(self._model, batch, self._config.micro_batch_tokens))
+        """Add `logprobs`, of the version after the updates that were called before."""
+        async with self._updating:
+            source = Source.trainer(self._optimizer.steps)
+            return batch.assign(logprobs=score(self._model, batch, self._config.micro_batch_tokens, source))
 
     async def weights(self) -> Weights:
-        """A copy of the weights."""
-        return export_weights(self._model, self._optimizer.steps)
+        """A copy of the weights, after the updates that were called before."""
+        async with self._updating:
+            return export_weights(self._model, self._optimizer.steps)
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder, whole or not at all."""
         checkpoint.write(self._model, folder)
-
-
-def _learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:
-    """How many rows have a learned token, and how many such tokens there are."""
-    starts = tokens.offsets[:-1][tokens.lengths > 0]
-    values = np.asarray(mask.values, np.bool_)
-    if values[starts].any():
-        row = int(np.searchsorted(tokens.offsets, starts[values[starts]][0], side="right")) - 1
-        raise DataError(
-            f"`loss_mask` of row {row} is True at the first token, which nothing predicts: a row needs a token before "
-            "the first that is learned"
-        )
-    count = int(values.sum())
-    if count == 0:
-        raise DataError(
-            f"nothing to learn: `loss_mask` is False for all {len(values)} tokens of {len(mask)} rows; "
-            "leave such a batch out"
-        )
-    return int(np.add.reduceat(values, starts).astype(bool).sum()), count

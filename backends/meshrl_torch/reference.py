@@ -4,6 +4,7 @@ import torch
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch
+from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
 from meshrl_torch.loading import load
 from meshrl_torch.scoring import score
@@ -19,4 +20,5 @@ class TorchReference(Reference):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
-        return batch.assign(reference_logprobs=score(self._model, batch, self._config.micro_batch_tokens))
+        values = score(self._model, batch, self._config.micro_batch_tokens, Source("reference"))
+        return batch.assign(reference_logprobs=values)

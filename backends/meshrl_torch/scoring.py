@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.data import Batch, Ragged
+from meshrl.ragged import Source
 from meshrl_torch.model import LanguageModel
 from meshrl_torch.packing import MicroBatch, micro_batches, whole
 
@@ -22,21 +23,25 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
 
 
 def spread(batch: Batch, name: str, target: NDArray[np.int64]) -> Tensor:
-    """A column at these positions of the token column; a row column gives each token its row's value."""
-    column = batch[name]
-    if isinstance(column, Ragged):
+    """A column at these positions of the token column; a row column gives each token its row's value.
+
+    The reserved name `rows` gives each token the number of its row among those of these positions, int64.
+    """
+    if name != "rows" and isinstance(column := batch[name], Ragged):
         return torch.from_numpy(column.values[target])
     row = np.searchsorted(batch.tokens.offsets, target, side="right") - 1
+    if name == "rows":
+        return torch.from_numpy(np.unique(row, return_inverse=True)[1])
     return torch.from_numpy(batch.row(name)[row])
 
 
 @torch.no_grad()
-def score(model: LanguageModel, batch: Batch, budget: int) -> Ragged:
-    """The log-probability of each token of `tokens`, ragged float32; 0 for the first of a row."""
+def score(model: LanguageModel, batch: Batch, budget: int, source: Source) -> Ragged:
+    """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row."""
     tokens = batch.tokens
     model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
     values = np.zeros(len(tokens.values), np.float32)
     mask = batch.loss_mask if "loss_mask" in batch else None
     for micro in micro_batches(tokens, whole(tokens, mask), None, budget):
         values[micro.target] = predicted(model, batch, micro).numpy()
-    return Ragged(values, tokens.offsets)
+    return Ragged(values, tokens.offsets, source=source)
