@@ -12,6 +12,7 @@ from typing import cast
 from meshrl.actor import Rank, free_cores
 from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Slot
 from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Work, answer, isolated
+from meshrl.engines.turns import Turns
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.held import Held, hold
 
@@ -46,7 +47,8 @@ class LocalEngine:
         free = self.cores - sum(slot.threads for slot in self._slots if slot.cores)
         wanted = self.cores if resources.cpus is None else resources.cpus
         threads = max(1, min(wanted, free // count)) if wanted else 0
-        slots = [LocalSlot(threads) for _ in range(count)]
+        turns = Turns()
+        slots = [LocalSlot(threads, turns) for _ in range(count)]
         self._slots += slots
         return slots
 

@@ -67,8 +67,10 @@ def sendable(
 class LocalSlot:
     """A place for one rank. Its thread runs while actors live on it; without a core it is the caller's own loop."""
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, turns: Turns) -> None:
+        """`turns`: where calls begin if the loop is the caller's."""
         self.cores = cores
+        self.turns = None if cores else turns
         self.threads = max(1, cores)
         self._loop: RankLoop | None = None
         self._thread: threading.Thread | None = None
@@ -120,8 +122,6 @@ class LocalMember:
         self.attempt = 0
         """How many times it was stopped."""
         self.loop = slot.enter()
-        self.turns = None if slot.cores else Turns.of(self.loop)
-        """Where the rank shares the caller's loop with others."""
         self._context = Context()
         self._context.run(rank_context.set, rank)
         self._instance: object = None
@@ -264,8 +264,8 @@ class Work:
         self.member.begin(task)
 
     def _start(self) -> None:
-        if self.member.turns is not None:
-            self.member.turns.add(self)
+        if turns := self.member.slot.turns:
+            turns.add(self)
         elif begun := self.begin():
             work, context = begun
             self.pause(self.member.loop.create_task(work, context=context))

@@ -2,12 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
-from functools import partial
-from types import coroutine
-from typing import Protocol, cast
-from weakref import WeakKeyDictionary
+from typing import Protocol, Self, cast
 
 
 class Turn(Protocol):
@@ -23,23 +20,17 @@ class Turn(Protocol):
 
 
 class Turns:
-    """The calls that have arrived on a loop and have not begun.
+    """The calls that have arrived on the ranks of a mesh, all in one loop, and have not begun.
 
     Each begins in a task that no other call runs in meanwhile, so that `asyncio.timeout` and cancellation are what they
     always are. One that ends without a pause leaves its task to the next: with thousands of ranks, tasks and what hangs
     on them would be most of what Python's garbage collector walks over.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._waiting: deque[Turn] = deque()
         self._task: asyncio.Task[None] | None = None
         """The last one that was made to take turns, while it takes any."""
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> "Turns":
-        """The turns of a loop."""
-        return _turns.setdefault(loop, cls(loop))
 
     def add(self, turn: Turn) -> None:
         """Let a call begin after those that came before."""
@@ -49,7 +40,7 @@ class Turns:
 
     def _go_on(self, tasks: int) -> None:
         for _ in range(min(tasks, len(self._waiting))):
-            self._task = self._loop.create_task(self._run(), context=Context())
+            self._task = asyncio.get_running_loop().create_task(self._run(), context=Context())
 
     async def _run(self) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
@@ -64,37 +55,41 @@ class Turns:
             begun = turn.begin()
             if begun is None:
                 continue
-            if await _run_in(*begun, pause):
+            steps = _Steps(*begun, pause)
+            await cast("Awaitable[None]", steps)
+            if steps.paused:
                 return
             if task.cancelling():  # the call did that to itself; it is not for the next
                 self._go_on(1)
                 return
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = WeakKeyDictionary()
+class _Steps:
+    """Runs a coroutine, awaited, in a context other than the task's; `pause` is told when it first waits."""
 
+    def __init__(self, work: Coroutine[object, object, None], context: Context, pause: Callable[[], None]) -> None:
+        self._work = work
+        self._context = context
+        self._pause = pause
+        self.paused = False
 
-@coroutine
-def _run_in(
-    work: Coroutine[object, object, None], context: Context, pause: Callable[[], None]
-) -> Generator[object, object, bool]:
-    """Run a coroutine in a context other than the task's. Whether it paused; `pause` is told when it first does."""
-    try:
-        waits = context.run(work.send, None)
-    except StopIteration:
-        return False
-    pause()
-    while True:
-        try:
-            sent = yield waits
-        except GeneratorExit:
-            context.run(work.close)
-            raise
-        except BaseException as error:  # noqa: BLE001 -- a cancellation, which is the coroutine's to see
-            step = partial(work.throw, error)
-        else:
-            step = partial(work.send, sent)
-        try:
-            waits = context.run(step)
-        except StopIteration:
-            return True
+    def __await__(self) -> Iterator[object]:
+        return self
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> object:
+        waits = self._context.run(self._work.send, None)
+        if not self.paused:
+            self.paused = True
+            self._pause()
+        return waits
+
+    def throw(self, error: BaseException) -> object:
+        """A cancellation, which is the coroutine's to see."""
+        return self._context.run(self._work.throw, error)
+
+    def close(self) -> None:
+        """The loop ends before the coroutine."""
+        self._context.run(self._work.close)
