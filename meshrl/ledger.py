@@ -136,11 +136,21 @@ class Ledger:
         if self.late == "wait" and not self._in_time(chosen):
             return None
         taken = [label for label in self.groups if label in chosen]
-        for label in taken:
-            del self.groups[label]
-        self.accepted += len(taken)
-        self.batches += 1
+        self._deliver(taken)
         return taken
+
+    def take_these(self, labels: Sequence[int]) -> bool:
+        """Make these groups the next batch; False where they are not all finished."""
+        if not all(label in self.groups and self.groups[label].finished for label in labels):
+            return False
+        self._deliver(labels)
+        return True
+
+    def _deliver(self, labels: Sequence[int]) -> None:
+        for label in labels:
+            del self.groups[label]
+        self.accepted += len(labels)
+        self.batches += 1
 
     def staleness(self, weights: Sequence[int]) -> list[int]:
         """How many versions tokens sampled by weights of these numbers were behind the batch taken last."""

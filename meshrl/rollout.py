@@ -1,8 +1,7 @@
 """What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
 
-from collections.abc import Awaitable
 from math import nan
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +11,9 @@ from meshrl.errors import DataError
 from meshrl.events import Swap, sink
 from meshrl.rewards import exact_match
 from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.schedule import load_into
+from meshrl.stream import Rollouts
 from meshrl.weights import Weights
-
-
-class Loads(Protocol):
-    """What takes new weights: a sampler, or a stream of its rollouts."""
-
-    def load(self, weights: Weights, /) -> Awaitable[object]:
-        """Take them."""
-        ...
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
@@ -35,7 +28,7 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
     return done
 
 
-async def publish(policy: Policy, *samplers: Loads) -> Weights:
+async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
     """Give the samplers the policy's weights; returns them. Later tokens carry their version.
 
     While rollouts stream, give the stream: `await publish(policy, stream)`. It counts the versions, and hands the
@@ -46,7 +39,10 @@ async def publish(policy: Policy, *samplers: Loads) -> Weights:
     weights = await policy.weights()
     for sampler in samplers:
         began = to.now() if to else 0.0
-        await sampler.load(weights)
+        if isinstance(sampler, Rollouts):
+            await sampler.load(weights)
+        else:
+            await load_into(sampler, weights)
         if to:
             to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
     return weights
@@ -74,7 +70,7 @@ def has_signal(batch: Batch) -> NDArray[np.bool_]:
     highest = -lowest
     np.minimum.at(lowest, group, batch.rewards)
     np.maximum.at(highest, group, batch.rewards)
-    return cast("NDArray[np.bool_]", (highest > lowest)[group])
+    return (highest > lowest)[group]
 
 
 async def _exact_match(batch: Batch) -> float:

@@ -12,7 +12,18 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (
     {"errors", "sharding", "actor", "held", "events"},
-    {"ledger", "config", "imports", "rows", "ragged", "contract", "engines.loop", "losses.kl", "engines.ray.pickle"},
+    {
+        "ledger",
+        "changes",
+        "config",
+        "imports",
+        "rows",
+        "ragged",
+        "contract",
+        "engines.loop",
+        "losses.kl",
+        "engines.ray.pickle",
+    },
     {"columns", "metrics", "weights", "engine", "advantages", "scripts", "engines.ray.wire", "losses.normalise"},
     {
         "remote",
@@ -37,7 +48,8 @@ LAYERS = (
     {"data", "losses", "engines.ray.reservation"},
     {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
     {"schedule", "registry", "rewards", "recorder", "engines.ray"},
-    {"run", "stream", "check"},
+    {"run", "generation", "check"},
+    {"stream"},
     {"rollout"},
     {"testing", "cli"},
 )

@@ -1,0 +1,26 @@
+"""Waiting for what others change, and saying meanwhile who waits for what."""
+
+import asyncio
+from collections.abc import Callable
+
+from meshrl.events import waiting
+
+
+class Changes:
+    """Tasks of one loop that wait until something holds, and look again when they are told of a change."""
+
+    def __init__(self) -> None:
+        self._happened = asyncio.Event()
+
+    def tell(self) -> None:
+        """Let everybody who waits look again."""
+        self._happened.set()
+        self._happened.clear()
+
+    async def until(self, ready: Callable[[], bool], who: str, what: str, why: Callable[[], str]) -> None:
+        """Wait until something holds: `who` waits for `what`, and `why` tells what that is blocked by."""
+        if ready():
+            return
+        with waiting(who, what, why):
+            while not ready():
+                await self._happened.wait()

@@ -1,0 +1,199 @@
+"""What keeps a sampler busy: calls of `generate` as there is room for them, new weights, a new life where it died."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Literal, Never, TypeAlias
+
+import numpy as np
+import structlog
+
+from meshrl.assembly import Assembly
+from meshrl.changes import Changes
+from meshrl.data import Batch
+from meshrl.errors import RankDied
+from meshrl.handle import respawn
+from meshrl.ledger import Ledger
+from meshrl.prompts import Prompts
+from meshrl.roles import Sampler, Sampling
+from meshrl.schedule import Script, load_into
+from meshrl.weights import Weights
+
+Swap: TypeAlias = Literal["in_flight", "drain", "abort"]
+"""What publishing does to rollouts that run: they go on, with the new weights from their next token; they are finished
+first, and none begins meanwhile; or they stop, and go on from where they were with the new weights."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of `generate`."""
+
+    number: int
+    prompts: Batch
+    resumed: bool
+    """Its rows had begun, and go on: one row each, not `sampling.n`."""
+    life: int
+    """Which life of the sampler it runs in."""
+    aborted: list[Batch] = field(default_factory=list)
+    """What it did not finish."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the two sides of a stream work on."""
+
+    ledger: Ledger
+    assembly: Assembly
+    prompts: Prompts
+    changes: Changes
+    script: Script
+    start: Callable[[Coroutine[Never, Never, None]], None]
+    """Run a task as long as the stream lasts; if it fails, so does the stream."""
+
+
+class Generation:
+    """The side of a stream that faces the sampler."""
+
+    def __init__(self, sampler: Sampler, sampling: Sampling, swap: Swap, retries: int, shared: Shared) -> None:
+        self.arrived: list[tuple[Call, Batch | Exception | None]] = []
+        """Rows that came and, at the end of a call, None or what it raised."""
+        self.demand = False
+        """Whether the trainer waits for a batch."""
+        self._sampler = sampler
+        self._sampling = sampling
+        self._mode = swap
+        self._retries = retries
+        self._shared = shared
+        self._resumable: deque[Batch] = deque()
+        self._running: dict[int, Call] = {}
+        self._calls = 0
+        self._halted = 0
+        """How many want that no call begins."""
+        self._reviving = asyncio.Lock()
+        self._life = 0
+        self._weights: Weights | None = None
+
+    async def run(self) -> None:
+        """Begin a call whenever there is room."""
+        it = self._shared
+        while True:
+            await it.changes.until(self._may_draw, "rollout", "capacity", self._why_not)
+            if self._resumable:
+                prompts, resumed = self._resumable.popleft(), True
+            else:
+                decided = it.script.next("draw")
+                prompts, resumed = it.prompts.take(decided.count if decided else it.ledger.room), False
+                for label in prompts.groups.tolist():
+                    it.ledger.draw(label)
+                it.assembly.expect(prompts)
+            it.script.note("draw", len(prompts))
+            call = Call(self._calls, prompts, resumed, self._life)
+            self._calls += 1
+            self._running[call.number] = call
+            it.start(self._generate(call))
+
+    async def swap(self, weights: Weights) -> None:
+        """Give the sampler new weights, in this stream's way."""
+        life = self._life
+        self._weights = weights
+        try:
+            await self._swap(weights)
+        except RankDied as error:
+            await self._revive(life, error)
+
+    async def end(self, call: Call, error: Exception | None) -> None:
+        """A call is over, and all that it yielded is counted: what it stopped goes on, what it lost is drawn again."""
+        if call.aborted:
+            self._resumable.append(Batch.join(call.aborted).drop("aborted"))
+        elif error is not None:
+            self._lose(call)
+            await self._revive(call.life, error)
+        del self._running[call.number]
+        self._shared.changes.tell()
+
+    def _may_draw(self) -> bool:
+        it = self._shared
+        # In the synchronous loop nothing is drawn ahead of the question, not even after the last step.
+        if self._halted or not it.script.is_turn("draw") or not (it.ledger.ahead or self.demand):
+            return False
+        decided = it.script.next("draw")
+        least = decided.count if decided else 1
+        return bool(self._resumable or (it.ledger.room >= least and it.prompts))
+
+    def _why_not(self) -> str:
+        ledger = self._shared.ledger
+        if self._halted:
+            return "new weights are on their way to the sampler"
+        if not self._shared.prompts:
+            return "there are no more prompts"
+        if not self.demand and not ledger.ahead:
+            return "with ahead=0 nothing is drawn before a batch is asked for"
+        return (
+            f"capacity waits for version {ledger.version + 1}: with ahead={ledger.ahead}, {ledger.capacity} prompts "
+            f"may be drawn by version {ledger.version}; {ledger.accepted} are delivered, {ledger.ready} ready, "
+            f"{ledger.running} run"
+        )
+
+    async def _generate(self, call: Call) -> None:
+        """Run a call to its end, whatever that is."""
+        sampling = self._sampling.model_copy(update={"n": 1}) if call.resumed else self._sampling
+        ended: Exception | None = None
+        chunks = self._sampler.generate(call.prompts.part(np.arange(len(call.prompts))), sampling)
+        try:
+            async for chunk in chunks:
+                self.arrived.append((call, chunk))
+                self._shared.changes.tell()
+        except Exception as error:  # noqa: BLE001 -- whatever a sampler raises may be tried again
+            ended = error
+        finally:
+            if isinstance(chunks, AsyncGenerator):
+                await chunks.aclose()
+        self.arrived.append((call, ended))
+        self._shared.changes.tell()
+
+    async def _swap(self, weights: Weights) -> None:
+        if self._mode == "in_flight":
+            await load_into(self._sampler, weights)
+            return
+        self._halted += 1
+        try:
+            if self._mode == "abort":
+                await self._sampler.abort()
+            await self._shared.changes.until(
+                lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
+            )
+            await load_into(self._sampler, weights)
+        finally:
+            self._halted -= 1
+            self._shared.changes.tell()
+
+    def _lose(self, call: Call) -> None:
+        """What a call has not completed is drawn again from its prompts."""
+        it = self._shared
+        lost = [label for label in dict.fromkeys(call.prompts.groups.tolist()) if it.assembly.missing(label)]
+        if lost:
+            for label in lost:
+                it.ledger.restart(label)
+            it.prompts.put_back(it.assembly.lose(lost))
+
+    async def _revive(self, life: int, error: Exception) -> None:
+        """After a failure: a sampler that died begins a new life, with the weights that were published last."""
+        self._halted += 1
+        try:
+            async with self._reviving:
+                if life != self._life:
+                    return  # another call of that life has seen to it
+                if not self._retries or (isinstance(error, RankDied) and self._weights is None):
+                    raise error  # also where nobody here knows the weights it had
+                self._retries -= 1
+                self._life += 1
+                _log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
+                if isinstance(error, RankDied) and self._weights is not None:
+                    await respawn(self._sampler)
+                    await load_into(self._sampler, self._weights)
+        finally:
+            self._halted -= 1
+            self._shared.changes.tell()

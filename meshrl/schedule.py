@@ -1,0 +1,131 @@
+"""The logical schedule of an asynchronous run: what was drawn, published and delivered, in which order and where.
+
+All else follows from the seeds. A run that follows the schedule of another computes the same bits, however the two
+differ in speed.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.roles import Sampler
+from meshrl.weights import Weights
+
+Kind: TypeAlias = Literal["draw", "publish", "deliver"]
+
+
+class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, omit_defaults=True):
+    """A stream of rollouts drew so many prompts, published, or delivered these groups."""
+
+    stream: int
+    what: Kind
+    count: int = 0
+    groups: list[int] = []
+
+
+class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
+    """Where the calls on a sampler's ranks stood when new weights came: what its `load` returned."""
+
+    sampler: int
+    places: Mapping[str, list[int]]
+
+
+_entries = msgspec.json.Decoder(Decision | Load)
+
+
+class Script:
+    """The decisions of one stream: written down where a run keeps a schedule, and read first where it repeats one."""
+
+    def __init__(
+        self, write: Callable[[Decision], None] | None = None, number: int = 0, decided: Iterable[Decision] = ()
+    ) -> None:
+        self._write = write
+        self._number = number
+        self._decided = deque(decided)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing says what is to be done: in a run that repeats none, or when that one had ended."""
+        return not self._decided
+
+    def next(self, what: Kind) -> Decision | None:
+        """What was decided next in the run that is repeated, if it is of this kind."""
+        return self._decided[0] if self._decided and self._decided[0].what == what else None
+
+    def is_turn(self, what: Kind) -> bool:
+        """Whether this may be done now."""
+        return self.is_free or self.next(what) is not None
+
+    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = ()) -> None:
+        """A decision was taken."""
+        if self._decided:
+            self._decided.popleft()
+        if self._write is not None:
+            self._write(Decision(self._number, what, count, list(groups)))
+
+
+class Schedule:
+    """Writes `schedule.jsonl` in a run's folder and, in a replay, reads that of an earlier run."""
+
+    def __init__(self, folder: Path, replayed: Path | None = None) -> None:
+        """`replayed`: the folder of the run that is to be repeated. DataError where it has no schedule."""
+        self._replayed = None if replayed is None else _read(replayed / "schedule.jsonl")
+        self._file = (folder / "schedule.jsonl").open("wb")
+        self._streams = 0
+        self._samplers: list[Sampler] = []
+
+    def script(self) -> Script:
+        """The decisions of the next stream."""
+        number, self._streams = self._streams, self._streams + 1
+        decided = [each for each in self._replayed or () if isinstance(each, Decision) and each.stream == number]
+        return Script(self.write, number, decided)
+
+    async def load(self, sampler: Sampler, weights: Weights) -> None:
+        """Load weights into a sampler, at the place where the replayed run did."""
+        if sampler not in self._samplers:
+            self._samplers.append(sampler)
+            if self._replayed is not None:
+                await sampler.replay(self._record(len(self._samplers) - 1, self._replayed))
+        number = self._samplers.index(sampler)
+        places = await sampler.load(weights)
+        self.write(Load(number, {name: places.row(name).tolist() for name in places.names}))
+
+    def write(self, entry: Decision | Load) -> None:
+        """Add a line."""
+        self._file.write(msgspec.json.encode(entry) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def _record(self, sampler: int, entries: Sequence[Decision | Load]) -> Batch:
+        loads = [each.places for each in entries if isinstance(each, Load) and each.sampler == sampler]
+        names = loads[0] if loads else ("rank", "load", "call", "steps")
+        columns = {name: [value for places in loads for value in places[name]] for name in names}
+        return Batch({name: np.array(column, np.int64) for name, column in columns.items()})
+
+
+schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
+"""The schedule of the current run, where it keeps one."""
+
+
+async def load_into(sampler: Sampler, weights: Weights) -> None:
+    """Load weights into a sampler, as the run's schedule says where it has one."""
+    if kept := schedule.get():
+        await kept.load(sampler, weights)
+    else:
+        await sampler.load(weights)
+
+
+def _read(path: Path) -> list[Decision | Load]:
+    if not path.is_file():
+        raise DataError(f"there is no schedule to replay at {path}: a run writes one with run.deterministic = true")
+    return [_entries.decode(line) for line in path.read_bytes().splitlines() if line]
