@@ -1,4 +1,4 @@
-"""The calls of `generate` on a rank: they step by turns, and weights come only between their steps.
+"""The calls of `generate` on a rank: they step by turns, and loads and aborts come only between their steps.
 
 What every sampler needs, whatever it decodes with:
 
@@ -45,26 +45,28 @@ class Call:
         return not self.aborted
 
     def may_go_on(self) -> bool:
-        """Whether no load has to come before the next step, or the beginning."""
+        """Whether no load or abort has to come before the next step, or the beginning."""
         return self.aborted or not self._calls.holds(self)
 
 
 class Calls:
-    """The calls that run on a rank, and how many loads there were.
+    """The calls that run on a rank, and how many loads and aborts interrupted them.
 
-    With the places of an earlier run's loads (`replay`) each comes there again: a call waits for it at its place, and
-    a load waits for the calls to stand there.
+    With the places of an earlier run's interruptions (`replay`) each comes there again: a call waits for it at its
+    place, and it waits for the calls to stand there.
     """
 
     def __init__(self) -> None:
         self._arrived = 0
         self._begun = 0
-        self._loads = 0
         self._running: dict[int, Call] = {}
+        self._interruptions = 0
+        self._interrupting = asyncio.Lock()
+        self._aborts: list[Batch] = []
+        """The places of aborts that no load has told yet."""
         self._record: list[dict[int, int]] = []
-        """For each load the steps that the calls had made: those that ran, and -1 for the one that was to begin."""
+        """By interruption: the steps that the running calls had made, and -1 for the call that was to begin next."""
         self._changed = asyncio.Event()
-        self._loading = asyncio.Lock()
 
     @asynccontextmanager
     async def begin(self) -> AsyncGenerator[Call]:
@@ -80,7 +82,7 @@ class Calls:
             yield call
         finally:
             self._begun = max(self._begun, call.number + 1)  # also where it was cancelled before it began
-            del self._running[call.number]
+            self._running.pop(call.number, None)
             self._tell()
 
     @asynccontextmanager
@@ -89,27 +91,27 @@ class Calls:
 
         DataError where a call of a replayed record ended before it came to its place.
         """
-        async with self._loading:
-            await self.until(self._in_place)
-            yield self._places()
-            self._loads += 1
-            self._tell()
+        async with self._interruption() as places:
+            yield Batch.concat([*self._aborts, places])
+            self._aborts.clear()
 
-    def abort(self) -> None:
-        """No call that has come makes another step."""
-        for call in self._running.values():
-            call.aborted = True
-        self._tell()
+    async def abort(self) -> None:
+        """No call that runs makes another step."""
+        async with self._interruption() as places:
+            self._aborts.append(places)
+            for call in [each for each in self._running.values() if each.steps >= 0]:
+                call.aborted = True
+                del self._running[call.number]
 
     def replay(self, record: Batch) -> None:
-        """Let the next loads come at these places: what they returned in an earlier run, one after the other.
+        """Let loads and aborts come at these places: what loads returned in an earlier run, one after the other.
 
         DataError where something has begun already, or a load is missing.
         """
-        if self._arrived or self._loads:
+        if self._arrived or self._interruptions:
             raise DataError(
                 f"a record can be replayed from the beginning only: this sampler has had {self._arrived} calls of "
-                f"`generate` and {self._loads} of `load`; spawn a new one"
+                f"`generate` and {self._interruptions} of `load` and `abort`; spawn a new one"
             )
         mine = record.select(record.row("rank") == current_rank().index)
         loads, calls, steps = (mine.row(name).tolist() for name in ("load", "call", "steps"))
@@ -124,12 +126,14 @@ class Calls:
         self._record = places
 
     def holds(self, call: Call) -> bool:
-        """Whether a load that has not come yet is to come before the call's next step, or before it begins."""
-        # No later load comes before the next one's place, so that one alone tells.
-        return self._loads < len(self._record) and call.steps >= _place(self._record[self._loads], call.number)
+        """Whether an interruption that has not come yet is to come before the call's next step, or its beginning."""
+        # None that is later has an earlier place, so the next one alone tells.
+        if self._interruptions >= len(self._record):
+            return False
+        return call.steps >= _place(self._record[self._interruptions], call.number)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait until something holds that only calls and loads of this rank change."""
+        """Wait until something holds that only calls and interruptions of this rank change."""
         while not ready():
             await self._changed.wait()
 
@@ -137,17 +141,25 @@ class Calls:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @asynccontextmanager
+    async def _interruption(self) -> AsyncGenerator[Batch]:
+        async with self._interrupting:
+            await self.until(self._in_place)
+            yield self._places()
+            self._interruptions += 1
+            self._tell()
+
     def _in_place(self) -> bool:
-        """Whether each call stands where the next load found it: at its step, or ended, or not begun."""
-        if self._loads >= len(self._record):
+        """Whether each call stands where the next interruption found it: at its step, or ended, or not begun."""
+        if self._interruptions >= len(self._record):
             return True
-        places = self._record[self._loads]
+        places = self._record[self._interruptions]
         if self._begun < max(places):
             return False
         for number, steps in places.items():
             if steps >= 0 and number not in self._running:
                 raise DataError(
-                    f"the record does not fit this run: load {self._loads} on rank {current_rank().index} came when "
+                    f"the record does not fit this run: load {self._interruptions} on rank {current_rank().index} came when "
                     f"call {number} of `generate` had made {steps} steps, and now that call ended before; replay it "
                     "with the configuration, the seeds and the code that it was made with"
                 )
@@ -157,12 +169,12 @@ class Calls:
         steps = {number: call.steps for number, call in self._running.items() if call.steps >= 0} | {self._begun: -1}
         return Batch.of(
             rank=np.full(len(steps), current_rank().index),
-            load=np.full(len(steps), self._loads),
+            load=np.full(len(steps), self._interruptions),
             call=np.array(list(steps)),
             steps=np.array(list(steps.values())),
         )
 
 
 def _place(places: dict[int, int], call: int) -> float:
-    """The steps that a call had made when a load came: -1 before it began, infinite after it ended."""
+    """The steps that a call had made when an interruption came: -1 before it began, infinite after it ended."""
     return places.get(call, -1 if call > max(places) else math.inf)

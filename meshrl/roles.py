@@ -211,19 +211,20 @@ class Sampler(Actor, ABC):
     async def load(self, weights: Weights) -> Gather[Batch]:
         """Take new weights between two decode steps; tokens from then on carry their version.
 
-        Returns where that was, int64 columns: `rank`, `load` and `call` (their numbers on the rank, from 0) and `steps`
-        (that the call of `generate` had made): a row for each call that was decoding, and one, with -1 steps, for the
-        call that was the next to begin.
+        Returns where that was, int64 columns: `rank`, `load` (how many loads and aborts came to the rank before),
+        `call` (the number of a call of `generate` on the rank) and `steps` (that it had made): a row for each call that
+        was decoding, and one, with -1 steps, for the call that was the next to begin. Before them stand the rows of the
+        aborts since the last load.
         """
 
     @endpoint
     @abstractmethod
     async def replay(self, record: Batch) -> None:
-        """Let each load come where it came in an earlier run: `record` is what they returned, one after the other.
+        """Let loads and aborts come where they came in an earlier run: `record` is what its loads returned, in order.
 
-        Needs the same calls of `generate` and `load`, at whatever moments: a call waits at the place of a load, a load
-        for the calls to be there. To be called before any other; after the last load the run is free. DataError where
-        the record does not fit.
+        Needs the same calls, at whatever moments: one of `generate` waits at the place of a load, and a load for the
+        calls to be there. To be called before any other; after the last load the run is free. DataError, of the load,
+        where the record does not fit.
         """
 
     @endpoint

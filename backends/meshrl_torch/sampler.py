@@ -78,12 +78,12 @@ class TorchSampler(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Let each load come at its place in the record."""
+        """Let loads and aborts come at their places in the record."""
         self._calls.replay(record)
 
     async def abort(self) -> None:
         """No running call makes another step."""
-        self._calls.abort()
+        await self._calls.abort()
 
     def _request(self, rows: Batch, sampling: Sampling) -> tuple[Request, Finished]:
         """What is to be decoded, and the rows that have ended already."""

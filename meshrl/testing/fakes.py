@@ -126,12 +126,12 @@ class FakeSampler(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Let each load come at its place in the record."""
+        """Let loads and aborts come at their places in the record."""
         self._calls.replay(record)
 
     async def abort(self) -> None:
         """No running call makes another step."""
-        self._calls.abort()
+        await self._calls.abort()
 
     def _finished(self, row: Batch, index: int, answer: str, sampling: Sampling) -> Batch:
         completion = self._complete(row, index, answer, sampling)[: sampling.max_tokens]
