@@ -1,0 +1,94 @@
+"""PPO: proximal policy optimisation (arXiv:1707.06347), with a critic and generalised advantage estimation.
+
+Draw completions; a critic says of each token how much better the reward is than was to be expected there; raise the
+probability of the better tokens, within the clip, and teach the critic, in several mini-batches.
+
+    meshrl run ppo/quickstart
+"""
+
+import asyncio
+
+from meshrl import (
+    AlgorithmConfig,
+    ClippedLoss,
+    Metrics,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardConfig,
+    Run,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Task,
+    TaskConfig,
+    evaluate,
+    publish,
+    rollouts,
+)
+from meshrl.advantages import Gae, whiten
+from meshrl.losses.value import ValueLoss, explained_variance
+from meshrl.minibatches import minibatches
+from meshrl.roles import Critic, CriticConfig
+
+
+class PpoConfig(AlgorithmConfig):
+    task: TaskConfig
+    policy: PolicyConfig
+    critic: CriticConfig
+    sampler: SamplerConfig
+    reward: RewardConfig
+    reference: ReferenceConfig
+    """Used where `loss.kl` or `gae.kl` is above 0."""
+    sampling: Sampling = Sampling()
+    gae: Gae = Gae()
+    whiten: bool = True
+    loss: ClippedLoss = ClippedLoss(clip=0.2, anchor="trainer")
+    value_loss: ValueLoss = ValueLoss(clip=0.2)
+    ahead: int = 0
+    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    epochs: int = 1
+    minibatches: int = 2
+    prompts: int = 512
+    steps: int = 400
+
+
+async def ppo(run: Run, config: PpoConfig) -> None:
+    task = Task.load(config.task)
+    policy = await run.spawn(Policy, config.policy)
+    critic = await run.spawn(Critic, config.critic)
+    sampler = await run.spawn(Sampler, config.sampler)
+    reward = await run.spawn(Reward, config.reward)
+    reference = await run.spawn(Reference, config.reference) if config.loss.kl or config.gae.kl else None
+
+    await publish(policy, sampler)
+    before = await evaluate(sampler, task.held_out, config.sampling)
+    prompts = task.batches(config.prompts, run.seed)
+    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+        for step in run.steps(config.steps):
+            batch = await policy.logprobs(await anext(stream))  # before any update: the policy that the clip is around
+            if reference:
+                batch = await reference.logprobs(batch)
+            batch = await critic.advantages(batch, config.gae)
+            if config.whiten:
+                batch = await batch.load("advantages", "loss_mask")
+                batch = batch.assign(advantages=whiten(batch.ragged("advantages"), batch.loss_mask))
+            updates: list[tuple[Metrics, Metrics]] = []
+            for part in minibatches(batch, config.epochs, config.minibatches, (run.seed, step)):
+                both = policy.update(part, config.loss), critic.update(part, config.value_loss)
+                updates.append(await asyncio.gather(*both))
+            await publish(policy, stream)
+            metrics, values = (Metrics.mean(each) for each in zip(*updates, strict=True))
+            told = {f"critic_{name}": value for name, value in values.means().items()}
+            await run.record(metrics, batch, critic_explained_variance=explained_variance(values), **told)
+
+    after = await evaluate(sampler, task.held_out, config.sampling)
+    await policy.save(str(run.folder / "model"))
+    run.summary(
+        exact_match_before=before["greedy"],
+        exact_match_after=after["greedy"],
+        exact_match_sampled_before=before["sampled"],
+        exact_match_sampled_after=after["sampled"],
+    )
