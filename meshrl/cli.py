@@ -1,4 +1,4 @@
-"""The command line: run, check, new, configs."""
+"""The command line: run, check, new, configs, report, trace."""
 
 import asyncio
 import os
@@ -16,7 +16,10 @@ from rich.table import Table
 from meshrl.check import find_mistakes
 from meshrl.config import as_list
 from meshrl.engines.loop import RankLoop
-from meshrl.errors import ConfigError, MeshrlError, RankFailed
+from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
+from meshrl.report.page import render
+from meshrl.report.reading import find_run, read_run
+from meshrl.report.trace import make_trace
 from meshrl.run import Run, RunConfig
 from meshrl.scripts import Job, about, copy_script, find_config, load_job, shipped_configs
 
@@ -33,6 +36,10 @@ ConfigArgument = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in policy.optimizer.lr=1e-4 steps=20")
 ]
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its name under runs/.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where to write; else into the run's folder.")]
 
 
 @app.command()
@@ -82,6 +89,23 @@ def configs() -> None:
     Console().print(table)
 
 
+@app.command()
+def report(run: RunArgument, out: Out = None) -> None:
+    """Write a page about a run, one HTML file: timeline, what bounded each step, curves, samples."""
+    folder = find_run(run)
+    _write(out or folder / "report.html", render(read_run(folder)).encode())
+
+
+@app.command()
+def trace(run: RunArgument, out: Out = None) -> None:
+    """Write a run's timeline as a trace that ui.perfetto.dev opens."""
+    folder = find_run(run)
+    record = read_run(folder)
+    if not record.events:
+        raise DataError(f"{folder}: there is nothing to trace: {' '.join(record.notes) or 'events.jsonl is empty.'}")
+    _write(out or folder / "trace.json", msgspec.json.encode(make_trace(record.events)))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `meshrl` command. A mistake of the user's is told without a traceback, with exit status 1."""
     _log_to_stderr()
@@ -112,6 +136,14 @@ def _show_summary(folder: Path) -> None:
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     table.add_row("folder", str(folder))
     Console().print(table)
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+    typer.echo(f"wrote {file}")
 
 
 def _told(error: MeshrlError) -> str:

@@ -1,0 +1,233 @@
+"""What the page shows, as one plain value that becomes its JSON."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrl.events import Delivery, Gauge, Step, Swap
+from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
+from meshrl.report.lanes import Lane, Names, make_lanes, rounded
+from meshrl.report.reading import Line, Record
+
+POINTS = 1000
+"""The most points of a curve; of more, neighbours are averaged."""
+STEPS = 120
+"""The most bars of steps; of more, neighbours are averaged."""
+SAMPLES = 300
+"""The most samples, spread over the run."""
+TEXT = 4000
+"""The most characters of a text of a sample."""
+
+_FIRST = ("reward", "loss", "kl", "clip_fraction", "staleness", "entropy")
+"""The curves that stand in front, in this order."""
+_NO_CURVES = {"step", "seconds"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number over steps or seconds."""
+
+    name: str
+    x: list[float]
+    y: list[float | None]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ran in each step, seconds, column by column."""
+
+    first: list[int]
+    """The number of the first step of a bar."""
+    last: list[int]
+    both: list[float]
+    rollout_alone: list[float]
+    training_alone: list[float]
+    sync: list[float]
+    other: list[float]
+    efficiency: list[float]
+
+
+@dataclass(frozen=True)
+class IdleRow:
+    """A line of the table of idle time."""
+
+    mesh: str
+    rank: int
+    busy: float
+    idle: float
+    reasons: list[tuple[str, str, float]]
+    """Why, blocked by what, seconds; the longest first."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that the page shows."""
+
+    name: str
+    status: str
+    notes: list[str]
+    summary: Line
+    names: list[str]
+    sides: list[str]
+    """The side of each name: rollout, training, sync or wait."""
+    texts: list[str]
+    lanes: list[Lane]
+    steps: list[tuple[int, float, float]]
+    swaps: list[tuple[float, int]]
+    total: Share | None
+    efficiency: float | None
+    bound: dict[str, int]
+    """How many steps each side bounded."""
+    bounds: Bounds | None
+    idle: list[IdleRow]
+    curves: list[Curve]
+    front: int
+    """How many curves stand in front."""
+    gauges: list[Curve]
+    staleness: list[int]
+    dropped: dict[str, int]
+    samples: list[Line]
+    config: str
+
+
+def make_content(record: Record) -> Content:
+    """What the page of a run shows; large runs are thinned, and `notes` says how."""
+    notes = list(record.notes)
+    events = record.events
+    names, texts = Names(), Names()
+    idle = idleness(events)
+    lanes, _, told = make_lanes(events, idle, names, texts)
+    notes += told
+    shares = overlap(events)
+    known = bool(lanes) and bool(shares.steps)
+    deliveries = [event for event in events if isinstance(event, Delivery)]
+    curves = _curves(record.metrics, notes)
+    return Content(
+        name=record.name,
+        status=str(record.summary.get("status", "not ended")),
+        notes=notes,
+        summary=record.summary or _so_far(record),
+        names=names.all,
+        sides=["wait" if name.startswith("waits for ") else side(name.rpartition(".")[2]) for name in names.all],
+        texts=texts.all,
+        lanes=lanes,
+        steps=[(each.step, rounded(each.began), rounded(each.ended)) for each in events if isinstance(each, Step)],
+        swaps=[(rounded(event.ended), event.version) for event in events if isinstance(event, Swap)],
+        total=shares.total if known else None,
+        efficiency=shares.efficiency if known else None,
+        bound=dict(Counter(step.bound for step in shares.steps)),
+        bounds=_bounds(shares, notes) if known else None,
+        idle=[_idle_row(each) for each in idle],
+        curves=curves,
+        front=sum(curve.name in _FIRST for curve in curves),
+        gauges=_gauges([event for event in events if isinstance(event, Gauge)]),
+        staleness=_staleness(deliveries),
+        dropped=dict(sum((Counter(each.dropped) for each in deliveries), Counter())),
+        samples=_samples(record.samples, notes),
+        config=record.config,
+    )
+
+
+def _so_far(record: Record) -> Line:
+    """What a summary would say, of a run that left none."""
+    rewards = [line["reward"] for line in record.metrics if isinstance(line.get("reward"), float | int)]
+    ends = [line["seconds"] for line in record.metrics[-1:] if "seconds" in line]
+    return {
+        "steps": len(record.metrics),
+        "wall_s": ends[0] if ends else None,
+        "first_reward": rewards[0] if rewards else None,
+        "last_reward": rewards[-1] if rewards else None,
+    }
+
+
+def _bounds(shares: Overlap, notes: list[str]) -> Bounds:
+    groups = np.array_split(np.arange(len(shares.steps)), min(STEPS, len(shares.steps)))
+    if len(groups) < len(shares.steps):
+        notes.append(
+            f"What bounded a step: {len(groups)} bars of {len(shares.steps):,} steps, each a mean of neighbours."
+        )
+
+    def mean(name: str) -> list[float]:
+        values = np.array([getattr(step, name) for step in shares.steps], np.float64)
+        return [rounded(float(values[group].mean())) for group in groups]
+
+    return Bounds(
+        first=[shares.numbers[int(group[0])] for group in groups],
+        last=[shares.numbers[int(group[-1])] for group in groups],
+        both=mean("both"),
+        rollout_alone=mean("rollout_alone"),
+        training_alone=mean("training_alone"),
+        sync=mean("sync"),
+        other=mean("other"),
+        efficiency=mean("efficiency"),
+    )
+
+
+def _idle_row(each: Idleness) -> IdleRow:
+    reasons = [(reason.why, reason.blocked, rounded(reason.seconds)) for reason in each.reasons]
+    return IdleRow(each.mesh, each.rank, rounded(each.busy), rounded(each.idle), reasons)
+
+
+def _curves(metrics: Sequence[Line], notes: list[str]) -> list[Curve]:
+    """A curve for each number that the steps have, those that people look at first in front."""
+    names = list(dict.fromkeys(name for line in metrics for name in line if name not in _NO_CURVES))
+    front = [name for name in _FIRST if name in names]
+    if len(metrics) > POINTS:
+        notes.append(f"Curves have {POINTS:,} points for {len(metrics):,} steps, each a mean of neighbours.")
+    steps = _numbers([line.get("step") for line in metrics])
+    return [
+        _curve(name, steps, _numbers([line.get(name) for line in metrics]))
+        for name in [*front, *(name for name in names if name not in front)]
+    ]
+
+
+def _numbers(values: Sequence[object]) -> npt.NDArray[np.float64]:
+    return np.array([value if isinstance(value, float | int) else np.nan for value in values], np.float64)
+
+
+def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Curve:
+    groups = np.array_split(np.arange(len(x)), min(POINTS, len(x)))
+    means: list[float | None] = []
+    for group in groups:
+        there = y[group][np.isfinite(y[group])]
+        means.append(float(f"{there.mean():.6g}") if len(there) else None)
+    return Curve(name, [float(x[group[0]]) for group in groups], means)
+
+
+def _gauges(events: Sequence[Gauge]) -> list[Curve]:
+    """A gauge holds its value until the next; of many, those that are kept are spread evenly."""
+    found: list[Curve] = []
+    for name in sorted({event.name for event in events}):
+        own = sorted((event for event in events if event.name == name), key=lambda event: event.at)
+        kept = [own[index] for index in _spread(len(own), 2 * POINTS)]
+        found.append(Curve(name, [rounded(event.at) for event in kept], [event.value for event in kept]))
+    return found
+
+
+def _staleness(deliveries: Sequence[Delivery]) -> list[int]:
+    """Rows that were 0, 1, 2, ... versions behind when they were delivered."""
+    counts = np.zeros(max((len(each.staleness) for each in deliveries), default=0), np.int64)
+    for each in deliveries:
+        counts[: len(each.staleness)] += np.array(each.staleness, np.int64)
+    whole: list[int] = counts.tolist()
+    return whole
+
+
+def _samples(samples: Sequence[Line], notes: list[str]) -> list[Line]:
+    chosen = [samples[index] for index in _spread(len(samples), SAMPLES)]
+    if len(chosen) < len(samples):
+        notes.append(f"{len(chosen)} of {len(samples):,} samples are shown.")
+    return [{name: _cut(value) for name, value in sample.items()} for sample in chosen]
+
+
+def _cut(value: object) -> object:
+    return f"{value[:TEXT]} … ({len(value):,} characters)" if isinstance(value, str) and len(value) > TEXT else value
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most so many of the numbers below `count`, evenly spread, the first and the last among them."""
+    chosen: list[int] = np.unique(np.linspace(0, count - 1, min(most, count)).astype(np.int64)).tolist()
+    return chosen

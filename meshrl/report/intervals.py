@@ -1,0 +1,79 @@
+"""Sets of moments: sorted, disjoint intervals of seconds, float64[n, 2], and what set theory does with them."""
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Intervals: TypeAlias = npt.NDArray[np.float64]
+
+
+def union(pairs: Iterable[tuple[float, float]] | Intervals) -> Intervals:
+    """The moments in any of the pairs (began, ended), which may overlap and stand in any order."""
+    given = np.asarray(pairs if isinstance(pairs, np.ndarray) else list(pairs), np.float64).reshape(-1, 2)
+    given = given[given[:, 1] > given[:, 0]]
+    if not len(given):
+        return given
+    given = given[np.argsort(given[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(given[:, 1])
+    first = np.concatenate([[True], given[1:, 0] > reached[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return np.stack([given[first, 0], reached[last]], axis=1)
+
+
+def intersect(one: Intervals, other: Intervals) -> Intervals:
+    """The moments in both."""
+    pieces, middles = _pieces(one, other)
+    return union(pieces[_within(one, middles) & _within(other, middles)])
+
+
+def subtract(one: Intervals, other: Intervals) -> Intervals:
+    """The moments of `one` that are not in `other`."""
+    pieces, middles = _pieces(one, other)
+    return union(pieces[_within(one, middles) & ~_within(other, middles)])
+
+
+def seconds(one: Intervals) -> float:
+    """How long all of it lasts."""
+    return float((one[:, 1] - one[:, 0]).sum())
+
+
+def seconds_in(one: Intervals, windows: Intervals) -> npt.NDArray[np.float64]:
+    """How long it lasts in each of the windows, [n, 2], which may touch or overlap: float64[n]."""
+    if not len(one):
+        return np.zeros(len(windows))
+    passed = np.zeros(one.size)
+    passed[1::2] = np.cumsum(one[:, 1] - one[:, 0])
+    passed[2::2] = passed[1:-1:2]
+    before: npt.NDArray[np.float64] = np.interp(windows, one.ravel(), passed)
+    return before[:, 1] - before[:, 0]
+
+
+def tracks(began: Sequence[float], ended: Sequence[float]) -> list[int]:
+    """The lowest row for each of these spans, in order of `began`, such that no two in a row overlap."""
+    chosen: list[int] = []
+    free: list[int] = []
+    taken: list[tuple[float, int]] = []
+    for start, stop in zip(began, ended, strict=True):
+        while taken and taken[0][0] <= start:
+            heappush(free, heappop(taken)[1])
+        row = heappop(free) if free else len(taken)
+        heappush(taken, (stop, row))
+        chosen.append(row)
+    return chosen
+
+
+def _pieces(one: Intervals, other: Intervals) -> tuple[Intervals, npt.NDArray[np.float64]]:
+    """The pieces between all ends of both, and their middles."""
+    edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
+    return np.stack([edges[:-1], edges[1:]], axis=1), (edges[:-1] + edges[1:]) / 2
+
+
+def _within(one: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    if not len(one):
+        return np.zeros(len(moments), np.bool_)
+    nearest = np.searchsorted(one[:, 0], moments, "right") - 1
+    inside: npt.NDArray[np.bool_] = (nearest >= 0) & (moments < one[nearest, 1])
+    return inside

@@ -1,0 +1,187 @@
+"""The lanes of the timeline: a row of spans for each rank, each who waits; short spans drawn together when many."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshrl.events import Call, Event, Span, Wait
+from meshrl.report.analysis import SCRIPT, Idleness
+from meshrl.report.intervals import Intervals, tracks
+
+SPANS = 20_000
+"""The most spans that the page holds; more are drawn together where they are short."""
+RANKS = 64
+"""The most ranks that the timeline shows."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span as it is drawn."""
+
+    began: float
+    ended: float
+    name: str
+    """`Actor.endpoint`, or what is waited for."""
+    about: str = ""
+    """By what a wait was blocked."""
+    rows: int = 0
+    tokens: int = 0
+    count: int = 1
+    """How many spans are drawn together here."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The idle moments of a lane, column by column; `why` are numbers of the page's reasons."""
+
+    began: list[float] = field(default_factory=list)
+    lasted: list[float] = field(default_factory=list)
+    why: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A lane of the timeline, column by column; names and texts are numbers of the page's tables."""
+
+    group: str
+    label: str
+    rows: int
+    """Rows of the lane: as many as spans overlap."""
+    began: list[float]
+    lasted: list[float]
+    name: list[int]
+    row: list[int]
+    about: list[int]
+    batch: list[tuple[int, int]]
+    """Rows and tokens of the call."""
+    count: list[int]
+    idle: Idle
+
+
+class Names:
+    """Texts by number, each once."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._known: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        """The number of a text."""
+        if text not in self._known:
+            self._known[text] = len(self.all)
+            self.all.append(text)
+        return self._known[text]
+
+
+def make_lanes(
+    events: Sequence[Event], idleness: Iterable[Idleness], names: Names, texts: Names
+) -> tuple[list[Lane], float, list[str]]:
+    """The lanes: the script's waits, the stream's, and the ranks by mesh.
+
+    Also the seconds below which spans of a kind are drawn together (0: none are), and what the page must say of it.
+    """
+    bars = _bars(events)
+    notes: list[str] = []
+    ranks = [key for key in bars if key[0] == 1]
+    if len(ranks) > RANKS:
+        notes.append(f"The timeline shows {RANKS} of {len(ranks)} ranks.")
+        bars = {key: each for key, each in bars.items() if key not in set(ranks[RANKS:])}
+    total = sum(len(each) for each in bars.values())
+    grain = 0.0
+    if total > SPANS:
+        ends = [bar.ended for each in bars.values() for bar in each]
+        grain, merged = max(ends) / 16_000, bars
+        while sum(len(each) for each in merged.values()) > SPANS:
+            grain *= 2
+            merged = {key: merge(own, grain) for key, own in bars.items()}
+        bars = merged
+        notes.append(f"Of {total:,} spans, neighbours shorter than {grain:.3g} s are drawn together.")
+    idle = {(each.mesh, each.rank): each for each in idleness}
+    lanes: list[Lane] = []
+    for (ranked, group, rank), own in bars.items():
+        why = idle.get((group, rank)) if ranked else None
+        label = f"rank {rank}" if ranked else ("script", "stream")[rank]
+        lanes.append(_lane(group, label, own, _idle(why, grain, texts) if why else Idle(), names, texts))
+    return lanes, grain, notes
+
+
+def merge(bars: Sequence[Bar], grain: float) -> list[Bar]:
+    """Bars shorter than `grain` seconds of one name that begin in the same `grain` become one."""
+    found: list[Bar] = []
+    short: dict[tuple[int, str], Bar] = {}
+    for bar in bars:
+        if bar.ended - bar.began >= grain:
+            found.append(bar)
+            continue
+        key = int(bar.began / grain), bar.name
+        one = short.get(key)
+        if one is None:
+            short[key] = bar
+        else:
+            short[key] = Bar(
+                one.began,
+                max(one.ended, bar.ended),
+                bar.name,
+                one.about,
+                one.rows + bar.rows,
+                one.tokens + bar.tokens,
+                one.count + bar.count,
+            )
+    return sorted([*found, *short.values()], key=lambda bar: bar.began)
+
+
+def _bars(events: Sequence[Event]) -> dict[tuple[int, str, int], list[Bar]]:
+    """The bars of each lane, by begin. The key says the order: who waits, then meshes; group; rank or lane."""
+    calls: Mapping[int, Call] = {event.id: event for event in events if isinstance(event, Call)}
+    found: dict[tuple[int, str, int], list[Bar]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, Wait):
+            script = event.who in SCRIPT
+            name = event.what if script else f"{event.who}: {event.what}"
+            key = (0, "waits", 0 if script else 1)
+            found[key].append(Bar(event.began, event.ended, f"waits for {name}", event.on))
+        elif isinstance(event, Span):
+            call = calls.get(event.call)
+            rows, tokens = (call.rows or 0, call.tokens or 0) if call else (0, 0)
+            name = f"{event.actor}.{event.endpoint}"
+            found[1, event.mesh, event.rank].append(Bar(event.began, event.ended, name, "", rows, tokens))
+    return {key: sorted(bars, key=lambda bar: bar.began) for key, bars in sorted(found.items())}
+
+
+def _lane(group: str, label: str, bars: Sequence[Bar], idle: Idle, names: Names, texts: Names) -> Lane:
+    rows = tracks([bar.began for bar in bars], [bar.ended for bar in bars])
+    return Lane(
+        group,
+        label,
+        max(rows, default=0) + 1,
+        [rounded(bar.began) for bar in bars],
+        [rounded(bar.ended - bar.began) for bar in bars],
+        [names(bar.name) for bar in bars],
+        rows,
+        [texts(bar.about) for bar in bars],
+        [(bar.rows, bar.tokens) for bar in bars],
+        [bar.count for bar in bars],
+        idle,
+    )
+
+
+def _idle(idleness: Idleness, grain: float, texts: Names) -> Idle:
+    pieces: list[tuple[float, float, int]] = []
+    for reason in idleness.reasons:
+        number = texts(reason.why)
+        pieces += [(began, ended, number) for began, ended in _longer(reason.when, grain).tolist()]
+    pieces.sort()
+    return Idle(
+        [rounded(began) for began, _, _ in pieces],
+        [rounded(ended - began) for began, ended, _ in pieces],
+        [number for _, _, number in pieces],
+    )
+
+
+def _longer(when: Intervals, grain: float) -> Intervals:
+    return when[when[:, 1] - when[:, 0] > grain]
+
+
+def rounded(value: float) -> float:
+    """To 10 microseconds: digits that no screen shows take space in the page."""
+    return round(value, 5)

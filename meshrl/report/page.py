@@ -1,0 +1,31 @@
+"""The page: one HTML file with its style, its code and its data inside, that asks no network for anything."""
+
+from pathlib import Path
+
+import msgspec
+
+from meshrl.report.content import make_content
+from meshrl.report.reading import Record
+
+_SCRIPTS = ("draw.js", "timeline.js", "charts.js", "app.js")
+
+
+def render(record: Record) -> str:
+    """The page of a run."""
+    here = Path(__file__).parent
+    data = msgspec.json.encode(make_content(record)).decode()
+    parts = {
+        "title": _escaped(record.name),
+        "style": (here / "style.css").read_text("utf-8"),
+        # Text of the run that looks like a tag must not end the element that the data stands in.
+        "data": data.replace("<", "\\u003c"),
+        "script": "\n".join((here / script).read_text("utf-8") for script in _SCRIPTS),
+    }
+    page = (here / "page.html").read_text("utf-8")
+    pieces = page.split("{{")
+    rest = [(name, tail) for name, _, tail in (piece.partition("}}") for piece in pieces[1:])]
+    return pieces[0] + "".join(parts[name] + tail for name, tail in rest)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

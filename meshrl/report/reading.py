@@ -1,0 +1,107 @@
+"""The files of a run, read as far as they go: any may be missing, short, or cut in the middle of a line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from meshrl.config import nearest
+from meshrl.errors import ConfigError
+from meshrl.events import Event
+
+FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "summary.json")
+"""What a run's folder has, or some of it."""
+
+Line = dict[str, object]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is left of a run."""
+
+    folder: Path
+    summary: Line = field(default_factory=dict)
+    metrics: Sequence[Line] = ()
+    samples: Sequence[Line] = ()
+    events: Sequence[Event] = ()
+    config: str = ""
+    notes: Sequence[str] = ()
+    """What is missing or damaged, a sentence each."""
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.resolve().name
+
+
+def find_run(name: str) -> Path:
+    """The folder of this path, or the run of this name under runs/; ConfigError where neither is one."""
+    runs = Path("runs")
+    for folder in (Path(name), runs / name):
+        if folder.is_dir():
+            if any((folder / file).is_file() for file in FILES):
+                return folder
+            raise ConfigError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
+    known = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+    near = nearest(name, known)
+    if near:
+        hint = f"did you mean {near}?"
+    elif known:
+        hint = f"runs/ has {', '.join(known[:10])}{' and more' if len(known) > 10 else ''}"
+    else:
+        hint = f"there are no runs under {runs.resolve()}: start one with `meshrl run`, or name a folder"
+    raise ConfigError(f"{name}: no such run; {hint}")
+
+
+def read_run(folder: Path) -> Record:
+    """All that can be read of a run's files. Never raises for what they hold; `notes` tells what is amiss."""
+    notes: list[str] = []
+    config = folder / "config.toml"
+    return Record(
+        folder,
+        _summary(folder / "summary.json", notes),
+        _lines(folder / "metrics.jsonl", msgspec.json.Decoder(Line), notes),
+        _lines(folder / "samples.jsonl", msgspec.json.Decoder(Line), notes),
+        read_events(folder / "events.jsonl", notes),
+        config.read_text("utf-8", "replace") if config.is_file() else "",
+        notes,
+    )
+
+
+def read_events(file: Path, notes: list[str]) -> list[Event]:
+    """The events of a file; what is missing or damaged is added to `notes`."""
+    return _lines(file, msgspec.json.Decoder[Event](Event), notes)
+
+
+def _summary(file: Path, notes: list[str]) -> Line:
+    if not file.is_file():
+        notes.append(f"There is no {file.name}: the run has not ended, or was killed.")
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Line)
+    except ValueError as error:
+        notes.append(f"{file.name} cannot be read: {error}.")
+        return {}
+
+
+def _lines(file: Path, decoder: msgspec.json.Decoder[T], notes: list[str]) -> list[T]:
+    if not file.is_file():
+        notes.append(f"There is no {file.name}.")
+        return []
+    content = file.read_bytes()
+    try:
+        return decoder.decode_lines(content)
+    except ValueError:  # also of text that is no UTF-8
+        pass  # one of the lines: they are tried one by one
+    found: list[T] = []
+    bad = 0
+    for line in filter(None, content.splitlines()):
+        try:
+            found.append(decoder.decode(line))
+        except ValueError:
+            bad += 1
+    notes.append(f"{bad} of the {len(found) + bad} lines of {file.name} cannot be read, and are left out.")
+    return found
