@@ -69,6 +69,10 @@ def keys_that_belong_together() -> None:
     _check(tables='[loss]\nnormalise = "constant"')
 
 
+def correction_without_its_anchor() -> None:
+    _check(tables="[loss.correction]\nhigh = 2.0")
+
+
 def no_override() -> None:
     _check("", "", "steps")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl import Batch, Metrics, Ragged, Task, TaskConfig, Weights, group_advantages
+from meshrl.ragged import Role, Source
 
 BATCH = Batch.of(tokens=Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"])
 
@@ -46,6 +47,11 @@ def list_of_arrays() -> None:
 
 def offsets_that_do_not_fit() -> None:
     Ragged(np.arange(4), np.array([0, 3]))
+
+
+def log_probs_of_two_models() -> None:
+    roles: list[Role] = ["sampler", "trainer"]
+    Batch.concat([Batch.of(logprobs=Ragged.of([[-1.0]], np.float32, source=Source(role))) for role in roles])
 
 
 def row_out_of_range() -> None:

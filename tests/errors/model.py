@@ -23,6 +23,7 @@ from meshrl import (
     rollout,
 )
 from meshrl.cli import app
+from meshrl.ragged import Source
 
 TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")
@@ -187,6 +188,12 @@ async def column_of_the_loss_missing() -> None:
 
 async def no_reference() -> None:
     await _update(ClippedLoss(kl=0.1), sampler_logprobs=_zeros(), advantages=np.ones(2, np.float32))
+
+
+async def log_probs_of_another_model() -> None:
+    sampled = Ragged(_zeros().values, BATCH.tokens.offsets, source=Source("sampler"))
+    advantages = np.ones(2, np.float32)
+    await _update(ClippedLoss(anchor="trainer"), sampler_logprobs=sampled, logprobs=sampled, advantages=advantages)
 
 
 async def nothing_to_learn() -> None:

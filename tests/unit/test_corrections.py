@@ -193,7 +193,7 @@ def test_log_probs_of_the_models_a_loss_asks_for_are_taken() -> None:
     [
         (
             scored(sampler_logprobs=SAMPLER, logprobs=SAMPLER, reference_logprobs=REFERENCE),
-            "which must come from the trainer, but the batch's were computed by the sampler: call `batch = await policy",
+            "must come from the trainer, but the batch's were computed by the sampler: call `batch = await policy.",
         ),
         (
             scored(sampler_logprobs=TRAINER, logprobs=TRAINER, reference_logprobs=REFERENCE),
