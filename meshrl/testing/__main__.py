@@ -1,0 +1,28 @@
+"""`python -m meshrl.testing FILE.py:SCENARIO --seed 1234`: explore a scenario, or replay one seed exactly."""
+
+import argparse
+
+from meshrl.testing.explorer import explore, load_scenario, replay
+
+
+def main() -> None:
+    """Run a scenario under one seed, where an exception is seen as it was raised, or under many."""
+    parser = argparse.ArgumentParser(prog="python -m meshrl.testing", description="Run a scenario in virtual time.")
+    parser.add_argument("scenario", help="FILE.py:NAME or MODULE:NAME of an `async def scenario(seed)`")
+    parser.add_argument("--seed", type=int, help="replay this one")
+    parser.add_argument("--seeds", type=int, default=10_000, help="explore so many (10000)")
+    parser.add_argument("--workers", type=int, default=1, help="in so many processes (1)")
+    parser.add_argument("--time-limit", type=float, help="virtual seconds")
+    told = parser.parse_args()
+    scenario = load_scenario(told.scenario)
+    if told.seed is None:
+        explore(scenario, told.seeds, workers=told.workers, time_limit=told.time_limit)
+        done = f"{told.seeds} seeds"
+    else:
+        replay(scenario, told.seed, time_limit=told.time_limit)
+        done = f"seed {told.seed}"
+    print(f"{told.scenario} holds under {done}")  # noqa: T201 -- a command line
+
+
+if __name__ == "__main__":
+    main()

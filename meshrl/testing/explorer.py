@@ -1,0 +1,133 @@
+"""The explorer: one scenario under thousands of interleavings, each from a seed that gives it again.
+
+python -m meshrl.testing FILE.py:SCENARIO --seed 1234
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from meshrl.errors import ConfigError
+from meshrl.imports import import_file
+from meshrl.testing.clock import simulate
+
+Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]
+"""`async def scenario(seed: int) -> None`: whatever it draws, it draws from the seed; it asserts what must hold."""
+
+_CHUNK = 50
+
+
+class ScheduleFailed(AssertionError):
+    """A scenario failed under a seed. The text has the failure and the command that replays it exactly."""
+
+    def __init__(self, seed: int, text: str) -> None:
+        self.seed = seed
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type["ScheduleFailed"], tuple[int, str]]:
+        return ScheduleFailed, (self.seed, str(self))
+
+
+def explore(
+    scenario: Scenario, seeds: int = 10_000, *, first: int = 0, workers: int = 1, time_limit: float | None = None
+) -> None:
+    """Run a scenario in virtual time under each seed, `first` to `first + seeds - 1`.
+
+    A seed is what the scenario is given, and it also chooses which task goes on next. Raises `ScheduleFailed` for the
+    lowest seed that fails: by an assertion, any other exception, a `Deadlock`, `LeftRunning`, or the limit of virtual
+    seconds. `workers`: processes; the scenario must then be a function of a module.
+    """
+    tried = range(first, first + seeds)
+    seed = (
+        _in_processes(_reference(scenario), tried, workers, time_limit)
+        if workers > 1
+        else _first_failing(scenario, tried, time_limit)
+    )
+    if seed is None:
+        return
+    name, command = _name(scenario), _command(scenario, seed, time_limit)
+    try:
+        replay(scenario, seed, time_limit=time_limit)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ScheduleFailed(seed, f"{name} fails under seed {seed}: {what}\nTo replay it: {command}") from error
+    raise ScheduleFailed(
+        seed,
+        f"{name} failed under seed {seed}, but not when it was replayed: it depends on something else than the seed, "
+        f"such as what earlier seeds left behind, the real time, or the order of a set\nTo try again: {command}",
+    )
+
+
+def replay(scenario: Scenario, seed: int, *, time_limit: float | None = None) -> None:
+    """Run a scenario under one seed, as `explore` does; raises what it raises."""
+    simulate(lambda: scenario(seed), seed=seed, time_limit=time_limit)
+
+
+def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -> int | None:
+    for seed in seeds:
+        try:
+            replay(scenario, seed, time_limit=time_limit)
+        except Exception:  # noqa: BLE001 -- whatever it is, it is the finding
+            return seed
+    return None
+
+
+def _in_processes(reference: str, seeds: range, workers: int, time_limit: float | None) -> int | None:
+    """The lowest failing seed: whichever process finds another one earlier, all lower seeds are tried."""
+    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
+    with ProcessPoolExecutor(workers, get_context("spawn"), sys.path.extend, (sys.path,)) as pool:
+        pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
+        try:
+            return next((seed for future in pending if (seed := future.result()) is not None), None)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _chunk(reference: str, seeds: range, time_limit: float | None) -> int | None:
+    return _first_failing(load_scenario(reference), seeds, time_limit)
+
+
+def _name(scenario: Scenario) -> str:
+    return str(getattr(scenario, "__qualname__", scenario))
+
+
+def _reference(scenario: Scenario) -> str:
+    """`FILE.py:NAME`, from which another process loads the scenario."""
+    name = _name(scenario)
+    file = inspect.getsourcefile(scenario) if inspect.isfunction(scenario) else None
+    if file is None or not name.isidentifier() or not Path(file).is_file():
+        raise ConfigError(
+            f"{name} cannot be loaded in another process: write it as `async def` at the top of a file, or workers=1"
+        )
+    return f"{file}:{name}"
+
+
+def _command(scenario: Scenario, seed: int, time_limit: float | None) -> str:
+    limit = "" if time_limit is None else f" --time-limit {time_limit:g}"
+    try:
+        file, _, name = _reference(scenario).rpartition(":")
+    except ConfigError:
+        given = "" if time_limit is None else f", time_limit={time_limit:g}"
+        return f"explore({_name(scenario)}, seeds=1, first={seed}{given})"
+    return f"python -m meshrl.testing {os.path.relpath(file)}:{name} --seed {seed}{limit}"
+
+
+@cache
+def load_scenario(reference: str) -> Scenario:
+    """The function that `FILE.py:NAME` or `MODULE:NAME` names."""
+    place, _, name = reference.rpartition(":")
+    if not place:
+        raise ConfigError(f"{reference}: write FILE.py:SCENARIO or MODULE:SCENARIO")
+    module = import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    scenario: object = getattr(module, name, None)
+    if not callable(scenario):
+        known = ", ".join(each for each, value in vars(module).items() if inspect.iscoroutinefunction(value))
+        raise ConfigError(f"{place} has no scenario {name!r}; its async functions are {known or 'none'}")
+    return cast("Scenario", scenario)

@@ -1,0 +1,104 @@
+"""A witness: a policy that notes what it is trained on, and says whether the stream kept its promises."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshrl.data import Batch
+from meshrl.losses import Loss
+from meshrl.metrics import Metrics
+from meshrl.roles import Policy
+from meshrl.weights import Weights
+
+
+class PromiseBroken(AssertionError):
+    """What was trained is not what the stream promises."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One row, given to one update."""
+
+    group: int
+    oldest: int
+    """The number of the weights that sampled its oldest token."""
+    published: int
+    """How often newer weights than those had been published."""
+    step: int
+    """How often weights had been published at all: the updates between two times are one step of the script."""
+
+
+class Witness(Policy):
+    """Stands for a policy, on a mesh or not, and keeps for each row that it is trained on how old it was.
+
+    `witness.prompts(...)` notes which prompts were drawn. `witness.check(...)` raises `PromiseBroken`. It
+    saves nothing, so that thousands of schedules write no files.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.rows: list[Trained] = []
+        self.versions: list[int] = []
+        """Of the weights, as they were published."""
+        self.drawn: list[int] = []
+        """The groups of the prompts that were drawn."""
+
+    def prompts(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches of prompts, noted as they are drawn."""
+        for batch in batches:
+            self.drawn += batch.groups.tolist()
+            yield batch
+
+    async def encode(self, batch: Batch) -> Batch:
+        """The policy's."""
+        return await self.policy.encode(batch)
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """The policy's, after the rows are noted. Needs `groups` and `oldest_version`."""
+        known = await batch.load("groups", "oldest_version")
+        step = len(self.versions)
+        for group, oldest in zip(known.groups.tolist(), known.row("oldest_version").tolist(), strict=True):
+            newer = sum(version > oldest for version in set(self.versions))
+            self.rows.append(Trained(group, oldest, newer, step))
+        return await self.policy.update(batch, loss)
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        """The policy's."""
+        return await self.policy.logprobs(batch)
+
+    async def weights(self) -> Weights:
+        """The policy's; their version is noted as published."""
+        weights = await self.policy.weights()
+        self.versions.append(weights.version)
+        return weights
+
+    async def save(self, folder: str) -> None:
+        """Write nothing."""
+
+    def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int = 0, left: int = 0) -> None:
+        """Raise `PromiseBroken` unless the bound held, groups were whole and each prompt was trained once or dropped.
+
+        `n`: rows of a group. `epochs`: how often a row is trained. `dropped` (`sum(stream.dropped.values())`) and
+        `left` (drawn, but the script ended before) are the groups that account for prompts that were not trained.
+        """
+        old = [row for row in self.rows if row.published > ahead]
+        _require(not old, f"{len(old)} rows were more than ahead={ahead} versions behind; the first is {old[:1]}")
+        _require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
+        counts = Counter((row.group, row.step) for row in self.rows)
+        parts = {group: count for (group, _), count in counts.items() if count != n * epochs}
+        _require(not parts, f"groups have {n} rows, each trained {epochs} times in a step; rows trained: {parts}")
+        times = Counter(group for group, _ in counts)
+        again = {group: count for group, count in times.items() if count > 1}
+        _require(not again, f"groups were trained in more than one step: {again}")
+        if self.drawn:
+            lost = sorted(set(self.drawn) - set(times))
+            _require(
+                len(lost) == dropped + left,
+                f"{len(lost)} prompts that were drawn were never trained, but {dropped} groups were dropped and {left} "
+                f"left; their groups: {lost}",
+            )
+
+
+def _require(holds: bool, text: str) -> None:
+    if not holds:
+        raise PromiseBroken(text)

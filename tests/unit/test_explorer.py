@@ -1,0 +1,199 @@
+"""Latencies, crashes and the explorer, without a stream."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources
+from meshrl.errors import ConfigError
+from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
+from meshrl.testing import FakePolicy, FakeSampler
+from meshrl.testing.clock import simulate
+from meshrl.testing.explorer import ScheduleFailed, explore
+from meshrl.testing.latency import Crash, Lognormal, Recorded, crashing, delayed, per_row, per_token
+from meshrl.testing.witness import PromiseBroken, Witness
+
+POLICY = PolicyConfig(model="none")
+SAMPLER = SamplerConfig(model="none")
+
+
+def rows(count: int, group: int = 0) -> Batch:
+    return Batch.of(
+        prompt=["?"] * count,
+        answer=["ab"] * count,
+        tokens=Ragged.of([[1, 2, 3]] * count, np.int32),
+        loss_mask=Ragged.of([[True] * 3] * count, np.bool_),
+        groups=np.full(count, group),
+        oldest_version=np.zeros(count, np.int32),
+    )
+
+
+@pytest.mark.parametrize(("latency", "seconds"), [(2.0, 2.0), (per_row(2.0), 8.0), (per_token(0.5), 6.0)])
+def test_a_call_takes_its_time_by_call_by_row_or_by_token(latency: float, seconds: float) -> None:
+    async def main() -> float:
+        await delayed(FakePolicy, update=latency)(POLICY).update(rows(4), CrossEntropy())
+        return asyncio.get_running_loop().time()
+
+    assert simulate(main) == seconds
+
+
+def test_a_stream_takes_its_time_for_each_value_on_each_rank() -> None:
+    async def main() -> list[float]:
+        engine = LocalEngine()
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+        sampler = await mesh.spawn(delayed(FakeSampler, generate=Lognormal(1, 0.5)), SAMPLER)
+        loop = asyncio.get_running_loop()
+        times = [loop.time() async for _ in sampler.generate(rows(4), Sampling())]
+        await engine.close()
+        return times
+
+    times = simulate(main)
+    assert times == simulate(main)
+    assert len(set(times)) == 4
+    assert times[0] > 0
+
+
+def test_lognormal_and_recorded_latencies_have_the_mean_they_say(tmp_path: Path) -> None:
+    random = Random(1)
+    drawn = [Lognormal(3, 0.8).draw(random, None) for _ in range(20_000)]
+    assert np.mean(drawn) == pytest.approx(3, rel=0.05)
+    assert np.std(np.log(drawn)) == pytest.approx(0.8, rel=0.05)
+
+    call = {"kind": "call", "id": 0, "actor": "FakePolicy", "endpoint": "update", "began": 1, "ended": 9}
+    span = {"kind": "span", "call": 0, "mesh": "main", "rank": 0, "actor": "FakePolicy", "endpoint": "update"}
+    gauge = {"kind": "gauge", "name": "ready", "at": 1, "value": 2}
+    lines = [call, gauge, span | {"began": 1.5, "ended": 4}, span | {"began": 5, "ended": 6}]
+    events = tmp_path / "events.jsonl"
+    events.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    recorded = Recorded.of(events, "FakePolicy.update")
+    assert {recorded.draw(random, None) for _ in range(50)} == {2.5, 1}
+    with pytest.raises(DataError, match=r"no call of Policy\.update; it has calls of FakePolicy\.update"):
+        Recorded.of(events, "Policy.update")
+
+
+def test_a_role_crashes_where_it_was_told_to() -> None:
+    async def calls() -> list[int]:
+        engine = LocalEngine()
+        mesh = await Mesh.reserve(engine, 1, Resources(cpus=0))
+        policy = await mesh.spawn(crashing(FakePolicy, update=[2, 4]), POLICY)
+        failed = []
+        for number in range(1, 6):
+            try:
+                await policy.update(rows(1), CrossEntropy())
+            except RankFailed:
+                failed.append(number)
+        await engine.close()
+        return failed
+
+    async def values() -> None:
+        stream = crashing(FakeSampler, generate=[3])(SAMPLER).generate(rows(4), Sampling())
+        await anext(stream)
+        await anext(stream)
+        with pytest.raises(Crash, match=r"FakeSampler.generate was told to crash at its value 3"):
+            await anext(stream)
+
+    assert simulate(calls) == [2, 4]
+    simulate(values)
+    crashes = sum(_fails(crashing(FakePolicy, seed=seed, update=0.3)) for seed in range(300))
+    assert 60 < crashes < 120
+    with pytest.raises(ContractError, match=r"FakePolicy has no endpoint 'updat': did you mean 'update'\?"):
+        crashing(FakePolicy, updat=[1])
+
+
+def _fails(policy: type[FakePolicy]) -> bool:
+    async def main() -> bool:
+        try:
+            await policy(POLICY).update(rows(1), CrossEntropy())
+        except Crash:
+            return True
+        return False
+
+    return simulate(main)
+
+
+async def lost_update(seed: int) -> None:
+    """Two workers read, wait for some time and write: an update is lost where one reads before the other writes."""
+    random = Random(seed)
+    total = 0
+
+    async def add() -> None:
+        nonlocal total
+        await asyncio.sleep(random.expovariate(1))
+        seen = total
+        await asyncio.sleep(random.expovariate(20))
+        total = seen + 1
+
+    await asyncio.gather(add(), add())
+    assert total == 2, "an update was lost"
+
+
+def test_the_lowest_seed_that_fails_is_found_and_one_command_replays_it() -> None:
+    with pytest.raises(ScheduleFailed) as alone:
+        explore(lost_update, seeds=1000)
+    with pytest.raises(ScheduleFailed) as together:
+        explore(lost_update, seeds=1000, workers=2)
+    assert alone.value.seed == together.value.seed
+    text = str(alone.value)
+    assert text == str(together.value)
+    assert text.startswith(f"lost_update fails under seed {alone.value.seed}: AssertionError: an update was lost")
+    command = text.rpartition("To replay it: ")[2]
+    assert f"test_explorer.py:lost_update --seed {alone.value.seed}" in command
+    replayed = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=False)
+    assert replayed.returncode == 1
+    assert "an update was lost" in replayed.stderr
+    explore(lost_update, seeds=alone.value.seed)
+
+
+def test_a_failure_that_depends_on_more_than_the_seed_is_told() -> None:
+    async def flaky(seed: int) -> None:
+        tried.append(seed)
+        assert tried.count(2) != 1
+
+    tried: list[int] = []
+    with pytest.raises(ScheduleFailed, match="failed under seed 2, but not when it was replayed"):
+        explore(flaky, seeds=5)
+
+
+def test_a_scenario_in_a_function_is_replayed_from_there_and_has_one_process() -> None:
+    async def fails_at_three(seed: int) -> None:
+        assert seed != 3
+
+    with pytest.raises(ScheduleFailed, match=r"explore\(.*fails_at_three, seeds=1, first=3, time_limit=10\)"):
+        explore(fails_at_three, seeds=10, time_limit=10)
+    with pytest.raises(ConfigError, match="cannot be loaded in another process"):
+        explore(fails_at_three, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("trained", "broken"),
+    [
+        ([(0, 2), (1, 2)], None),
+        ([(0, 2), (0, 2)], "more than one step"),
+        ([(0, 1), (1, 2)], "2 rows"),
+        ([(0, 2)], "1 prompts that were drawn were never trained"),
+        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 versions behind"),
+    ],
+)
+def test_a_witness_tells_what_was_broken(trained: list[tuple[int, int]], broken: str | None) -> None:
+    """Groups and how many of their rows are trained, one after the other, each followed by a publication."""
+
+    async def main() -> None:
+        witness = Witness(FakePolicy(POLICY))
+        list(witness.prompts(iter([rows(1, group=0), rows(1, group=1)])))
+        await witness.weights()
+        for group, count in trained:
+            await witness.update(rows(count, group), CrossEntropy())
+            await witness.weights()
+        witness.check(ahead=1, n=2)
+
+    if broken is None:
+        simulate(main)
+    else:
+        with pytest.raises(PromiseBroken, match=broken):
+            simulate(main)
