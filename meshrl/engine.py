@@ -3,8 +3,8 @@
 Everything above (handles, meshes, algorithms) speaks to ranks through this and nothing else.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple, Protocol, Self
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -61,6 +61,11 @@ class Request(NamedTuple):
     keywords: Mapping[str, object]
 
 
+Seen: TypeAlias = Callable[[int, float, float], None]
+"""Is told when a request began and ended on its rank: the request's number, and both times on the clock of the
+caller's loop. It may be told in another thread, and of a call that was cancelled after that has ended."""
+
+
 class Engine(Protocol):
     """Where ranks run.
 
@@ -104,7 +109,7 @@ class Engine(Protocol):
         """Cancel the actors' calls and let the actors go."""
         ...
 
-    def call(self, endpoint: str, requests: Sequence[Request]) -> Awaitable[list[object]]:
+    def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> Awaitable[list[object]]:
         """Call each member; the results in the order of the requests.
 
         Calls of one caller start on a member in the order they were made. The first failure cancels the
@@ -112,7 +117,9 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
+    def stream(
+        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+    ) -> AsyncGenerator[object]:
         """Run each member's generator; the values of the requests in `heard`, as they come.
 
         A rank that is heard is at most one value ahead of the reader; the others run along unheard.

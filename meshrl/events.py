@@ -4,13 +4,18 @@ Times are seconds on one clock, the controller's event loop's, from the start of
 """
 
 import asyncio
+import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, TypeAlias
+from pathlib import Path
+from typing import ClassVar, Final, Protocol, TypeAlias
 
 import msgspec
+
+_FLUSH_SECONDS: Final = 1.0
 
 
 class Call(msgspec.Struct, tag_field="kind", tag="call", frozen=True, omit_defaults=True):
@@ -93,6 +98,14 @@ class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, om
 Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery
 
 
+def clock() -> float:
+    """Seconds on the running event loop's clock; outside of a loop on the machine's, which loops have by default."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
 class Sink(Protocol):
     """Where events go."""
 
@@ -103,6 +116,48 @@ class Sink(Protocol):
     def emit(self, event: Event) -> None:
         """Keep an event."""
         ...
+
+
+class EventLog:
+    """A file of events, JSON lines. What is killed leaves whole lines, all but those of the last second."""
+
+    def __init__(self, path: Path) -> None:
+        self.began = clock()
+        """The start of the run."""
+        self._file = path.open("wb")
+        self._encoder = msgspec.json.Encoder()
+        self._lock = threading.Lock()
+        self._kept: list[Event] = []
+        self._written = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+        return clock() - self.began
+
+    def emit(self, event: Event) -> None:
+        """Keep an event; from any thread. Nothing is kept after the end."""
+        with self._lock:
+            self._kept.append(event)
+            if time.monotonic() > self._written + _FLUSH_SECONDS:
+                self._write()
+
+    def flush(self) -> None:
+        """Write what is kept."""
+        with self._lock:
+            self._write()
+
+    def close(self) -> None:
+        """Write the rest."""
+        with self._lock:
+            self._write()
+            self._file.close()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        if not self._file.closed:
+            self._file.write(self._encoder.encode_lines(self._kept))
+            self._file.flush()
+        self._kept.clear()
 
 
 sink: ContextVar[Sink | None] = ContextVar("sink", default=None)

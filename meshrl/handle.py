@@ -1,23 +1,29 @@
 """Handles: what `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Never, ParamSpec, TypeVar, cast
+from typing import Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from meshrl import rows
 from meshrl.actor import Rank
 from meshrl.contract import EVERY_RANK, Axes, Contract, Endpoint, read_contract
-from meshrl.engine import Engine, Member, Request
+from meshrl.engine import Engine, Member, Request, Seen
 from meshrl.errors import ContractError, MeshrlError
+from meshrl.events import Sink, sink
 from meshrl.held import hold, loaded
+from meshrl.observation import Observation
 
 P = ParamSpec("P")
 A = TypeVar("A")
 R = TypeVar("R")
+
+Plans: TypeAlias = dict[Axes, rows.Plan]
+"""How rows were divided over each group of axes."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Deployment:
     members: Sequence[Member]
     """One a rank, the last axis fastest."""
     engine: Engine
+    mesh: str
+    """The name of the mesh, for events."""
 
     @property
     def name(self) -> str:
@@ -95,11 +103,11 @@ class Handle:
 
     def __reduce__(self) -> tuple[Callable[..., "Handle"], tuple[object, ...]]:
         it = self._meshrl
-        return _received, (it.actor, dict(it.shape), list(it.members), it.engine)
+        return _received, (it.actor, dict(it.shape), list(it.members), it.engine, it.mesh)
 
 
-def _received(actor: type, shape: Mapping[str, int], members: Sequence[Member], engine: Engine) -> Handle:
-    return Handle(Deployment(actor, read_contract(actor, shape), shape, members, engine))
+def _received(actor: type, shape: Mapping[str, int], members: Sequence[Member], engine: Engine, mesh: str) -> Handle:
+    return Handle(Deployment(actor, read_contract(actor, shape), shape, members, engine, mesh))
 
 
 class BoundEndpoint:
@@ -123,12 +131,28 @@ class BoundEndpoint:
 
     async def each(self, *args: object, **kwargs: object) -> list[object]:
         """Every rank's own result, in the order of the ranks."""
-        requests, _ = self._requests(args, kwargs)
-        return await self.deployment.engine.call(self.endpoint.name, requests)
+        if (to := sink.get()) is None:
+            return (await self._results(args, kwargs))[0]
+        with self._observed(to, args, kwargs) as seen:
+            return (await self._results(args, kwargs, seen))[0]
 
     async def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        if (to := sink.get()) is None:
+            return await self._joined(*await self._results(args, kwargs))
+        with self._observed(to, args, kwargs) as seen:
+            return await self._joined(*await self._results(args, kwargs, seen))
+
+    def _observed(self, to: Sink, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Observation:
+        it = self.deployment
+        return Observation(to, it.mesh, it.name, self.endpoint.name, it.members, (*args, *kwargs.values()))
+
+    async def _results(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Seen | None = None
+    ) -> tuple[list[object], Plans]:
         requests, plans = self._requests(args, kwargs)
-        results = await self.deployment.engine.call(self.endpoint.name, requests)
+        return await self.deployment.engine.call(self.endpoint.name, requests, seen), plans
+
+    async def _joined(self, results: Sequence[object], plans: Plans) -> object:
         kind, axes = self.endpoint.result.kind, self.endpoint.result.axes
         if kind == "plain":
             return results[0]
@@ -150,20 +174,27 @@ class BoundEndpoint:
             raise type(error)(f"{self.where}: {error}") from error
 
     async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
+        to = sink.get()
+        with nullcontext() if to is None else self._observed(to, args, kwargs) as seen:
+            async with aclosing(self._values(args, kwargs, seen)) as values:
+                async for value in values:
+                    yield value
+
+    async def _values(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Seen | None
+    ) -> AsyncGenerator[object]:
         requests, plans = self._requests(args, kwargs)
         axes = self.endpoint.result.axes
         plan = None if plans.get(axes) else rows.UNDIVIDED
         heard = self.deployment.replica(axes) if axes else [0]
-        stream = self.deployment.engine.stream(self.endpoint.name, requests, heard)
+        stream = self.deployment.engine.stream(self.endpoint.name, requests, heard, seen)
         try:
             async for value in stream:
                 yield self._gather([value], plan) if axes else value
         finally:
             await stream.aclose()
 
-    def _requests(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> tuple[list[Request], dict[Axes, rows.Plan]]:
+    def _requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
         """What each rank is sent, and how rows were divided over each group of axes."""
         members, shards = self.deployment.members, self.endpoint.shards
         try:
@@ -174,7 +205,7 @@ class BoundEndpoint:
         for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
             arrays = name not in shards
             bound.arguments[name] = hold(value, engine.put, engine.inline_bytes, arrays=arrays)
-        plans: dict[Axes, rows.Plan] = {}
+        plans: Plans = {}
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
             try:

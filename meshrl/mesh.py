@@ -23,16 +23,22 @@ class Mesh:
     in the same places may have different layouts.
     """
 
-    def __init__(self, engine: Engine, slots: Sequence[Slot], axes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, slots: Sequence[Slot], axes: Mapping[str, int] | None = None, name: str = "mesh"
+    ) -> None:
+        self.name = name
+        """What the events of a run call it."""
         self._engine = engine
         self._slots = slots
         self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
         """Each axis and its size, the last one fastest."""
 
     @classmethod
-    async def reserve(cls, engine: Engine, count: int, resources: Resources | None = None) -> "Mesh":
+    async def reserve(
+        cls, engine: Engine, count: int, resources: Resources | None = None, name: str = "mesh"
+    ) -> "Mesh":
         """Reserve `count` ranks of an engine."""
-        return cls(engine, await engine.reserve(count, resources or Resources()))
+        return cls(engine, await engine.reserve(count, resources or Resources()), name=name)
 
     def shape(self, **axes: int) -> "Mesh":
         """The same ranks under these axes, the last one fastest. The sizes multiply to the number of ranks."""
@@ -42,7 +48,7 @@ class Mesh:
                 f"mesh.shape({written}): the sizes multiply to {prod(axes.values())}, but the mesh has "
                 f"{len(self._slots)} ranks"
             )
-        return Mesh(self._engine, self._slots, axes)
+        return Mesh(self._engine, self._slots, axes, self.name)
 
     async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
         """Construct the actor on every rank and return what stands for all of them, typed as the actor.
@@ -64,7 +70,7 @@ class Mesh:
         except TypeError as error:
             raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
-        return cast("A", Handle(Deployment(cls, contract, self.axes, members, self._engine)))
+        return cast("A", Handle(Deployment(cls, contract, self.axes, members, self._engine, self.name)))
 
     async def stop(self) -> None:
         """Stop every actor on the mesh and give its ranks back."""

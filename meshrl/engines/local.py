@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import cast
 
 from meshrl.actor import Rank, free_cores
-from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Slot
+from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Seen, Slot
 from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Work, answer, isolated
 from meshrl.engines.turns import Turns
 from meshrl.errors import ConfigError, MeshStopped
@@ -104,9 +104,9 @@ class LocalEngine:
             await asyncio.gather(*stops)
         self._members = [member for member in self._members if member not in members]
 
-    async def call(self, endpoint: str, requests: Sequence[Request]) -> list[object]:
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
         """Call each member and wait for all results."""
-        results = _Results(asyncio.get_running_loop(), len(requests), self._answer)
+        results = _Results(asyncio.get_running_loop(), len(requests), self._answer, seen)
         works = [Work(endpoint, request, results, index) for index, request in enumerate(requests)]
         try:
             for work in works:
@@ -117,9 +117,11 @@ class LocalEngine:
                 works[index].cancel()
             del works, results  # a failure would lead, by its traceback and these, to itself, and keep the arguments
 
-    async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
+    async def stream(
+        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+    ) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
-        values = _Values(asyncio.get_running_loop(), len(requests), heard, self._answer)
+        values = _Values(asyncio.get_running_loop(), len(requests), heard, self._answer, seen)
         works = [Work(endpoint, request, values, index) for index, request in enumerate(requests)]
         try:
             for work in works:
@@ -143,7 +145,14 @@ class LocalEngine:
 class _Results:
     """The results of one call's works. Only the last one wakes the caller."""
 
-    def __init__(self, caller: asyncio.AbstractEventLoop, count: int, finish: Callable[[object], object]) -> None:
+    def __init__(
+        self,
+        caller: asyncio.AbstractEventLoop,
+        count: int,
+        finish: Callable[[object], object],
+        seen: Seen | None,
+    ) -> None:
+        self.seen = seen
         self.done: asyncio.Future[list[object]] = caller.create_future()
         self.waiting = set(range(count))
         self._caller = caller
@@ -152,6 +161,7 @@ class _Results:
 
     async def run(self, work: Work) -> None:
         self._results[work.index] = self._finish(await cast("Awaitable[object]", await work.call()))
+        work.note()
         self.waiting.discard(work.index)
         if not self.waiting:
             answer(self._caller, self._settle, None)
@@ -176,7 +186,9 @@ class _Values:
         members: int,
         heard: Sequence[int],
         finish: Callable[[object], object],
+        seen: Seen | None,
     ) -> None:
+        self.seen = seen
         self._values: deque[tuple[object, Callable[[], object]]] = deque()
         self._heard = frozenset(heard)
         self._open = members
@@ -215,6 +227,7 @@ class _Values:
         finally:
             if isinstance(values, AsyncGenerator):
                 await values.aclose()
+        work.note()
         answer(self._caller, self._end)
 
     def fail(self, error: BaseException) -> None:

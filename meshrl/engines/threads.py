@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar, cast
 import numpy as np
 
 from meshrl.actor import Rank, rank_context
-from meshrl.engine import Request
+from meshrl.engine import Request, Seen
 from meshrl.engines.loop import RankLoop
 from meshrl.engines.turns import Turns
 from meshrl.errors import ContractError, MeshStopped, RankFailed
@@ -205,6 +205,8 @@ class LocalMember:
 class Reply(Protocol):
     """The caller's side of one or more works."""
 
+    seen: Seen | None
+
     async def run(self, work: "Work") -> None:
         """Run the endpoint, on the rank, and hand on what comes of it."""
         ...
@@ -217,7 +219,18 @@ class Reply(Protocol):
 class Work:
     """One endpoint call on one member: sent from the caller's thread, run on the rank's."""
 
-    __slots__ = ("_attempt", "_dropped", "_task", "arguments", "endpoint", "index", "keywords", "member", "reply")
+    __slots__ = (
+        "_attempt",
+        "_began",
+        "_dropped",
+        "_task",
+        "arguments",
+        "endpoint",
+        "index",
+        "keywords",
+        "member",
+        "reply",
+    )
 
     def __init__(self, endpoint: str, request: Request, reply: Reply, index: int) -> None:
         """`index`: which of the reply's works it is."""
@@ -232,6 +245,7 @@ class Work:
         self._task: asyncio.Task[None] | None = None
         self._attempt = self.member.attempt
         self._dropped = False
+        self._began = 0.0
 
     def send(self) -> None:
         """Start on the rank's thread; the reply is told if the actor stops before or while it runs."""
@@ -270,13 +284,22 @@ class Work:
             work, context = begun
             self.pause(self.member.loop.create_task(work, context=context))
 
+    def note(self) -> None:
+        """Say when it ran, before its answer."""
+        if self.reply.seen is not None:
+            self.reply.seen(self.index, self._began, self.member.loop.time())
+
     async def _run(self) -> None:
+        if self.reply.seen is not None:
+            self._began = self.member.loop.time()
         try:
             await self.reply.run(self)
         except asyncio.CancelledError as error:
+            self.note()
             stopped = self.member.stopped
             self.reply.fail(_stopped(self.member, self.endpoint) if stopped else self._failure(error))
         except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
+            self.note()
             self.reply.fail(self._failure(error))
 
     def _cancel(self) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar, cast
 
-from meshrl.engine import Member, Request
+from meshrl.engine import Member, Request, Seen
 from meshrl.engines.ray.process import RayMember, Sent
 from meshrl.engines.ray.wire import Over, RayHeld
 from meshrl.errors import ContractError, RankDied, RankFailed
@@ -35,12 +36,13 @@ class RayCaller:
     def __reduce__(self) -> tuple[type["RayCaller"], tuple[int]]:
         return RayCaller, (self._inline_bytes,)
 
-    async def call(self, endpoint: str, requests: Sequence[Request]) -> list[object]:
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
         """Call each member and wait for all results."""
         sent: list[Sent] = []
         answers: list[asyncio.Task[object]] = []
         try:
-            sent.extend(Sent(request, endpoint) for request in requests)  # one by one: what was sent is cancelled
+            for index, request in enumerate(requests):  # one by one: what was sent is cancelled
+                sent.append(Sent(request, endpoint, seen=seen and partial(seen, index)))
             if len(sent) == 1:
                 return [await sent[0].answer()]
             answers = [asyncio.create_task(each.answer()) for each in sent]
@@ -52,14 +54,17 @@ class RayCaller:
             cancel(sent)
             abandon(answers)
 
-    async def stream(self, endpoint: str, requests: Sequence[Request], heard: Sequence[int]) -> AsyncGenerator[object]:
+    async def stream(
+        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+    ) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
         sent: list[Sent] = []
         readers: list[asyncio.Task[None]] = []
         arrivals: asyncio.Queue[_Value | Exception | None] = asyncio.Queue()
         try:
             for index, request in enumerate(requests):
-                sent.append(Sent(request, endpoint, stream=True, heard=index in heard))
+                noted = seen and partial(seen, index)
+                sent.append(Sent(request, endpoint, stream=True, heard=index in heard, seen=noted))
             readers = [asyncio.create_task(_read(each, arrivals)) for each in sent]
             running = len(readers)
             while running:

@@ -1,5 +1,6 @@
 """A rank's process, and an actor's ranks in such processes, as a caller sees them."""
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ class RankHandle(Protocol):
     """Ray's handle of a `RankProcess`."""
 
     place: Method
+    clock: Method
     construct: Method
     call: Method
     stream: Method
@@ -69,6 +71,8 @@ class Process:
         self.key = key
         self.handle = handle
         self.known = place
+        self.ahead = 0.0
+        """Seconds by which its clock is ahead of this process's."""
         self.death: Death | None = None
         self.spawns: WeakSet[Spawn] = WeakSet()
         self.line = token_hex(8)
@@ -222,7 +226,19 @@ class RayMember:
 class Sent:
     """One endpoint call, or stream, on one member."""
 
-    def __init__(self, request: Request, endpoint: str, *, stream: bool = False, heard: bool = False) -> None:
+    def __init__(
+        self,
+        request: Request,
+        endpoint: str,
+        *,
+        stream: bool = False,
+        heard: bool = False,
+        seen: Callable[[float, float], None] | None = None,
+    ) -> None:
+        """`seen`: told when it began and ended on the rank, on the clock of this process."""
+        self._seen = seen
+        self._timed = seen is not None
+        self._began = time.monotonic()
         self.member = cast("RayMember", request.member)
         self.member.check(endpoint)
         self.endpoint = endpoint
@@ -230,7 +246,7 @@ class Sent:
         self.process = self.member.process
         self.number = self.process.sent
         self.ended = False
-        ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, heard)
+        ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, heard, self._timed)
         method = (self.process.stream if stream else self.process.call).options(name=ask.label)
         if request.arguments or request.keywords:
             arguments = request.arguments, dict(request.keywords)
@@ -243,6 +259,9 @@ class Sent:
         """The result, of a stream None when it has ended. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
         reply = await self.member.reply(self.process, self.endpoint, self._ref)
         self.ended = True
+        if self._timed:
+            reply, began, ended = cast("tuple[object, float, float]", reply)
+            self._note(began - self.process.ahead, ended - self.process.ahead)
         return self.member.opened(self.endpoint, reply)
 
     async def next(self) -> object:
@@ -255,6 +274,26 @@ class Sent:
         if not self.ended and self.process.death is None:
             self.ended = True
             self.process.handle.cancel.remote(self.process.line, self.number)
+            self._note(self._began, time.monotonic())  # as it was seen from here: nobody waits for the rank's answer
+
+    def _note(self, began: float, ended: float) -> None:
+        if self._seen is not None:
+            self._seen(began, ended)
+            self._seen = None
+
+
+async def clock_ahead(ask: Callable[[], Awaitable[float]], times: int = 5) -> float:
+    """Seconds by which another machine's clock is ahead of this one's: from the quickest of some answers.
+
+    It errs by half of that answer's time at most (Cristian 1989).
+    """
+    found: list[tuple[float, float]] = []
+    for _ in range(times):
+        sent = time.monotonic()
+        theirs = await ask()
+        came = time.monotonic()
+        found.append((came - sent, theirs - (sent + came) / 2))
+    return min(found)[1]
 
 
 def sendable(where: str, send: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import ray
 from meshrl.actor import Rank, rank_context
 from meshrl.engines.ray.order import Line
 from meshrl.engines.ray.pickle import packed
-from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped
+from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped, boot
 from meshrl.engines.threads import isolated
 from meshrl.held import hold, loaded
 
@@ -76,7 +77,11 @@ class RankProcess:
             port: int = found.getsockname()[1]
         ip = cast("str", ray.util.get_node_ip_address())
         node = ray.get_runtime_context().get_node_id()
-        return Place(os.getpid(), socket.gethostname(), ip, node, port)
+        return Place(os.getpid(), socket.gethostname(), ip, node, port, boot())
+
+    async def clock(self) -> float:
+        """Seconds on this machine's clock."""
+        return time.monotonic()
 
     async def construct(self, wanted: Construction) -> Failure | Stopped | None:
         """Make an actor."""
@@ -151,6 +156,12 @@ class RankProcess:
                 del self._actors[key]
 
     async def _serve(self, ask: Ask, given: Arguments, run: Run) -> object:
+        if not ask.timed:
+            return await self._served(ask, given, run)
+        began = time.monotonic()
+        return await self._served(ask, given, run), began, time.monotonic()
+
+    async def _served(self, ask: Ask, given: Arguments, run: Run) -> object:
         line, task = self._lines[ask.line], _current_task()
         if not line.arrive(ask.number, task):
             return Stopped()

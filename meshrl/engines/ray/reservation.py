@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,9 +21,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl.engines.ray.cluster import Amounts, Cluster, patiently, written
-from meshrl.engines.ray.process import Process, RankHandle, RayMember
+from meshrl.engines.ray.process import Process, RankHandle, RayMember, clock_ahead
 from meshrl.engines.ray.rank import RankProcess
-from meshrl.engines.ray.wire import Place
+from meshrl.engines.ray.wire import Place, boot
 from meshrl.errors import ConfigError, MeshStopped
 
 CALLS_AT_ONCE: Final = 10_000
@@ -154,7 +154,10 @@ def _kill(process: Process) -> None:
 
 async def _place(process: Process, released: Callable[[], bool]) -> Place:
     try:
-        process.known = cast("Place", await process.handle.place.remote())
+        place = cast("Place", await process.handle.place.remote())
+        if place.boot != boot():
+            process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", process.handle.clock.remote()))
+        process.known = place
     except RayError as error:
         if released():
             raise MeshStopped("the mesh was stopped while its ranks were started") from None
@@ -162,7 +165,7 @@ async def _place(process: Process, released: Callable[[], bool]) -> Place:
             f"a rank's process did not start on the cluster: {process.died(error).reason}; if it happens again, see "
             "that each node has the same Python, Ray and meshrl"
         ) from error
-    return process.known
+    return place
 
 
 @cache

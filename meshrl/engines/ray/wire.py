@@ -1,8 +1,11 @@
 """What the caller and the rank's process of the Ray engine say to each other."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
 from weakref import WeakValueDictionary
 
@@ -74,6 +77,14 @@ class Place(NamedTuple):
     """Ray's id of the node."""
     port: int
     """A port that was free there a moment ago."""
+    boot: str
+    """The machine, since it was started: processes with the same have the same monotonic clock."""
+
+
+def boot() -> str:
+    """What identifies this machine from one start of it to the next; where that is not known, this process."""
+    known = Path("/proc/sys/kernel/random/boot_id")
+    return known.read_text("ascii").strip() if known.exists() else f"{socket.gethostname()} {os.getpid()}"
 
 
 class Ask(NamedTuple):
@@ -90,17 +101,19 @@ class Ask(NamedTuple):
     number: int
     heard: bool = True
     """Of a stream: whether the caller takes this rank's values."""
+    timed: bool = False
+    """Whether the answer says when it ran: `(answer, began, ended)`."""
 
     @property
     def label(self) -> str:
         """The task's name."""
-        return f"{self.endpoint} {self.key} {self.line} {self.number} {self.heard:d}"
+        return f"{self.endpoint} {self.key} {self.line} {self.number} {self.heard:d} {self.timed:d}"
 
     @classmethod
     def current(cls) -> "Ask":
         """What the task that runs now was asked."""
-        endpoint, key, line, number, heard = str(ray.get_runtime_context().get_task_name()).split()
-        return cls(endpoint, key, line, int(number), heard == "1")
+        endpoint, key, line, number, heard, timed = str(ray.get_runtime_context().get_task_name()).split()
+        return cls(endpoint, key, line, int(number), heard == "1", timed == "1")
 
 
 Arguments: TypeAlias = tuple[tuple[object, ...], Mapping[str, object]]
