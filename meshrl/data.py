@@ -37,6 +37,8 @@ class Batch(Holder):
     (which prompt), `temperature`, `rewards`, `advantages` float32, `truncated` bool, `reward_error` (text or
     None), and by token, all of one length in a row: `tokens` int32 (prompt and completion), `loss_mask` bool
     (what is learnt), `sampler_logprobs` float32, `versions` int32 (which policy sampled it; -1 in a prompt).
+    `logprobs` and `reference_logprobs`, float32 by token, are the trainer's and the reference's; `source` says what
+    computed such a column, and every change that moves rows keeps it.
 
         batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.zeros(2, np.float32))
 
