@@ -4,8 +4,8 @@ Times are seconds on one clock, the controller's event loop's, from the start of
 """
 
 import asyncio
-import threading
 import time
+from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -119,15 +119,14 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """A file of events, JSON lines. What is killed leaves whole lines, all but those of the last second."""
+    """A file of events, JSON lines. A run that is killed leaves whole lines, all but those of its last second."""
 
     def __init__(self, path: Path) -> None:
         self.began = clock()
-        """The start of the run."""
+        """The start of the run, on the event loop's clock."""
         self._file = path.open("wb")
         self._encoder = msgspec.json.Encoder()
-        self._lock = threading.Lock()
-        self._kept: list[Event] = []
+        self._kept: deque[Event] = deque()
         self._written = time.monotonic()
 
     def now(self) -> float:
@@ -135,29 +134,23 @@ class EventLog:
         return clock() - self.began
 
     def emit(self, event: Event) -> None:
-        """Keep an event; from any thread. Nothing is kept after the end."""
-        with self._lock:
-            self._kept.append(event)
-            if time.monotonic() > self._written + _FLUSH_SECONDS:
-                self._write()
+        """Keep an event; it is written within a second or with the next. `Span`s may come from any thread."""
+        self._kept.append(event)
+        if type(event) is not Span and time.monotonic() > self._written + _FLUSH_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
         """Write what is kept."""
-        with self._lock:
-            self._write()
+        self._written = time.monotonic()
+        kept = [self._kept.popleft() for _ in range(len(self._kept))]
+        if not self._file.closed:
+            self._file.write(self._encoder.encode_lines(kept))
+            self._file.flush()
 
     def close(self) -> None:
-        """Write the rest."""
-        with self._lock:
-            self._write()
-            self._file.close()
-
-    def _write(self) -> None:
-        self._written = time.monotonic()
-        if not self._file.closed:
-            self._file.write(self._encoder.encode_lines(self._kept))
-            self._file.flush()
-        self._kept.clear()
+        """Write the rest. Nothing is kept from here on."""
+        self.flush()
+        self._file.close()
 
 
 sink: ContextVar[Sink | None] = ContextVar("sink", default=None)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Never, TypeAlias
 
 import numpy as np
-import structlog
 
+from meshrl import log
 from meshrl.assembly import Assembly
 from meshrl.changes import Changes
 from meshrl.data import Batch
@@ -24,7 +24,6 @@ Swap: TypeAlias = Literal["in_flight", "drain", "abort"]
 """What publishing does to rollouts that run: they go on, with the new weights from their next token; they are finished
 first, and none begins meanwhile; or they stop, and go on from where they were with the new weights."""
 
-_log = structlog.get_logger()
 
 
 @dataclass(eq=False)
@@ -190,7 +189,7 @@ class Generation:
                     raise error  # also where nobody here knows the weights it had
                 self._retries -= 1
                 self._life += 1
-                _log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
+                log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
                 if isinstance(error, RankDied) and self._weights is not None:
                     await respawn(self._sampler)
                     await load_into(self._sampler, self._weights)

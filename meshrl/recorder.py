@@ -7,23 +7,21 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import TYPE_CHECKING, BinaryIO, Self, cast
 
 import msgspec
 import numpy as np
-import structlog
 import tomli_w
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from meshrl import log
 from meshrl.data import Batch
+from meshrl.events import clock
 
-_log = structlog.get_logger()
+if TYPE_CHECKING:
+    from meshrl.progress import Progress
+
 
 _SAMPLES = 8
-_PLAIN_SECONDS = 5.0
-_SHOWN = ("reward", "loss", "kl", "clip_fraction", "entropy", "truncated", "reward_errors", "step_s")
-"""What the progress line shows, where a step has it."""
 
 
 class Recorder:
@@ -38,14 +36,15 @@ class Recorder:
 
     def __init__(self, folder: Path, resolved: Mapping[str, object]) -> None:
         self.folder = folder
-        self._began = time.perf_counter()
+        self.began = clock()
+        """Since when `seconds` count, on the event loop's clock."""
         _make_room(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(tomli_w.dumps(_without_none(resolved)), "utf-8")
         self._metrics = (folder / "metrics.jsonl").open("wb")
         self._samples = (folder / "samples.jsonl").open("wb")
         self._events = _Events(folder)
-        self._progress: _Progress | None = None
+        self._progress: Progress | None = None
         self._steps = 0
         self._tokens = 0.0
         self._rewards: list[float] = []
@@ -54,12 +53,14 @@ class Recorder:
     def begin(self, count: int) -> None:
         """Show progress from here on, over `count` steps."""
         self._end_progress()
-        self._progress = _Progress(count)
+        from meshrl.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
+
+        self._progress = Progress(count)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's numbers. `reward` is the mean reward; `tokens`, where there, adds to the summary's."""
         numbers = {name: float(value) for name, value in values.items()}
-        seconds = time.perf_counter() - self._began
+        seconds = clock() - self.began
         _line(self._metrics, {"step": step, "seconds": round(seconds, 4), **numbers})
         self._events.write(step, numbers)
         self._steps += 1
@@ -93,7 +94,7 @@ class Recorder:
         summary: dict[str, object] = {
             "status": _status(error),
             "steps": self._steps,
-            "wall_s": round(time.perf_counter() - self._began, 3),
+            "wall_s": round(clock() - self.began, 3),
             "tokens": int(self._tokens),
             "first_reward": self._rewards[0] if self._rewards else None,
             "last_reward": self._rewards[-1] if self._rewards else None,
@@ -144,40 +145,6 @@ class _Events:
         self._file.flush()
 
 
-class _Progress:
-    """A live line on a terminal; elsewhere a logged line for the first step, the last, and one now and then."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._done = 0
-        self._began = time.perf_counter()
-        self._said = -_PLAIN_SECONDS
-        self._live: Progress | None = None
-        console = Console(stderr=True)
-        if console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
-            self._live = Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
-            self._task: TaskID = self._live.add_task("", total=count)
-            self._live.start()
-
-    def show(self, numbers: Mapping[str, float]) -> None:
-        self._done += 1
-        shown = {name: f"{numbers[name]:.4g}" for name in _SHOWN if name in numbers}
-        if self._live:
-            text = " ".join(f"{name}={value}" for name, value in shown.items())
-            self._live.update(self._task, advance=1, description=text)
-            return
-        seconds = time.perf_counter() - self._began
-        if seconds - self._said >= _PLAIN_SECONDS or self._done == self._count:
-            self._said = seconds
-            left = seconds / self._done * (self._count - self._done)
-            _log.info(f"step {self._done}/{self._count}", **shown, left=f"{left:.0f}s")
-
-    def close(self) -> None:
-        if self._live:
-            self._live.stop()
-
-
 def _make_room(folder: Path) -> None:
     """Rename what an earlier run left to the first free of NAME-1, NAME-2, ..."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -186,7 +153,7 @@ def _make_room(folder: Path) -> None:
     while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     folder.rename(aside)
-    _log.info(f"{folder} was there already: the earlier one is now {aside}")
+    log.info(f"{folder} was there already: the earlier one is now {aside}")
 
 
 def _status(error: BaseException | None) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import SupportsFloat, TypeAlias, cast
 
 import numpy as np
-import structlog
 from pydantic import Field
 
+from meshrl import log
 from meshrl.config import nearest
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
@@ -28,7 +28,6 @@ RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 ROLES = {"Reward": "meshrl.rewards:FunctionReward"}
 """What the backend `function` offers to the registry."""
 
-_log = structlog.get_logger()
 
 
 class RewardConfig(RoleConfig):
@@ -85,7 +84,7 @@ class FunctionReward(Reward):
         place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
         if (kind := type(error).__name__ + place) not in self._told:
             self._told.add(kind)
-            _log.warning("a reward function raised; its row gets reward 0", error=text, at=place.strip(" ()"))
+            log.warning("a reward function raised; its row gets reward 0", error=text, at=place.strip(" ()"))
         return text
 
 

@@ -1,8 +1,8 @@
 """A run: the engine, the meshes and the folder of one execution of an algorithm script."""
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,8 @@ from meshrl.data import Batch
 from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError
+from meshrl.events import EventLog, Sink, Step, clock, sink
+from meshrl.losses import effective_sample_size
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.recorder import Recorder
@@ -77,8 +79,12 @@ class Run:
         self.engine = engine or _engine(config)
         self.recorder = Recorder(Path(config.folder) / config.name, resolved or {})
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
+        self._numbered = count(1)
         self._step = 0
-        self._step_began = time.perf_counter()
+        self._step_began = clock()
+        self._stepping = False
+        self._events: EventLog | None = None
+        self._outer: Sink | None = None
 
     @property
     def folder(self) -> Path:
@@ -105,22 +111,38 @@ class Run:
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh of one's own; the run stops it at the end."""
-        return await Mesh.reserve(self.engine, ranks, resources)
+        return await Mesh.reserve(self.engine, ranks, resources, str(next(self._numbered)))
 
     def steps(self, count: int) -> Iterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line."""
         self.recorder.begin(count)
         for step in range(count):
-            self._step, self._step_began = step, time.perf_counter()
+            self._end_step()
+            self._step, self._step_began, self._stepping = step, clock(), True
             yield step
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """Note when the step was, if one is open: the last of a script that breaks off ends with the run."""
+        if self._stepping and self._events:
+            start = self._events.began
+            self._events.emit(Step(self._step, self._step_began - start, clock() - start))
+        self._stepping = False
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
         """Write the numbers of this step, and now and then rows of the batch to read.
 
-        Loads what it writes of the batch: columns of one value a row, and for samples the texts.
+        To the metrics' means it adds what is seen of the batch (rows, tokens, reward, staleness, ...), and the
+        `effective_sample_size` of a corrected loss. Loads what it writes of the batch: columns of one value a row, and
+        for samples the texts.
         """
-        step, seconds = self._step, time.perf_counter() - self._step_began
-        values = {**metrics.means(), **(await _statistics(batch) if batch is not None else {}), **numbers}
+        step, seconds = self._step, clock() - self._step_began
+        values = {
+            **metrics.means(),
+            **_corrected(metrics),
+            **(await _statistics(batch) if batch is not None else {}),
+            **numbers,
+        }
         self.recorder.step(step, {**values, "step_s": seconds})
         if batch is not None and step % self.config.samples_every == 0:
             await self.recorder.samples(step, batch)
@@ -130,6 +152,10 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
+        self._events = EventLog(self.folder / "events.jsonl")
+        self._step_began = self.recorder.began = self._events.began
+        self._outer = sink.get()
+        sink.set(self._events)
         return self
 
     async def __aexit__(
@@ -140,13 +166,17 @@ class Run:
         try:
             await self.engine.close()
         finally:
+            self._end_step()
+            if self._events:
+                self._events.close()
+            if sink.get() is self._events:  # not where the end is in another context than the beginning
+                sink.set(self._outer)
             self.recorder.close(error)
 
     async def _reserve(self, name: str) -> Mesh:
         config = self.config.meshes.get(name, MeshConfig())
-        mesh = await self.mesh(
-            config.ranks, Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
-        )
+        resources = Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
+        mesh = await Mesh.reserve(self.engine, config.ranks, resources, name)
         return mesh.shape(**config.axes) if config.axes else mesh
 
 
@@ -162,9 +192,16 @@ def _engine(config: RunConfig) -> Engine:
     return RayEngine(None if config.engine == "ray" else config.engine, config.inline_bytes)
 
 
+def _corrected(metrics: Metrics) -> dict[str, float]:
+    """What an importance-sampling correction leaves of the batch."""
+    if "correction" in metrics and "correction_squared" in metrics and "effective_sample_size" not in metrics:
+        return {"effective_sample_size": effective_sample_size(metrics)}
+    return {}
+
+
 async def _statistics(batch: Batch) -> dict[str, float]:
     """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there."""
-    if names := [name for name in ("rewards", "truncated", "reward_error") if name in batch]:
+    if names := [name for name in ("rewards", "truncated", "reward_error", "staleness") if name in batch]:
         batch = await batch.load(*names)
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
@@ -173,6 +210,9 @@ async def _statistics(batch: Batch) -> dict[str, float]:
         found["reward"] = float(batch.rewards.mean())
     if "truncated" in batch and len(batch):
         found["truncated"] = float(batch.row("truncated").mean())
+    if "staleness" in batch and len(batch):
+        versions = batch.row("staleness")
+        found |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
     if "reward_error" in batch:
         found["reward_errors"] = float(sum(error is not None for error in batch.objects("reward_error")))
     return found

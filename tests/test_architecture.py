@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    {"errors", "sharding", "actor", "held", "events", "report", "report.intervals"},
+    {"errors", "sharding", "actor", "held", "events", "log", "report", "report.intervals"},
     {
         "ledger",
         "changes",
@@ -21,6 +21,7 @@ LAYERS = (
         "ragged",
         "contract",
         "engines.loop",
+        "progress",
         "engines.turns",
         "losses.kl",
         "report.analysis",

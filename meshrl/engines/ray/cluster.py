@@ -10,8 +10,8 @@ from math import floor
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
-import structlog
 
+from meshrl import log
 from meshrl.actor import free_cores
 from meshrl.engine import Resources
 from meshrl.errors import ConfigError
@@ -40,7 +40,6 @@ _ANSWER: Final = 10.0
 """Seconds within which a cluster's address must take a connection."""
 _LAG: Final = 1.0
 """Seconds until Ray has seen everywhere what a node gave back."""
-_log = structlog.get_logger()
 
 
 class Cluster:
@@ -99,7 +98,7 @@ async def _connect(address: str | None) -> _Link:
         return "found"
     if address is None:
         cores = free_cores()
-        _log.info("starting Ray on this machine, which takes about five seconds", cores=cores)
+        log.info("starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Not in a thread of its own: Ray's processes would end with that.
         ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)

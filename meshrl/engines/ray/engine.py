@@ -8,8 +8,7 @@ from secrets import token_hex
 from typing import cast
 from weakref import WeakKeyDictionary
 
-import structlog
-
+from meshrl import log
 from meshrl.actor import Rank
 from meshrl.engine import INLINE_BYTES, Member, Resources, Slot
 from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_cause
@@ -18,8 +17,6 @@ from meshrl.engines.ray.process import RayMember, Spawn, sendable
 from meshrl.engines.ray.reservation import RaySlot, Reservation
 from meshrl.engines.ray.wire import RayHeld
 from meshrl.errors import ConfigError, MeshStopped, RankFailed
-
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class RayEngine(RayCaller):
         async def say() -> None:
             pairs = zip(members, running, strict=True)
             missing = [member.rank.index for member, task in pairs if not task.done()]
-            _log.info(f"waiting for {name} to be made", ranks=missing)
+            log.info(f"waiting for {name} to be made", ranks=missing)
 
         try:
             recipe = sendable(f"{name}.__init__", partial(RayHeld.put, origin.recipe))

@@ -14,12 +14,12 @@ from secrets import token_hex
 from typing import Final, cast
 
 import ray
-import structlog
 from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from meshrl import log
 from meshrl.engines.ray.cluster import Amounts, Cluster, patiently, written
 from meshrl.engines.ray.process import Process, RankHandle, RayMember, clock_ahead
 from meshrl.engines.ray.rank import RankProcess
@@ -31,7 +31,6 @@ CALLS_AT_ONCE: Final = 10_000
 GRACE: Final = 5.0
 """Seconds that a process has to end its calls when its mesh goes. One that computes without a pause is killed then."""
 
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Reservation:
             missing = sum(process.known is None for process in self.processes)
             free = written(await cluster.free())
             asks = written(self.asked)
-            _log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
+            log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
 
         # All are asked anew: each names a port that is free now.
         places = await patiently(self._places(), say)

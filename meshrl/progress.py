@@ -1,0 +1,52 @@
+"""The progress line of a run."""
+
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from meshrl import log
+
+_PLAIN_SECONDS: Final = 5.0
+_SHOWN: Final = ("reward", "loss", "kl", "clip_fraction", "entropy", "truncated", "reward_errors", "step_s")
+"""What the line shows, where a step has it."""
+
+
+class Progress:
+    """A live line on a terminal; elsewhere a logged line for the first step, the last, and one now and then."""
+
+    def __init__(self, count: int) -> None:
+        """`count`: of steps."""
+        self._count = count
+        self._done = 0
+        self._began = time.perf_counter()
+        self._said = -_PLAIN_SECONDS
+        self._live: Bar | None = None
+        console = Console(stderr=True)
+        if console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
+            self._live = Bar(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
+            self._task: TaskID = self._live.add_task("", total=count)
+            self._live.start()
+
+    def show(self, numbers: Mapping[str, float]) -> None:
+        """One step more, with its numbers."""
+        self._done += 1
+        shown = {name: f"{numbers[name]:.4g}" for name in _SHOWN if name in numbers}
+        if self._live:
+            text = " ".join(f"{name}={value}" for name, value in shown.items())
+            self._live.update(self._task, advance=1, description=text)
+            return
+        seconds = time.perf_counter() - self._began
+        if seconds - self._said >= _PLAIN_SECONDS or self._done == self._count:
+            self._said = seconds
+            left = seconds / self._done * (self._count - self._done)
+            log.info(f"step {self._done}/{self._count}", **shown, left=f"{left:.0f}s")
+
+    def close(self) -> None:
+        """Leave the line as it is."""
+        if self._live:
+            self._live.stop()
