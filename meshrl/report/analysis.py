@@ -19,8 +19,10 @@ Side: TypeAlias = Literal["rollout", "training", "sync"]
 
 ROLLOUT = frozenset({"generate"})
 SYNC = frozenset({"weights", "load", "abort"})
-SCRIPT = frozenset({"trainer", "script"})
-"""Who waits in the script itself; other names are parts of the stream of rollouts."""
+SCRIPT = frozenset({"trainer", "script", "publish"})
+"""Who waits in the script itself, and so keeps trainers idle; other names are parts of the stream of rollouts."""
+DRAWS = frozenset({"rollout"})
+"""Who waits before prompts go to samplers, and so keeps samplers idle."""
 SCRIPTS_OWN = "between calls: the script's own work"
 
 
@@ -127,6 +129,7 @@ class Timeline:
         pairs = [(each.began, each.ended) for each in self.spans or self._calls if side(each.endpoint) == wanted]
         if wanted == "sync":
             pairs += [(swap.began, swap.ended) for swap in self._swaps]
+            pairs += [(wait.began, wait.ended) for wait in self.waits if wait.who == "publish"]
         return union(pairs)
 
     @cached_property
@@ -169,8 +172,9 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
 def idleness(events: Iterable[Event]) -> list[Idleness]:
     """Each rank's busy and idle seconds within the steps, by mesh and rank, and why it was idle.
 
-    An idle moment has the first reason that holds: a wait that somebody declared (a trainer's rank: the script's; a
-    sampler's: the stream's), new weights on their way, an endpoint that runs on other ranks, the script's own work.
+    An idle moment has the first reason that holds: a wait that was declared (a trainer's rank: one of the script; a
+    sampler's: one before prompts are drawn), new weights on their way, an endpoint that runs on other ranks, the
+    script's own work.
     """
     timeline = Timeline(events)
     window = timeline.window
@@ -183,7 +187,7 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
     found: list[Idleness] = []
     for (mesh, rank), spans in sorted(pairs.items()):
         sides = {side(span.endpoint) for span in spans}
-        candidates = [reason for script, reason in waits if ("training" if script else "rollout") in sides]
+        candidates = [reason for kept, reason in waits if kept in sides]
         candidates.append(Reason("new weights are on their way to a sampler", "", sync))
         # Its own mesh first: there the cause is that rows were uneven.
         for (other, name), when in sorted(elsewhere.items(), key=lambda item: (item[0][0] != mesh, item[0])):
@@ -215,16 +219,18 @@ def _by_endpoint(spans: Sequence[Span]) -> dict[tuple[str, str], Intervals]:
     return {key: union(pairs) for key, pairs in found.items()}
 
 
-def _by_who(waits: Sequence[Wait]) -> list[tuple[bool, Reason]]:
-    """Of each kind of wait: whether the script waits, and the wait as a reason; the longest first."""
+def _by_who(waits: Sequence[Wait]) -> list[tuple[Side, Reason]]:
+    """Of each kind of wait: the side that it keeps idle, and the wait as a reason; the longest first."""
     kinds: dict[tuple[str, str], list[Wait]] = defaultdict(list)
     for wait in waits:
         kinds[wait.who, wait.what].append(wait)
-    found: list[tuple[bool, Reason]] = []
+    found: list[tuple[Side, Reason]] = []
     for (who, what), same in kinds.items():
+        if who not in SCRIPT | DRAWS:
+            continue
         longest = max(same, key=lambda wait: wait.ended - wait.began)
         when = union([(wait.began, wait.ended) for wait in same])
-        found.append((who in SCRIPT, Reason(f"{who} waits for {what}", longest.on, when)))
+        found.append(("training" if who in SCRIPT else "rollout", Reason(f"{who} waits for {what}", longest.on, when)))
     return sorted(found, key=lambda each: -each[1].seconds)
 
 

@@ -42,28 +42,38 @@ function more(summary) {
   return found.slice(0, 4);
 }
 
+/** How many steps the timeline shows of a run that has many. */
+const VIEW = 10;
+
 function timelineSection() {
   if (!data.lanes.length) return null;
   const canvas = make("canvas", { tabindex: 0, "aria-label": "Timeline by rank" });
   const timeline = new Timeline(canvas);
   onPaint(() => timeline.paint());
   const key = make("div");
-  onPaint(() => key.replaceChildren(legend(colours().map((colour, at) => [data.names[at], colour]).slice(0, 24))));
+  onPaint(() => key.replaceChildren(legend(ordered().map((at) => [data.names[at], colours()[at]]).slice(0, 24))));
   const button = (text, act) => {
     const made = make("button", { type: "button" }, text);
     made.addEventListener("click", act);
     return made;
   };
   const views = make("div", {}, button("whole run", () => timeline.look(...timeline.range)));
-  const few = Math.min(4, data.steps.length);
-  if (data.steps.length > few && few) {
-    const show = (at) => timeline.look(data.steps[at][1], data.steps[at + few - 1][2]);
-    views.append(button("first steps", () => show(0)), button("middle", () => show(Math.floor((data.steps.length - few) / 2))), button("last steps", () => show(data.steps.length - few)));
+  const spare = data.steps.length - VIEW;
+  if (spare > 0) {
+    const show = (at) => timeline.look(data.steps[at][1], data.steps[at + VIEW - 1][2]);
+    for (const [text, at] of [["first steps", 0], ["middle", Math.floor(spare / 2)], ["last steps", spare]]) views.append(button(text, () => show(at)));
+    if (data.steps.length > 3 * VIEW) show(Math.floor(spare / 2));
   }
   return section(
     "Timeline by rank",
     "What each rank ran and when. Bands are steps, dashed lines new weights on a sampler. A thin bar is idle time: point at it to read why.",
-    make("div", { class: "card timeline" }, make("div", { class: "row" }, key, views), canvas, make("p", { class: "hint" }, "Wheel zooms at the pointer, dragging pans, double click shows the whole run.")),
+    make(
+      "div",
+      { class: "card timeline" },
+      key,
+      canvas,
+      make("div", { class: "row" }, make("p", { class: "hint" }, "Wheel zooms at the pointer, dragging pans, double click shows the whole run."), views),
+    ),
   );
 }
 
@@ -108,7 +118,7 @@ function idleSection() {
     return make(
       "tr",
       {},
-      make("td", {}, make("b", {}, mesh), ` rank ${rank}`),
+      make("td", { class: "number" }, make("b", {}, mesh), ` rank ${rank}`),
       make("td", { class: "number busy" }, `${percent(share)} busy`, make("div", { class: "meter" }, make("div", { style: `width:${share * 100}%` }))),
       make("td", { class: "number" }, seconds(idle)),
       make("td", {}, make("dl", { class: "why" }, ...why)),

@@ -30,12 +30,12 @@ function scale(low, high, from, to) {
   return (value) => from + ((value - low) / length) * (to - from);
 }
 
-function axes(svg, width, height, x, y, xs, ys, text) {
+function axes(svg, width, height, x, y, xs, ys, text, held) {
   for (const value of ticks(...ys, 3)) {
     svg.append(line(PLOT.left, y(value), width - PLOT.right, y(value), "grid"));
     svg.append(label(PLOT.left - 8, y(value) + 4, "end", number(value)));
   }
-  for (const value of ticks(...xs, width / 110)) svg.append(label(x(value), height - 4, "middle", text(value)));
+  for (const value of (held ? moments : ticks)(...xs, width / 110)) svg.append(label(x(value), height - 4, "middle", text(value)));
 }
 
 /** The mean of the points around each, over about a twentieth of the curve. */
@@ -64,21 +64,27 @@ function path(xs, ys, x, y, held) {
 }
 
 /** A curve in a card. `text` writes an x; `held`: a value holds until the next. */
-function curveCard({ name, x: xs, y: ys }, colour, text, held = false) {
+function curveCard({ name, x: xs, y: ys, band }, colour, text, held = false) {
   const there = ys.filter((value) => value !== null);
   const last = there.length ? there[there.length - 1] : null;
   const plotted = frame(PLOT.height, (svg, width) => {
     if (!there.length) return;
-    let [low, high] = there.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+    const all = band ? [...band[0], ...band[1]] : there;
+    let [low, high] = all.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
     if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
     if (low > 0 && low < high / 3) low = 0;
     const domain = [xs[0], xs[xs.length - 1] > xs[0] ? xs[xs.length - 1] : xs[0] + 1];
     const x = scale(...domain, PLOT.left, width - PLOT.right);
     const y = scale(low, high, PLOT.height - PLOT.bottom, PLOT.top);
-    axes(svg, width, PLOT.height, x, y, domain, [low, high], text);
+    axes(svg, width, PLOT.height, x, y, domain, [low, high], text, held);
     const smooth = !held && xs.length > 80;
     const stroke = `var(--${colour})`;
-    svg.append(make("svg:path", { d: path(xs, ys, x, y, held), class: "plot", stroke, "stroke-width": smooth ? 1 : 1.6, opacity: smooth ? 0.3 : 1 }));
+    if (band) {
+      const up = path(xs, band[1], x, y);
+      const down = path([...xs].reverse(), [...band[0]].reverse(), x, y).replace("M", "L");
+      svg.append(make("svg:path", { d: `${up}${down}Z`, class: "band", fill: stroke }));
+    }
+    svg.append(make("svg:path", { d: path(xs, ys, x, y, held && !band), class: "plot", stroke, "stroke-width": smooth ? 1 : 1.6, opacity: smooth ? 0.3 : 1 }));
     if (smooth) svg.append(make("svg:path", { d: path(xs, smoothed(ys), x, y), class: "plot", stroke, "stroke-width": 2 }));
     const cross = make("svg:g");
     svg.append(cross);
@@ -89,7 +95,8 @@ function curveCard({ name, x: xs, y: ys }, colour, text, held = false) {
       const at = held ? Math.max(0, right - (xs[right] > wanted ? 1 : 0)) : nearer ? right - 1 : right;
       cross.replaceChildren(line(x(xs[at]), PLOT.top, x(xs[at]), PLOT.height - PLOT.bottom, "cross"));
       if (ys[at] !== null) cross.append(make("svg:circle", { cx: x(xs[at]), cy: y(ys[at]), r: 3.5, fill: stroke }));
-      showTip(event, [`${number(ys[at])}`, `${name}, ${held ? text(xs[at]) : `step ${xs[at]}`}`]);
+      const spread = band ? `from ${number(band[0][at])} to ${number(band[1][at])}` : null;
+      showTip(event, [number(ys[at]), `${name}, ${held ? text(xs[at]) : `step ${xs[at]}`}`, spread]);
     };
     svg.onpointerleave = () => {
       cross.replaceChildren();

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from meshrl.report.reading import Line, Record
 
 POINTS = 1000
 """The most points of a curve; of more, neighbours are averaged."""
+GAUGE = 240
+"""The most points of a gauge; of more, means over equal times are shown."""
 STEPS = 120
 """The most bars of steps; of more, neighbours are averaged."""
 SAMPLES = 300
@@ -33,6 +36,8 @@ class Curve:
     name: str
     x: list[float]
     y: list[float | None]
+    band: tuple[list[float], list[float]] | None = None
+    """The lowest and the highest about each point, where `y` are means."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def make_content(record: Record) -> Content:
         notes=notes,
         summary=record.summary or _so_far(record),
         names=names.all,
-        sides=["wait" if name.startswith("waits for ") else side(name.rpartition(".")[2]) for name in names.all],
+        sides=["wait" if " waits for " in name else side(name.rpartition(".")[2]) for name in names.all],
         texts=texts.all,
         lanes=lanes,
         steps=[(each.step, rounded(each.began), rounded(each.ended)) for each in events if isinstance(each, Step)],
@@ -198,13 +203,26 @@ def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) ->
 
 
 def _gauges(events: Sequence[Gauge]) -> list[Curve]:
-    """A gauge holds its value until the next; of many, those that are kept are spread evenly."""
+    """A gauge holds its value until the next. One with many is shown as means over equal times, and their extremes."""
     found: list[Curve] = []
     for name in sorted({event.name for event in events}):
         own = sorted((event for event in events if event.name == name), key=lambda event: event.at)
-        kept = [own[index] for index in _spread(len(own), 2 * POINTS)]
-        found.append(Curve(name, [rounded(event.at) for event in kept], [event.value for event in kept]))
+        at = np.array([event.at for event in own])
+        value = np.array([event.value for event in own], np.float64)
+        many = len(own) > GAUGE and at[-1] > at[0]
+        found.append(_means(name, at, value) if many else Curve(name, at.round(5).tolist(), value.tolist()))
     return found
+
+
+def _means(name: str, at: npt.NDArray[np.float64], value: npt.NDArray[np.float64]) -> Curve:
+    edges = np.linspace(at[0], at[-1], GAUGE + 1)
+    area = np.concatenate([[0.0], np.cumsum(np.diff(at) * value[:-1])])
+    means = np.diff(np.interp(edges, at, area)) / np.diff(edges)
+    # What held when a piece began is one of its values.
+    pieces = np.searchsorted(at, edges, "right")
+    held = [value[max(0, first - 1) : last] for first, last in pairwise(pieces)]
+    band = [float(each.min()) for each in held], [float(each.max()) for each in held]
+    return Curve(name, edges[:-1].round(5).tolist(), means.round(4).tolist(), band)
 
 
 def _staleness(deliveries: Sequence[Delivery]) -> list[int]:

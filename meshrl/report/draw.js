@@ -43,7 +43,19 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step + 0); // + 0: of -0 it makes 0
+  return found;
+}
+
+const MINUTES = [60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
+
+/** Round moments: like numbers below a minute, whole minutes and hours above. */
+function moments(low, high, count) {
+  const rough = (high - low) / Math.max(1, count);
+  if (rough < 8) return ticks(low, high, count);
+  const step = [10, 15, 30, ...MINUTES].find((each) => each >= rough) ?? 86400 * Math.ceil(rough / 86400);
+  const found = [];
+  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(at * step + 0);
   return found;
 }
 
@@ -52,29 +64,29 @@ function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// Endpoints of one side share a hue; the second and later are mixed with the ground, so that they differ.
-const MIX = [0, 34, 56, 18, 68, 46];
+// How many colours the style sheet has for each side: --training, --training-2, ...
+const SHADES = { rollout: 2, training: 6, sync: 2, wait: 3 };
+const FIRST = [/[Pp]olicy\.update$/, /\.update$/, /\.generate$/, /\.load$/, /^trainer waits/, /[Pp]olicy\./];
 
-function colours() {
-  const seen = {};
-  const ground = ink("card");
-  const order = data.names.map((name, index) => index);
-  // What trains and generates has the pure hue, whatever ran first.
-  const rank = (name) => (/\.(update|generate|load)$/.test(name) ? 0 : 1);
-  order.sort((one, other) => rank(data.names[one]) - rank(data.names[other]) || one - other);
-  const found = [];
-  for (const index of order) {
-    const side = data.sides[index];
-    const place = (seen[side] = (seen[side] ?? -1) + 1);
-    found[index] = mixed(ink(side), ground, MIX[place % MIX.length] / 100);
-  }
-  return found;
+/** The names of the legend, a side after the other; what trains and generates first, whatever ran first. */
+function ordered() {
+  const rank = (index) => {
+    const found = FIRST.findIndex((pattern) => pattern.test(data.names[index]));
+    return Object.keys(SHADES).indexOf(data.sides[index]) * 100 + (found < 0 ? FIRST.length : found);
+  };
+  return data.names.map((_, index) => index).sort((one, other) => rank(one) - rank(other) || one - other);
 }
 
-function mixed(one, other, part) {
-  const parse = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  const [first, second] = [parse(one), parse(other)];
-  return `rgb(${first.map((value, at) => Math.round(value * (1 - part) + second[at] * part)).join(" ")})`;
+/** The colour of each name. Names of one side share a family of colours. */
+function colours() {
+  const seen = {};
+  const found = [];
+  for (const index of ordered()) {
+    const side = data.sides[index];
+    const place = (seen[side] = (seen[side] ?? -1) + 1) % SHADES[side];
+    found[index] = ink(place ? `${side}-${place + 1}` : side);
+  }
+  return found;
 }
 
 const tip = document.getElementById("tip");

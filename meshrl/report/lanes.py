@@ -137,9 +137,8 @@ def _bars(events: Sequence[Event]) -> dict[tuple[int, str, int], list[Bar]]:
     for event in events:
         if isinstance(event, Wait):
             script = event.who in SCRIPT
-            name = event.what if script else f"{event.who}: {event.what}"
             key = (0, "waits", 0 if script else 1)
-            found[key].append(Bar(event.began, event.ended, f"waits for {name}", event.on))
+            found[key].append(Bar(event.began, event.ended, f"{event.who} waits for {event.what}", event.on))
         elif isinstance(event, Span):
             call = calls.get(event.call)
             rows, tokens = (call.rows or 0, call.tokens or 0) if call else (0, 0)

@@ -5,6 +5,7 @@ const TOP = 26;
 const BOTTOM = 30;
 const GROUP = 26;
 const BAR = 22;
+const WAIT = 13;
 const THIN = 8;
 const MOST_ROWS = 8;
 
@@ -25,7 +26,8 @@ class Timeline {
     const lanes = data.lanes.map((lane) => {
       if (lane.group !== group) top += GROUP;
       const rows = Math.min(lane.rows, MOST_ROWS);
-      const height = rows === 1 ? BAR : Math.max(BAR, rows * THIN);
+      const bar = lane.group === "waits" ? WAIT : BAR;
+      const height = rows === 1 ? bar : Math.max(bar, rows * THIN);
       const placed = { ...lane, first: lane.group !== group, top, height, rows };
       placed.longest = lane.lasted.reduce((most, each) => Math.max(most, each), 0);
       placed.longestIdle = lane.idle.lasted.reduce((most, each) => Math.max(most, each), 0);
@@ -116,9 +118,9 @@ class Timeline {
         draw.fillStyle = this.inks.band;
         draw.fillRect(left, TOP - 8, this.x(ended) - left, this.height - TOP - BOTTOM + 12);
       }
-      if (step % every === 0) {
+      if (step % every === 0 && left >= LEFT - 1) {
         draw.fillStyle = this.inks.soft;
-        draw.fillText(every === 1 && this.x(ended) - left > 60 ? `step ${step}` : `${step}`, Math.max(left, LEFT) + 3, TOP - 17);
+        draw.fillText(every === 1 && this.x(ended) - left > 60 ? `step ${step}` : `${step}`, left + 3, TOP - 17);
       }
     }
   }
@@ -128,7 +130,7 @@ class Timeline {
     const bottom = this.height - BOTTOM + 6;
     draw.font = this.font(11.5);
     draw.textAlign = "center";
-    for (const at of ticks(this.from, this.to, this.width / 130)) {
+    for (const at of moments(this.from, this.to, this.width / 130)) {
       const x = Math.round(this.x(at)) + 0.5;
       draw.strokeStyle = this.inks.line;
       draw.beginPath();
@@ -173,14 +175,14 @@ class Timeline {
       } else draw.fillRect(left, top, width, height);
       const from = Math.max(left, LEFT);
       const room = left + width - from - 12;
-      if (height > 14 && room > 34) this.write(data.names[lane.name[at]], from + 6, top + height / 2, room);
+      if (height > 11 && room > 26) this.write(data.names[lane.name[at]], from + 6, top + height / 2, room);
     }
   }
 
   /** A name in a bar, as much of it as there is room for. */
   write(name, x, y, room) {
     const draw = this.context;
-    const short = name.replace(/^waits for /, "").replace(/^[^.]*\./, "");
+    const short = name.replace(/^[^.]*\./, "");
     const text = [name, short].find((each) => draw.measureText(each).width <= room);
     if (!text) return;
     draw.fillStyle = "#fff";
@@ -196,7 +198,7 @@ class Timeline {
   paintSwaps() {
     const draw = this.context;
     const shown = data.swaps.filter(([at]) => at >= this.from && at <= this.to);
-    if (shown.length > (this.width - LEFT) / 14) return;
+    if (shown.length > (this.width - LEFT) / 30) return;
     draw.strokeStyle = this.inks.sync;
     draw.fillStyle = this.inks.sync;
     draw.font = this.font(10.5);
