@@ -1,0 +1,353 @@
+"""The page and the trace of a run, and where its seconds went."""
+
+import re
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl import cli
+from meshrl.errors import ConfigError
+from meshrl.events import Call, Delivery, Event, Gauge, Span, Step, Swap, Wait
+from meshrl.report.analysis import Idleness, idleness, overlap
+from meshrl.report.content import make_content
+from meshrl.report.intervals import intersect, seconds, seconds_in, subtract, tracks, union
+from meshrl.report.lanes import Bar, merge
+from meshrl.report.page import render
+from meshrl.report.reading import Record, find_run, read_run
+from meshrl.report.trace import make_trace
+
+SUMMARY = b'{"status": "finished", "steps": 2, "wall_s": 9.5, "first_reward": 0.25, "last_reward": 0.75}'
+METRICS = b'{"step":0,"seconds":4.0,"reward":0.25,"loss":0.5}\n{"step":1,"seconds":9.0,"reward":0.75,"loss":null}\n'
+SAMPLES = b'{"step":0,"prompt":"a</script><b>&","completion":"b","answer":"b","reward":1.0}\n'
+
+
+def span(mesh: str, endpoint: str, began: float, ended: float, rank: int = 0, call: int = 0) -> Span:
+    actor = "Sampler" if endpoint in ("generate", "load") else "Policy"
+    return Span(call, mesh, rank, actor, endpoint, began, ended)
+
+
+def synchronous(rollout: float, training: float, swap: float, steps: int = 3) -> list[Event]:
+    """Steps of one script that generates, trains and publishes in turn, on one mesh."""
+    events: list[Event] = []
+    now = 1.0
+    for step in range(steps):
+        began = now
+        for endpoint, length in (("generate", rollout), ("update", training), ("load", swap)):
+            events.append(span("main", endpoint, now, now + length))
+            now += length
+        events.append(Step(step, began, now))
+    return events
+
+
+def a_run() -> list[Event]:
+    """Two steps: the trainer waits for the first batch, then both sides run at once, and the sampler waits."""
+    return [
+        Call(1, "Sampler", "generate", 1, 4, rows=8, tokens=80),
+        Span(1, "rollout", 0, "Sampler", "generate", 1, 4),
+        Wait("trainer", "a batch", "1 of 4 groups are ready", 1, 3),
+        Wait("trainer", "a batch", "3 of 4 groups are ready", 3, 4),
+        Delivery(0, 4, 8, [8], {"stale": 1}),
+        Call(2, "Policy", "update", 4, 6, rows=8, tokens=80),
+        Span(2, "main", 0, "Policy", "update", 4, 6),
+        Span(2, "main", 1, "Policy", "update", 4, 5.5),
+        Call(3, "Sampler", "generate", 4, 5, rows=8),
+        Span(3, "rollout", 0, "Sampler", "generate", 4, 5),
+        Wait("rollout", "capacity", "capacity waits for version 1", 5, 6),
+        Span(4, "rollout", 0, "Sampler", "load", 6, 6.5),
+        Swap(1, 6, 6.1, 6.5, 1000),
+        Step(0, 1, 6.5),
+        Gauge("groups ready", 4, 4),
+        Gauge("groups ready", 4.5, 0),
+        Delivery(1, 6.5, 8, [6, 2]),
+        Span(5, "main", 0, "Policy", "update", 6.5, 9),
+        Span(5, "main", 1, "Policy", "update", 6.5, 9),
+        Step(1, 6.5, 9.5),
+    ]
+
+
+def write(folder: Path, events: Sequence[Event]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "events.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(events))
+    (folder / "metrics.jsonl").write_bytes(METRICS)
+    (folder / "samples.jsonl").write_bytes(SAMPLES)
+    (folder / "summary.json").write_bytes(SUMMARY)
+    (folder / "config.toml").write_text('algorithm = "grpo"\n', "utf-8")
+    return folder
+
+
+def data_of(page: str) -> dict[str, object]:
+    """The data inside a page, as a browser finds it: up to the first thing that ends the element."""
+    (text,) = re.findall(r'<script id="data" type="application/json">(.*?)</script', page, re.DOTALL)
+    return msgspec.json.decode(text, type=dict[str, object])
+
+
+def meshrl(*arguments: str) -> int:
+    try:
+        cli.main(arguments)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+    finally:
+        structlog.reset_defaults()
+    return 0
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of the command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+# --- where the seconds went --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rollout", "training"), [(3, 2), (2, 5)])
+def test_a_synchronous_run_overlaps_nothing(rollout: float, training: float) -> None:
+    found = overlap(synchronous(rollout, training, swap=1))
+    assert found.efficiency == pytest.approx(max(rollout, training) / (rollout + training + 1))
+    for step in found.steps:
+        shares = (step.rollout_alone, step.training_alone, step.sync, step.both, step.other)
+        assert shares == pytest.approx((rollout, training, 1, 0, 0))
+    assert {step.bound for step in found.steps} == {"rollout" if rollout > training else "training"}
+
+
+def test_perfect_overlap_is_one() -> None:
+    events: list[Event] = [Step(step, step, step + 1) for step in range(4)]
+    events += [span("main", "update", step, step + 1) for step in range(4)]
+    events += [span("rollout", "generate", 0.5 * half, 0.5 * half + 0.4) for half in range(8)]
+    found = overlap(events)
+    assert found.efficiency == 1
+    assert (found.total.rollout, found.total.both) == pytest.approx((3.2, 3.2))
+
+
+def test_steps_before_the_first_do_not_count() -> None:
+    found = overlap(a_run(), first=1)
+    assert found.numbers == [1]
+    assert found.efficiency == pytest.approx(2.5 / 3)
+
+
+def test_what_bounded_each_step() -> None:
+    first, second = overlap(a_run()).steps
+    assert (first.rollout, first.training, first.both) == (4, 2, 1)
+    assert (first.rollout_alone, first.training_alone, first.sync, first.other) == (3, 1, 0.5, 0)
+    assert (second.training_alone, second.other) == (2.5, 0.5)
+    assert (first.bound, second.bound) == ("rollout", "training")
+
+
+def test_weights_on_their_way_delay_nobody_while_the_trainer_waits_for_rollouts() -> None:
+    events: list[Event] = [span("rollout", "generate", 0, 4), span("rollout", "load", 1, 3), Step(0, 0, 4)]
+    assert overlap(events).total.sync == 2
+    waiting = overlap([*events, Wait("trainer", "a batch", "", 0, 4)]).total
+    assert (waiting.sync, waiting.rollout_alone) == (0, 4)
+
+
+def test_a_run_without_steps_or_ranks_is_one_step_of_its_calls() -> None:
+    found = overlap([Call(1, "Sampler", "generate", 1, 3), Call(2, "Policy", "update", 3, 4)])
+    assert (found.numbers, found.total.rollout, found.total.seconds) == ([0], 2, 3)
+    assert overlap([]).efficiency == 1
+
+
+def test_why_each_rank_was_idle() -> None:
+    def told(each: Idleness) -> list[tuple[str, float]]:
+        return [(reason.why, reason.seconds) for reason in each.reasons]
+
+    policy, other, sampler = idleness(a_run())
+    own = "between calls: the script's own work"
+    assert told(policy) == [
+        ("trainer waits for a batch", 3),
+        ("new weights are on their way to a sampler", 0.5),
+        (own, 0.5),
+    ]
+    assert policy.reasons[0].blocked == "1 of 4 groups are ready"
+    assert (policy.busy, policy.idle) == (4.5, 4)
+    assert ("other ranks of main still run Policy.update", 0.5) in told(other)
+    assert told(sampler) == [("Policy.update runs on main", 2.5), ("rollout waits for capacity", 1), (own, 0.5)]
+    for each in (policy, other, sampler):
+        assert each.idle == pytest.approx(sum(reason.seconds for reason in each.reasons))
+        assert each.busy + each.idle == pytest.approx(8.5)
+
+
+moments = st.integers(0, 30)
+pairs = st.lists(st.tuples(moments, moments), max_size=12)
+
+
+@given(pairs, pairs, st.lists(moments, min_size=2, max_size=6))
+def test_sets_of_moments(some: list[tuple[int, int]], more: list[tuple[int, int]], cuts: list[int]) -> None:
+    def covered(given: list[tuple[int, int]]) -> set[int]:
+        return {second for began, ended in given for second in range(began, ended)}
+
+    one, other = union(some), union(more)
+    assert seconds(one) == len(covered(some))
+    assert seconds(intersect(one, other)) == len(covered(some) & covered(more))
+    assert seconds(subtract(one, other)) == len(covered(some) - covered(more))
+    windows = np.array(list(pairwise(sorted(cuts))), np.float64)
+    expected = [len(covered(some) & set(range(*window))) for window in pairwise(sorted(cuts))]
+    assert seconds_in(one, windows).tolist() == pytest.approx(expected)
+
+
+@given(pairs)
+def test_spans_of_one_row_do_not_overlap(some: list[tuple[int, int]]) -> None:
+    spans = sorted(pair for pair in some if pair[0] < pair[1])
+    rows = tracks([began for began, _ in spans], [ended for _, ended in spans])
+    for row in set(rows):
+        own = [span for span, each in zip(spans, rows, strict=True) if each == row]
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
+    most = max((sum(began <= at < ended for began, ended in spans) for at in range(31)), default=0)
+    assert len(set(rows)) == most
+
+
+# --- the page ----------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file_with_all_inside(tmp_path: Path) -> None:
+    page = render(read_run(write(tmp_path / "mine", a_run())))
+    assert not re.search(r"""https?:(?!//www\.w3\.org/2000/svg)|\ssrc=|<link|@import|url\(""", page)
+    data = data_of(page)
+    assert (data["name"], data["status"], data["efficiency"]) == ("mine", "finished", pytest.approx(4.5 / 8.5))
+    lanes = cast("list[dict[str, object]]", data["lanes"])
+    assert [(lane["group"], lane["label"]) for lane in lanes] == [
+        ("waits", "script"),
+        ("waits", "stream"),
+        ("main", "rank 0"),
+        ("main", "rank 1"),
+        ("rollout", "rank 0"),
+    ]
+    assert cast("list[dict[str, object]]", data["samples"])[0]["prompt"] == "a</script><b>&"
+    assert (data["staleness"], data["dropped"]) == ([14, 2], {"stale": 1})
+    assert data["config"] == 'algorithm = "grpo"\n'
+
+
+def test_a_killed_run_shows_what_there_is(tmp_path: Path) -> None:
+    folder = write(tmp_path / "killed", a_run())
+    (folder / "summary.json").unlink()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-7])
+    content = make_content(read_run(folder))
+    assert content.status == "not ended"
+    assert (content.summary["steps"], content.summary["first_reward"]) == (1, 0.25)
+    assert [step for step, _, _ in content.steps] == [0]
+    assert "1 of the 20 lines of events.jsonl cannot be read, and are left out." in content.notes
+
+
+def test_a_run_without_events_has_its_curves(tmp_path: Path) -> None:
+    folder = write(tmp_path / "old", [])
+    (folder / "events.jsonl").unlink()
+    content = make_content(read_run(folder))
+    assert content.lanes == []
+    assert content.total is None
+    assert [curve.name for curve in content.curves] == ["reward", "loss"]
+    assert content.curves[1].y == [0.5, None]
+    assert "There is no events.jsonl." in content.notes
+    assert data_of(render(Record(tmp_path)))["curves"] == []
+
+
+def test_a_large_run_makes_a_small_page() -> None:
+    events: list[Event] = []
+    for step in range(3000):
+        events += [span("main", "update", step + part / 20, step + part / 20 + 0.04) for part in range(20)]
+        events += [Gauge("groups ready", step, step % 5), Step(step, step, step + 1)]
+    lines: list[dict[str, object]] = [{"step": step, "reward": 0.5} for step in range(3000)]
+    samples: list[dict[str, object]] = [{"step": step, "prompt": "x" * 10_000} for step in range(1000)]
+    record = Record(Path("large"), {}, lines, samples, events)
+    content = make_content(record)
+    (lane,) = content.lanes
+    assert sum(lane.count) == 60_000
+    assert len(lane.began) <= 20_000
+    assert len(content.notes) == 4
+    assert content.curves[0].y == pytest.approx([0.5] * 1000)
+    assert content.gauges[0].y == pytest.approx([2] * len(content.gauges[0].y), abs=1)
+    assert len(render(record)) < 3_000_000
+
+
+@given(pairs)
+def test_bars_drawn_together_lose_no_span(some: list[tuple[int, int]]) -> None:
+    bars = [Bar(began, ended, "a", rows=1) for began, ended in sorted(some) if began <= ended]
+    merged = merge(bars, 4.0)
+    assert sum(bar.count for bar in merged) == sum(bar.rows for bar in merged) == len(bars)
+    assert [bar for bar in merged if bar.ended - bar.began >= 4 and bar.count == 1] == [
+        bar for bar in bars if bar.ended - bar.began >= 4
+    ]
+
+
+# --- the trace ---------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_a_process_a_mesh_and_a_thread_a_rank() -> None:
+    entries = cast("list[dict[str, object]]", make_trace(a_run())["traceEvents"])
+    names = {
+        (entry["name"], entry["pid"], entry["tid"]): cast("dict[str, object]", entry["args"])["name"]
+        for entry in entries
+        if entry["name"] in ("process_name", "thread_name")
+    }
+    assert [name for (kind, _, _), name in names.items() if kind == "process_name"] == [
+        "controller",
+        "mesh main",
+        "mesh rollout",
+    ]
+    updates = [entry for entry in entries if entry["name"] == "Policy.update" and entry["pid"] == 1]
+    assert [names["thread_name", entry["pid"], entry["tid"]] for entry in updates] == ["rank 0"] * 2 + ["rank 1"] * 2
+    assert (updates[0]["ph"], updates[0]["ts"], updates[0]["dur"]) == ("X", 4e6, 2e6)
+    assert updates[0]["args"] == {"rows": 8, "tokens": 80}
+    kinds = [(entry["ph"], entry["name"]) for entry in entries if entry["ph"] in ("C", "i")]
+    assert kinds == [
+        ("i", "batch 0"),
+        ("i", "weights of version 1"),
+        ("C", "groups ready"),
+        ("C", "groups ready"),
+        ("i", "batch 1"),
+    ]
+
+
+def test_concurrent_calls_of_a_rank_stand_in_threads_of_their_own() -> None:
+    events = [span("rollout", "generate", 0, 3), span("rollout", "generate", 1, 4), span("rollout", "generate", 3, 5)]
+    entries = cast("list[dict[str, object]]", make_trace(events)["traceEvents"])
+    assert [entry["tid"] for entry in entries if entry["ph"] == "X"] == [0, 1, 0]
+
+
+# --- the commands ------------------------------------------------------------------------------------
+
+
+def test_report_and_trace_write_into_the_runs_folder(place: Path) -> None:
+    folder = write(place / "runs" / "mine", a_run())
+    assert meshrl("report", "mine") == 0
+    assert data_of((folder / "report.html").read_text("utf-8"))["name"] == "mine"
+    assert meshrl("trace", "runs/mine", "--out", "mine.json") == 0
+    assert b"traceEvents" in (place / "mine.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("report", "mnie"), "mnie: no such run; did you mean mine?"),
+        (("report", "something"), "something: no such run; runs/ has empty, mine"),
+        (("report", "empty"), "runs/empty is not the folder of a run: it has none of config.toml, metrics.jsonl"),
+        (("trace", "mine"), "runs/mine: there is nothing to trace: There is no events.jsonl."),
+        (("report", "mine", "--out", "no/where.html"), "no/where.html: cannot be written: No such file or directory"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: Sequence[str],
+    said: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (write(place / "runs" / "mine", []) / "events.jsonl").unlink()
+    (place / "runs" / "empty").mkdir()
+    assert meshrl(*arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("place")
+def test_a_place_without_runs() -> None:
+    with pytest.raises(ConfigError, match="there are no runs under"):
+        find_run("mine")
