@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Never, Self, TypeAlias
+from typing import Final, Never, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,6 +32,9 @@ from meshrl.weights import Weights
 
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 Keep: TypeAlias = Callable[[Batch], ArrayLike]
+
+_MOST_UNWANTED: Final = 100
+"""Batches of groups that `keep` may drop between two batches."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
     source = Prompts(prompts)
-    return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
+    return Rollouts(
+        _Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late)
+    )
 
 
 class Rollouts:
@@ -94,6 +99,8 @@ class Rollouts:
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._told = ledger.dropped.copy()
+        self._unwanted = 0
+        """Groups that `keep` dropped since the last batch."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -162,6 +169,7 @@ class Rollouts:
 
     def _deliver(self, labels: list[int]) -> Batch:
         self._script.note("deliver", groups=labels)
+        self._unwanted = 0
         batch = self._assembly.batch(labels)
         self._assembly.forget(labels)
         numbers, which = np.unique(batch.row("oldest_version"), return_inverse=True)
@@ -223,6 +231,12 @@ class Rollouts:
             self.ledger.finish(label, complete[label])
         self.ledger.drop(unwanted, "filtered")
         self._assembly.forget(unwanted)
+        self._unwanted += len(unwanted)
+        if self._unwanted > _MOST_UNWANTED * self.ledger.size:
+            raise DataError(
+                f"`keep` dropped {self._unwanted} groups since the last batch, which needs {self.ledger.size}: what it "
+                "keeps does not come any more. Stop there, or take prompts that are neither solved nor hopeless"
+            )
 
     async def _filtered(self, labels: list[int]) -> set[int]:
         """Which of these complete groups `keep` does not want."""

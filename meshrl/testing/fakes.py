@@ -33,6 +33,7 @@ from meshrl.roles import (
 from meshrl.weights import Weights
 
 _SKILL = "skill"
+_TOKENS = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 
 
 class FakePolicy(Policy):
@@ -115,6 +116,8 @@ class FakeSampler(Sampler):
         async with self._calls.begin() as call:
             while waiting and await call.step():
                 index = waiting.pop()
+                if not waiting:
+                    call.end()
                 yield self._finished(rows.select([index]), index, answers[index], sampling)
         if waiting:
             yield self._aborted(rows.select(waiting))
@@ -135,14 +138,15 @@ class FakeSampler(Sampler):
 
     def _finished(self, row: Batch, index: int, answer: str, sampling: Sampling) -> Batch:
         completion = self._complete(row, index, answer, sampling)[: sampling.max_tokens]
-        row = _encoded(row.assign(completion=[completion]), [completion])
+        row = _encoded(_anew(row).assign(completion=[completion]), [completion])
         return self._described(row, aborted=False)
 
     def _aborted(self, rows: Batch) -> Batch:
         prompts = cast("tuple[str, ...]", rows.objects("prompt"))
         tokens = Ragged.of([list(map(ord, prompt)) for prompt in prompts], np.int32)
         nothing = Ragged(np.zeros(len(tokens.values), np.bool_), tokens.offsets)
-        return self._described(rows.assign(completion=[""] * len(rows), tokens=tokens, loss_mask=nothing), aborted=True)
+        rows = _anew(rows).assign(completion=[""] * len(rows), tokens=tokens, loss_mask=nothing)
+        return self._described(rows, aborted=True)
 
     def _described(self, rows: Batch, aborted: bool) -> Batch:
         mask = rows.loss_mask
@@ -191,9 +195,14 @@ def _encoded(batch: Batch, completions: tuple[str, ...] | list[str]) -> Batch:
 
 def _ended(rows: Batch) -> NDArray[np.bool_]:
     """Which rows have a completion already, as those of a sampler have, bool[rows]."""
-    if not all(name in rows for name in ("tokens", "loss_mask", "sampler_logprobs", "versions")):
+    if not all(name in rows for name in _TOKENS):
         return np.zeros(len(rows), np.bool_)
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
+
+
+def _anew(rows: Batch) -> Batch:
+    """The rows without the tokens that they had."""
+    return rows.drop(*(name for name in _TOKENS if name in rows))
 
 
 def _zeros(batch: Batch) -> Ragged:

@@ -1,0 +1,263 @@
+"""A stream of rollouts, as an algorithm sees it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    DataError,
+    LocalEngine,
+    Mesh,
+    Policy,
+    PolicyConfig,
+    Resources,
+    RewardConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    has_signal,
+    publish,
+    rollout,
+    rollouts,
+)
+from meshrl.generation import Swap
+from meshrl.schedule import Schedule, schedule
+from meshrl.testing import FakePolicy, FakeReward, FakeSampler
+from meshrl.testing.clock import Deadlock, simulate
+from meshrl.testing.latency import Lognormal, crashing, delayed
+
+SAMPLING = Sampling(n=3)
+POLICY = PolicyConfig(model="none")
+SAMPLER = SamplerConfig(model="none")
+
+
+def prompts(size: int) -> Iterator[Batch]:
+    first = 0
+    while True:
+        numbers = np.arange(first, first + size)
+        yield Batch.of(
+            prompt=[f"{number}>" for number in numbers], answer=["x" * (number % 5 + 1) for number in numbers]
+        ).assign(groups=numbers)
+        first += size
+
+
+async def train(policy: Policy, batch: Batch) -> None:
+    await policy.update(batch.assign(advantages=batch.rewards - 0.5), ClippedLoss())
+
+
+async def streamed(steps: int, size: int = 4, sampler: Sampler | None = None, **chosen: object) -> list[Batch]:
+    """The batches of so many steps."""
+    policy, sampler = FakePolicy(POLICY), sampler or FakeSampler(SAMPLER)
+    reward = FakeReward(RewardConfig())
+    batches: list[Batch] = []
+    await publish(policy, sampler)
+    stream = rollouts(sampler, prompts(size), SAMPLING, score=reward.score, **chosen)  # type: ignore[arg-type]
+    async with stream:
+        for _ in range(steps):
+            batches.append(await anext(stream))
+            await train(policy, batches[-1])
+            await publish(policy, stream)
+    return batches
+
+
+def same(one: Batch, other: Batch) -> bool:
+    """Whether all columns have the same bits."""
+    return one.names == other.names and one.to_wire() == other.to_wire()
+
+
+def groups(batches: list[Batch]) -> list[int]:
+    return [label for batch in batches for label in dict.fromkeys(batch.groups.tolist())]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_with_ahead_0_a_batch_is_that_of_the_plain_loop(ranks: int) -> None:
+    async def spawned() -> tuple[LocalEngine, Sampler]:
+        engine = LocalEngine(inline_bytes=64)
+        mesh = await Mesh.reserve(engine, ranks, Resources(cpus=1))
+        return engine, await mesh.spawn(FakeSampler, SAMPLER)
+
+    engine, sampler = await spawned()
+    stream = [await batch.load() for batch in await streamed(4, sampler=sampler)]
+    await engine.close()
+
+    engine, sampler = await spawned()
+    policy, reward, drawn = FakePolicy(POLICY), FakeReward(RewardConfig()), prompts(4)
+    await publish(policy, sampler)
+    for batch in stream:
+        plain = await (await reward.score(await rollout(sampler, next(drawn), SAMPLING))).load()
+        await train(policy, plain)
+        await publish(policy, sampler)
+        assert same(plain.drop("aborted"), batch.drop("staleness"))
+    await engine.close()
+
+
+async def test_every_prompt_is_delivered_once_with_its_whole_group_and_the_last_batch_may_be_smaller() -> None:
+    policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
+    reward = FakeReward(RewardConfig())
+    few = [*islice(prompts(4), 3), next(prompts(100)).select([98, 99])]
+    async with rollouts(sampler, iter(few), SAMPLING, ahead=2, score=reward.score) as stream:
+        batches = []
+        async for batch in stream:
+            assert batch.groups.tolist() == np.repeat(batch.groups[::3], 3).tolist()
+            batches.append(batch)
+            await train(policy, batch)
+            await publish(policy, stream)
+    assert sorted(groups(batches)) == [*range(12), 98, 99]
+    assert [len(batch) for batch in batches] == [12, 12, 12, 6]
+
+
+@pytest.mark.parametrize("ahead", [1, 4])
+@pytest.mark.parametrize("late", ["wait", "drop"])
+@pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
+def test_no_row_is_staler_than_the_bound(ahead: int, late: str, swap: str) -> None:
+    slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0))(SAMPLER)
+    batches = simulate(lambda: streamed(12, ahead=ahead, late=late, swap=swap, sampler=slow))
+    for step, batch in enumerate(batches):
+        assert (step - batch.row("oldest_version") == batch.row("staleness")).all()
+        assert 0 <= batch.row("staleness").min() <= batch.row("staleness").max() <= ahead
+    assert any(batch.row("staleness").any() for batch in batches)
+    assert len(set(groups(batches))) == 12 * 4
+    if late == "wait":
+        assert set(groups(batches)) >= set(range(8 * 4))
+
+
+def test_rollouts_go_on_while_the_policy_trains() -> None:
+    def took(ahead: int) -> float:
+        async def script() -> float:
+            loop = asyncio.get_running_loop()
+            policy = delayed(FakePolicy, update=3.0)(POLICY)
+            sampler = delayed(FakeSampler, generate=0.25)(SAMPLER)
+            reward = FakeReward(RewardConfig())
+            await publish(policy, sampler)
+            async with rollouts(sampler, prompts(4), SAMPLING, ahead=ahead, score=reward.score) as stream:
+                for step in range(12):
+                    if step == 2:
+                        began = loop.time()
+                    await train(policy, await anext(stream))
+                    await publish(policy, stream)
+                return loop.time() - began
+
+        return simulate(script)
+
+    assert took(0) == pytest.approx(10 * (12 * 0.25 + 3))
+    assert took(1) == pytest.approx(10 * 3, rel=0.1)
+
+
+def test_groups_that_keep_does_not_want_are_replaced() -> None:
+    def keep(batch: Batch) -> object:
+        assert (np.bincount(batch.groups)[np.unique(batch.groups)] == 3).all()
+        return batch.groups % 3 != 0
+
+    for ahead in (0, 2):
+        batches = asyncio.run(streamed(5, ahead=ahead, keep=keep))
+        assert all(len(batch) == 12 for batch in batches)
+        assert not any(label % 3 == 0 for label in groups(batches))
+
+
+def test_a_filter_that_keeps_nothing_ends_in_an_error() -> None:
+    with pytest.raises(DataError, match="`keep` dropped 40[0-9] groups since the last batch, which needs 4"):
+        simulate(lambda: streamed(1, keep=lambda batch: np.zeros(len(batch))))
+
+
+def test_a_group_has_a_signal_where_its_rewards_differ() -> None:
+    batch = Batch.of(groups=np.array([7, 3, 7, 3, 5]), rewards=np.array([0, 1, 1, 1, 0], np.float32))
+    assert has_signal(batch).tolist() == [True, False, True, False, False]
+    assert has_signal(batch.select([])).tolist() == []
+
+
+@pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
+def test_what_publishing_does_to_rollouts_that_run(swap: Swap) -> None:
+    slow = delayed(FakeSampler, generate=1.0)(SAMPLER)
+    whole = Batch.concat(simulate(lambda: streamed(8, ahead=2, swap=swap, sampler=slow)))
+    per_call = [set(whole.select(whole.groups // 4 == call).row("oldest_version").tolist()) for call in range(5)]
+    if swap == "drain":
+        assert all(len(versions) == 1 for versions in per_call)
+    else:
+        assert any(len(versions) > 1 for versions in per_call)
+
+
+def test_rollouts_that_a_failing_sampler_lost_are_drawn_again() -> None:
+    poor = crashing(delayed(FakeSampler, generate=Lognormal(1.0, 1.0)), generate=[5, 30, 31])(SAMPLER)
+    batches = simulate(lambda: streamed(8, ahead=2, sampler=poor, retries=3))
+    assert set(groups(batches)) >= set(range(6 * 4))
+    poor = crashing(FakeSampler, generate=[5, 30])(SAMPLER)
+    with pytest.raises(Exception, match="told to crash at its value 30"):
+        simulate(lambda: streamed(8, ahead=2, sampler=poor, retries=1))
+
+
+def test_what_a_reward_raises_reaches_the_script() -> None:
+    async def script() -> None:
+        reward = crashing(FakeReward, score=[2])(RewardConfig())
+        sampler = FakeSampler(SAMPLER)
+        async with rollouts(sampler, prompts(2), SAMPLING, ahead=1, score=reward.score) as stream:
+            await anext(stream)
+
+    with pytest.raises(Exception, match="FakeReward.score was told to crash"):
+        simulate(script)
+
+
+def test_who_publishes_to_the_sampler_instead_of_the_stream_is_told_who_waits_for_whom() -> None:
+    async def script() -> None:
+        policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
+        async with rollouts(sampler, prompts(2), SAMPLING, ahead=1) as stream:
+            async for batch in stream:
+                await policy.update(batch, ClippedLoss(kl=0))
+                await publish(policy, sampler)
+
+    with pytest.raises(Exception) as caught:
+        simulate(script)
+    print(caught.value)
+
+
+class Forgetful(FakeSampler):
+    """Ends before it has finished."""
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        rows = [row async for row in super().generate(prompts, sampling)]
+        for row in rows[1:]:
+            yield row
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: streamed(1, ahead=-1), "ahead = -1"),
+        (lambda: streamed(1, sampler=Forgetful(SAMPLER)), "ended 1 rollouts short of 4 prompts x 3"),
+    ],
+)
+def test_mistakes_are_told(wrong: Callable[[], object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        simulate(wrong)  # type: ignore[arg-type]
+
+
+def test_prompts_without_groups_are_refused() -> None:
+    with pytest.raises(DataError, match="needs prompts with `groups`"):
+        rollouts(FakeSampler(SAMPLER), (batch.drop("groups") for batch in prompts(2)), SAMPLING)
+
+
+@pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
+def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: Swap) -> None:
+    def run(name: str, seed: int, replayed: str | None = None) -> list[Batch]:
+        slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)(SAMPLER)
+
+        async def script() -> list[Batch]:
+            (tmp_path / name).mkdir()
+            kept = Schedule(tmp_path / name, tmp_path / replayed if replayed else None)
+            schedule.set(kept)
+            batches = await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=slow)
+            kept.close()
+            return batches
+
+        return simulate(script, seed=seed)
+
+    first, other, again = run("first", 1), run("other", 2), run("again", 3, replayed="first")
+    assert all(map(same, first, again))
+    assert not all(map(same, first, other))
+    lines = (tmp_path / "first" / "schedule.jsonl").read_bytes().splitlines()
+    assert (tmp_path / "again" / "schedule.jsonl").read_bytes().splitlines()[: len(lines)] == lines
