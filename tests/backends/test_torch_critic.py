@@ -123,9 +123,7 @@ async def test_update_is_the_gradient_of_the_global_batch() -> None:
 async def test_a_critic_learns_what_returns_there_are(dtype: str) -> None:
     made, batch = critic(seed=None, dtype=dtype, optimizer=OptimizerConfig(lr=1e-2)), rollouts()
     batch = await made.advantages(batch, Gae(decay=1))
-    before = await made.update(batch, ValueLoss())
-    for _ in range(60):
-        after = await made.update(batch, ValueLoss())
+    before, *_, after = [await made.update(batch, ValueLoss()) for _ in range(60)]
     assert after["loss"] < before["loss"] / 3
     assert explained_variance(before) == pytest.approx(0)
     assert explained_variance(after) > 0.6
