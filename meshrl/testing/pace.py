@@ -1,0 +1,177 @@
+"""How long the calls of a simulated run take: as those of a recorded run did, or as somebody guesses."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Self, TypeAlias
+
+import numpy as np
+
+from meshrl.errors import DataError
+from meshrl.events import Call, Delivery, Event, Span, Step, Wait
+from meshrl.report.intervals import Intervals, seconds_in, subtract, union
+
+ROLES = ("Policy", "Reference", "Critic", "Sampler", "Reward")
+"""The roles that are simulated. What a recorded call belongs to is told by the end of its actor's class name."""
+
+Endpoint: TypeAlias = tuple[str, str]
+"""Role and endpoint."""
+
+_OPTIONAL = frozenset({"save", "abort", "replay", "encode"})
+"""Endpoints that take no time where the record has none of them."""
+_SCRIPT = frozenset({"trainer", "publish"})
+"""Who waits in the script, of those that a stream names."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a recorded call cost."""
+
+    seconds: Sequence[float]
+    """Of each rank, if it had worked on this alone."""
+    rows: float | None = None
+    """Rows a rank; None: it takes as long for any number."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the calls of each endpoint cost, and what each step costs beside them, in seconds."""
+
+    works: Mapping[Endpoint, Sequence[Work]]
+    own: float = 0.0
+    """The script's own work in a step: between its calls, on the way to the ranks and back, the recorder's."""
+    latency: float = 0.0
+    """From the end of a call of `generate` to the script's batch, in which no rank works."""
+    strict: bool = False
+    """Whether an endpoint that is not there is a mistake; else it takes no time."""
+
+    @classmethod
+    def guessed(cls, rollout: float, train: float, rows: int | None) -> Self:
+        """`generate` takes `rollout` and `Policy.update` takes `train` seconds for so many rows a rank."""
+        return cls({("Sampler", "generate"): [Work([rollout], rows)], ("Policy", "update"): [Work([train], rows)]})
+
+    @classmethod
+    def recorded(cls, events: Iterable[Event], n: int, first: int = 0) -> Self:
+        """What the calls of a run cost, of those within its steps from `first` on where there are any.
+
+        `n`: completions a prompt. DataError where the run has fewer than two such steps.
+        """
+        events = list(events)
+        windows = step_windows(events, first)
+        within = union(windows)
+        calls = {each.id: each for each in events if isinstance(each, Call) and each.error is None}
+        spans = [each for each in events if isinstance(each, Span) and each.call in calls]
+        costs = _costs(spans)
+        costs_of: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for span, cost in zip(spans, costs, strict=True):
+            costs_of[span.call].append((span.rank, cost))
+        everywhere: dict[Endpoint, list[Work]] = defaultdict(list)
+        inside: dict[Endpoint, list[Work]] = defaultdict(list)
+        for number, parts in costs_of.items():
+            call = calls[number]
+            role = next((role for role in ROLES if call.actor.endswith(role)), None)
+            if role is None:
+                continue
+            rows = None if call.rows is None else call.rows * (n if call.endpoint == "generate" else 1) / len(parts)
+            work = Work([cost for _, cost in sorted(parts)], rows)
+            everywhere[role, call.endpoint].append(work)
+            if within[0, 0] <= call.began <= within[-1, 1]:
+                inside[role, call.endpoint].append(work)
+        own, latency = _gaps(events, spans, windows)
+        return cls(everywhere | inside, own, latency, strict=True)
+
+    def works_of(self, role: str, endpoint: str) -> Sequence[Work]:
+        """What an endpoint's calls cost; DataError where the record should have one and does not."""
+        found = self.works.get((role, endpoint), ())
+        if not found and self.strict and endpoint not in _OPTIONAL:
+            has = ", ".join(sorted(f"{role}.{name}" for role, name in self.works)) or "none at all"
+            raise DataError(
+                f"the recorded run has no call of {role}.{endpoint}; it has calls of {has}: record a run of this "
+                "configuration, or leave --from out and give --rollout and --train"
+            )
+        return found
+
+
+class Draws:
+    """The seconds of one endpoint's calls on one rank: drawn from its works in an order that the seed decides.
+
+    Every rank with the same seed draws the same calls, as long as all get the same ones: recorded ranks that waited for
+    each other do so again.
+    """
+
+    def __init__(self, works: Sequence[Work], rank: int, seed: str) -> None:
+        self._rank = rank
+        self._random = Random(seed)
+        self._by_rows: dict[float | None, list[Work]] = defaultdict(list)
+        for work in works:
+            self._by_rows[work.rows or None].append(work)
+        self._nearest: dict[int, list[Work]] = {}
+
+    def next(self, rows: int | None) -> float:
+        """Seconds for a call with so many rows: of a recorded one with about as many, in proportion."""
+        if not self._by_rows or rows == 0:
+            return 0.0
+        some = self._choose(rows)
+        work = some[int(self._random.random() * len(some))]
+        seconds = work.seconds[self._rank % len(work.seconds)]
+        return seconds * rows / work.rows if rows and work.rows else seconds
+
+    def _choose(self, rows: int | None) -> list[Work]:
+        key = rows or 0
+        if key not in self._nearest:
+            sizes = [size for size in self._by_rows if size is not None]
+            if rows is None or not sizes:
+                self._nearest[key] = [work for some in self._by_rows.values() for work in some]
+            else:
+                self._nearest[key] = self._by_rows[min(sizes, key=lambda size: abs(math.log(size / rows)))]
+        return self._nearest[key]
+
+
+def step_windows(events: Iterable[Event], first: int = 0) -> Intervals:
+    """From each step's beginning to the next one's, float64[steps, 2]: without the first ones, and without the last.
+
+    DataError where none is left.
+    """
+    began = sorted(each.began for each in events if isinstance(each, Step))[first:]
+    if len(began) < 2:
+        raise DataError(
+            f"the run has {len(began) + first} steps, and its first {first}, in which its pipeline fills, and its last "
+            "do not count: record a longer one"
+        )
+    return np.stack([began[:-1], began[1:]], axis=1)
+
+
+def _costs(spans: Sequence[Span]) -> list[float]:
+    """The seconds of each span, if it had had its rank for itself: k calls at a time go on at 1/k of the speed."""
+    costs = [0.0] * len(spans)
+    of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index, span in enumerate(spans):
+        of_rank[span.mesh, span.rank].append(index)
+    for indices in of_rank.values():
+        ends = np.array([(spans[index].began, spans[index].ended) for index in indices])
+        times, which = np.unique(ends, return_inverse=True)
+        which = which.reshape(ends.shape)
+        changes = np.zeros(len(times))
+        np.add.at(changes, which[:, 0], 1.0)
+        np.add.at(changes, which[:, 1], -1.0)
+        running = np.round(np.cumsum(changes))[:-1]
+        share = np.divide(np.diff(times), running, out=np.zeros(len(running)), where=running > 0)
+        served = np.append(0.0, np.cumsum(share))
+        for index, cost in zip(indices, (served[which[:, 1]] - served[which[:, 0]]).tolist(), strict=True):
+            costs[index] = cost
+    return costs
+
+
+def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) -> tuple[float, float]:
+    """Medians over the steps: when the script neither waited nor had a call run, and when it waited and nothing ran."""
+    waits = union([(each.began, each.ended) for each in events if isinstance(each, Wait) and each.who in _SCRIPT])
+    everything = union([(span.began, span.ended) for span in spans])
+    streams = any(isinstance(each, Delivery) for each in events)
+    # Without a stream the script itself waits for `generate`.
+    called = [(span.began, span.ended) for span in spans if not (streams and span.endpoint == "generate")]
+    busy = union([*called, *map(tuple, waits.tolist())])
+    own = windows[:, 1] - windows[:, 0] - seconds_in(busy, windows)
+    latency = seconds_in(subtract(waits, everything), windows)
+    return float(np.median(own)), float(np.median(latency))

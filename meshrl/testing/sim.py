@@ -1,0 +1,351 @@
+"""The backend `sim`: roles that compute nothing and take, in virtual time, as long as real ones would.
+
+They keep the roles' promises about columns and versions. `meshrl simulate` puts them in the place of a configuration's
+backends; they run on a `SimEngine` alone.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, Self, cast
+
+import numpy as np
+
+from meshrl.actor import Rank, current_rank
+from meshrl.advantages import Gae
+from meshrl.calls import Calls
+from meshrl.data import Batch
+from meshrl.engine import Resources, Slot
+from meshrl.engines.local import LocalEngine
+from meshrl.engines.threads import LocalMember, LocalSlot
+from meshrl.errors import ConfigError
+from meshrl.losses import Loss
+from meshrl.metrics import Metrics
+from meshrl.ragged import Ragged, Source
+from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
+from meshrl.testing.pace import Draws, Pace
+from meshrl.weights import Weights
+
+ROLES = {name: f"meshrl.testing.sim:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")}
+"""What the backend `sim` offers to the registry."""
+
+_NAMES = ("loss", "lr", "grad_norm", "ratio", "kl", "clip_fraction", "sampler_ratio", "sampler_kl")
+"""What updates tell, as zeros."""
+
+
+class Job:
+    """Work that a rank has been given."""
+
+    def __init__(self, seconds: float, ends: float) -> None:
+        self.seconds = seconds
+        self.ends = ends
+        """In seconds of each job's own share of the rank."""
+        self.left: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """At the end, the share of the work that was not done: 0 unless it was stopped."""
+
+
+class Processor:
+    """A rank's time, shared equally by the jobs that run at once: each of k goes on at 1/k of the speed."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[float, int, Job]] = []
+        self._numbers = itertools.count()
+        self._served = 0.0
+        """Seconds that a job would have got that had always been there."""
+        self._seen = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float) -> Job:
+        """Begin a job that takes so long alone."""
+        self._go_on()
+        job = Job(seconds, self._served + seconds)
+        heapq.heappush(self._jobs, (job.ends, next(self._numbers), job))
+        self._arm()
+        return job
+
+    def stop(self, job: Job) -> None:
+        """Leave the rest of a job undone; nothing for one that has ended."""
+        if job.left.done():
+            return
+        self._go_on()
+        self._jobs = [each for each in self._jobs if each[-1] is not job]
+        heapq.heapify(self._jobs)
+        job.left.set_result(max(0.0, job.ends - self._served) / job.seconds)
+        self._arm()
+
+    async def work(self, seconds: float) -> None:
+        """Run a job to its end."""
+        if seconds <= 0:
+            return
+        job = self.start(seconds)
+        try:
+            await job.left
+        finally:
+            self.stop(job)
+
+    def _go_on(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._jobs:
+            self._served += (now - self._seen) / len(self._jobs)
+        self._seen = now
+
+    def _arm(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if self._jobs:
+            due = self._seen + max(0.0, self._jobs[0][0] - self._served) * len(self._jobs)
+            self._timer = asyncio.get_running_loop().call_at(due, self._end)
+
+    def _end(self) -> None:
+        self._go_on()
+        self._served = max(self._served, self._jobs[0][0])  # it is due, whatever rounding says
+        while self._jobs and self._jobs[0][0] <= self._served:
+            job = heapq.heappop(self._jobs)[-1]
+            if not job.left.done():
+                job.left.set_result(0.0)
+        self._arm()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What tells a simulated role how long its calls take."""
+
+    pace: Pace
+    seed: int
+    processors: Sequence[Processor]
+    """One for each rank of its mesh, shared by the roles on it."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class SimEngine(LocalEngine):
+    """The local engine, where every rank is without a core and each slot has a `Processor`."""
+
+    def __init__(self, pace: Pace, seed: int = 0) -> None:
+        super().__init__()
+        self._pace = pace
+        self._seed = seed
+        self._processors: dict[LocalSlot, Processor] = {}
+
+    async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
+        """Places for `count` ranks, whatever they ask for."""
+        slots = await super().reserve(count, Resources(cpus=0))
+        self._processors.update((slot, Processor()) for slot in slots)
+        return slots
+
+    async def start(
+        self,
+        slots: Sequence[Slot],
+        ranks: Sequence[Rank],
+        create: type,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> Sequence[LocalMember]:
+        """Construct the actors; simulated roles are told how long their calls take."""
+        if issubclass(create, SimRole):
+            processors = [self._processors[slot] for slot in cast("Sequence[LocalSlot]", slots)]
+            keywords = {**keywords, "timing": Timing(self._pace, self._seed, processors)}
+        return await super().start(slots, ranks, create, arguments, keywords)
+
+
+class SimRole:
+    """What the simulated roles share. Their time is told by `timing`, which a `SimEngine` adds."""
+
+    role: ClassVar[str]
+
+    def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
+        if timing is None:
+            raise ConfigError(
+                "backend = 'sim' takes virtual time, which only `meshrl simulate` keeps: it chooses the backend, "
+                "for any configuration; to run one without a model, use backend = 'fake'"
+            )
+        self._timing = timing
+        self._rank = current_rank().index
+        self._processor = timing.processors[self._rank]
+        self._draws: dict[str, Draws] = {}
+
+    def _seconds(self, endpoint: str, rows: int | None = None) -> float:
+        if endpoint not in self._draws:
+            works = self._timing.pace.works_of(self.role, endpoint)
+            seed = f"{self._timing.seed} {self.role}.{endpoint}"
+            self._draws[endpoint] = Draws(works, self._rank, seed)
+        return self._draws[endpoint].next(rows)
+
+    async def _work(self, endpoint: str, rows: int | None = None) -> None:
+        await self._processor.work(self._seconds(endpoint, rows))
+
+
+class SimPolicy(SimRole, Policy):
+    """A policy whose weights are nothing but their version."""
+
+    role = "Policy"
+    _version = 0
+
+    async def encode(self, batch: Batch) -> Batch:
+        """Rows of two tokens: one of the prompt, one of the completion."""
+        await self._work("encode", len(batch))
+        return batch.assign(**_tokens(len(batch)))
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """One version more."""
+        await self._work("update", len(batch))
+        self._version += 1
+        return _metrics(len(batch))
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        """Log-probs of zero."""
+        await self._work("logprobs", len(batch))
+        return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self._version)))
+
+    async def weights(self) -> Weights:
+        """A version."""
+        await self._work("weights")
+        return Weights(self._version, {})
+
+    async def save(self, folder: str) -> None:
+        """Write nothing."""
+        await self._work("save")
+
+
+class SimReference(SimRole, Reference):
+    """A reference whose log-probs are zero."""
+
+    role = "Reference"
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        """Log-probs of zero."""
+        await self._work("logprobs", len(batch))
+        return batch.assign(reference_logprobs=_zeros(batch.tokens, Source("reference")))
+
+
+class SimCritic(SimRole, Critic):
+    """A critic whose values, advantages and returns are zero."""
+
+    role = "Critic"
+
+    async def advantages(self, batch: Batch, gae: Gae) -> Batch:
+        """Zeros."""
+        await self._work("advantages", len(batch))
+        zeros = _zeros(batch.tokens)
+        return batch.assign(values=zeros, advantages=zeros, returns=zeros)
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """Learn nothing."""
+        await self._work("update", len(batch))
+        zeros = dict.fromkeys(("value", "return", "value_error", "value_clip_fraction"), (0.0, 1.0))
+        return _metrics(len(batch)) | Metrics({**zeros, "return_squared": (1.0, 1.0)})
+
+    async def save(self, folder: str) -> None:
+        """Write nothing."""
+        await self._work("save")
+
+
+class SimReward(SimRole, Reward):
+    """Rewards of 0 and 1, each as likely: groups have a signal, nearly all of them."""
+
+    role = "Reward"
+
+    def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
+        super().__init__(config, timing)
+        self._random = np.random.default_rng([self._timing.seed, self._rank])
+
+    async def score(self, batch: Batch) -> Batch:
+        """Draw rewards."""
+        await self._work("score", len(batch))
+        rewards = self._random.integers(0, 2, len(batch)).astype(np.float32)
+        return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
+
+
+class SimSampler(SimRole, Sampler):
+    """A sampler whose calls share its rank's time; the rows of a call finish together, at its end.
+
+    An aborted row remembers in `left`, float32, how much of its time it has still to take.
+    """
+
+    role = "Sampler"
+
+    def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
+        super().__init__(config, timing)
+        self._version = 0
+        self._calls = Calls()
+        self._jobs: set[Job] = set()
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        """All rows at once, after the time that they take."""
+        rows = prompts.repeat(sampling.n)
+        share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
+        async with self._calls.begin() as call:
+            version = self._version
+            going_on = await call.step()
+            left = await self._run(share * self._seconds("generate", len(rows))) if going_on else 1.0
+            if not left:
+                await asyncio.sleep(self._timing.pace.latency)
+        yield self._rollouts(rows, version, sampling, left * share)
+
+    async def load(self, weights: Weights) -> Batch:
+        """Take the version."""
+        await self._work("load")
+        async with self._calls.loading() as places:
+            self._version = weights.version
+        return places
+
+    async def replay(self, record: Batch) -> None:
+        """Let loads and aborts come at their places in the record."""
+        self._calls.replay(record)
+
+    async def abort(self) -> None:
+        """What runs ends where it is."""
+        await self._work("abort")
+        await self._calls.abort()
+        for job in list(self._jobs):
+            self._processor.stop(job)
+
+    async def _run(self, seconds: float) -> float:
+        """The share of the work that is left at the end: 0 unless it was aborted."""
+        if seconds <= 0:
+            return 0.0
+        job = self._processor.start(seconds)
+        self._jobs.add(job)
+        try:
+            return await job.left
+        finally:
+            self._jobs.discard(job)
+            self._processor.stop(job)
+
+    def _rollouts(self, rows: Batch, version: int, sampling: Sampling, left: float) -> Batch:
+        count = len(rows)
+        columns = _tokens(count)
+        oldest = rows.row("oldest_version") if "left" in rows else np.full(count, version, np.int32)
+        mask = columns["loss_mask"]
+        return rows.assign(
+            **columns,
+            sampler_logprobs=_zeros(columns["tokens"], Source("sampler")),
+            versions=Ragged(np.where(mask.values, np.repeat(oldest, 2), -1).astype(np.int32), mask.offsets),
+            oldest_version=oldest,
+            completion=[""] * count,
+            temperature=np.full(count, sampling.temperature or 1.0, np.float32),
+            truncated=np.zeros(count, np.bool_),
+            aborted=np.full(count, left > 0),
+            left=np.full(count, left, np.float32),
+        )
+
+
+@cache
+def _tokens(rows: int) -> Mapping[str, Ragged]:
+    """Rows of two tokens: one of the prompt, one of the completion."""
+    offsets = np.arange(0, 2 * rows + 1, 2)
+    tokens = Ragged(np.zeros(2 * rows, np.int32), offsets)
+    return {"tokens": tokens, "loss_mask": Ragged(np.tile([False, True], rows), tokens.offsets)}
+
+
+def _zeros(like: Ragged, source: Source | None = None) -> Ragged:
+    return Ragged(np.zeros(len(like.values), np.float32), like.offsets, source=source)
+
+
+def _metrics(rows: int) -> Metrics:
+    return Metrics({"rows": (rows, 1.0), "tokens": (2 * rows, 1.0), **dict.fromkeys(_NAMES, (0.0, 1.0))})

@@ -1,0 +1,239 @@
+"""What `meshrl simulate` does: an algorithm's own script in virtual time, and what its steps would take.
+
+job = load_job(find_config("grpo/quickstart"), ["ahead=2"], RunConfig)
+forecast = simulate_job(job, record=Path("runs/quickstart"))
+forecast.step_seconds, forecast.ratio
+"""
+
+import asyncio
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from meshrl.config import Config
+from meshrl.data import Batch
+from meshrl.errors import ConfigError, DataError
+from meshrl.events import Delivery, Event
+from meshrl.metrics import Metrics
+from meshrl.report.analysis import idleness, overlap
+from meshrl.report.reading import read_events
+from meshrl.roles import RoleConfig, Sampling
+from meshrl.run import Run, RunConfig
+from meshrl.scripts import Job
+from meshrl.testing.clock import simulate
+from meshrl.testing.pace import Pace, step_windows
+from meshrl.testing.sim import SimEngine
+
+_WARM_UP = 2
+"""Steps, besides `ahead`, in which the pipeline fills."""
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """One rank, in seconds a step."""
+
+    mesh: str
+    rank: int
+    busy: float
+    idle: float
+    why: dict[str, float]
+    """Of the idle seconds, the longest reason first."""
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """What a configuration's steps would take. The first `ahead + 2` steps, in which the pipeline fills, do not count.
+
+    Times are seconds.
+    """
+
+    config: str
+    steps: int
+    step_seconds: float
+    """The mean."""
+    step_seconds_median: float
+    steps_per_hour: float
+    efficiency: float
+    """Overlap efficiency: max(R, T) / step time."""
+    bound: dict[str, float]
+    """The share of the steps that rollout, training, sync (new weights) or other (the script itself) made as long as
+    they were."""
+    staleness: list[int]
+    """How many rows were 0, 1, 2, ... versions behind."""
+    dropped: dict[str, int]
+    """Groups, by why."""
+    idle: list[Lane]
+    simulated_in: float
+    """Real seconds that the simulation took."""
+    recorded: str | None = None
+    """The folder of the run that the times are from."""
+    measured: float | None = None
+    """The median step of that run."""
+    ratio: float | None = None
+    """Its prediction, `step_seconds_median`, over `measured`: of use where both have the same configuration."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What is printed: a name and a value each."""
+        told = [
+            ("step time, mean", _shown(self.step_seconds)),
+            ("step time, median", _shown(self.step_seconds_median)),
+            ("steps an hour", f"{self.steps_per_hour:,.0f}"),
+            ("overlap efficiency", f"{self.efficiency:.2f}"),
+            ("bound by", _list({name: f"{share:.0%}" for name, share in self.bound.items() if share})),
+            ("rows by staleness", _list({str(age): f"{rows:,}" for age, rows in enumerate(self.staleness)})),
+            ("groups dropped", _list({why: f"{count:,}" for why, count in self.dropped.items()})),
+        ]
+        for lane in self.idle:
+            why = _list({why: _shown(seconds) for why, seconds in lane.why.items()})
+            told.append((f"{lane.mesh} {lane.rank}, idle a step", f"{_shown(lane.idle)} ({why})"))
+        if self.measured is not None and self.ratio is not None:
+            told.append(
+                (f"measured in {self.recorded}", f"{_shown(self.measured)}, predicted / measured {self.ratio:.3f}")
+            )
+        told.append((f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s"))
+        return told
+
+
+def simulate_job(
+    job: Job[RunConfig],
+    *,
+    record: Path | None = None,
+    rollout: float | None = None,
+    train: float | None = None,
+    seed: int = 0,
+    folder: Path | None = None,
+) -> Forecast:
+    """Run a job's script in virtual time, with the roles of the backend `sim` on meshes of its configuration's shape.
+
+    `record`: the folder of a run, whose calls tell what calls take. Otherwise `rollout` and `train`: the seconds of
+    `generate` and of `Policy.update` for a batch of a step. `folder`: where the simulated run's folder is kept.
+    ConfigError where neither is given; DataError where the record lacks what the script asks for.
+    """
+    began = time.perf_counter()
+    pace, measured = _pace(job.config, record, rollout, train)
+    with tempfile.TemporaryDirectory(prefix="meshrl-") as temporary:
+        config = job.run.model_copy(update={"folder": str(folder or temporary), "engine": "local"})
+
+        async def main() -> Path:
+            async with _SimRun(config, job.resolved, SimEngine(pace, seed)) as run:
+                run.own = pace.own
+                await job.script.function(run, _simulated(job.config))
+                return run.folder
+
+        events = read_events(simulate(main) / "events.jsonl", [])
+    forecast = _forecast(str(job.source), events, _ahead(job.config))
+    of_record: dict[str, object] = {}
+    if measured is not None:
+        of_record = {"recorded": str(record), "measured": measured, "ratio": forecast.step_seconds_median / measured}
+    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began, **of_record)
+
+
+class _SimRun(Run):
+    """A run whose script takes time of its own."""
+
+    own = 0.0
+    """Seconds a step."""
+
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        await asyncio.sleep(self.own)
+        await super().record(metrics, batch, **numbers)
+
+
+def _simulated(config: Config) -> Config:
+    """The configuration with the backend `sim` for each role."""
+    changed: dict[str, object] = {name: _simulated(value) for name, value in config if isinstance(value, Config)}
+    if isinstance(config, RoleConfig):
+        changed["backend"] = "sim"
+    return config.model_copy(update=changed)
+
+
+def _pace(config: Config, record: Path | None, rollout: float | None, train: float | None) -> tuple[Pace, float | None]:
+    """What calls take and, of a record, the median of its steps."""
+    if record is None:
+        if rollout is None or train is None:
+            raise ConfigError(
+                "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
+                "--rollout SECONDS and --train SECONDS, for the batch of a step"
+            )
+        return Pace.guessed(rollout, train, _rows(config)), None
+    if rollout is not None or train is not None:
+        raise ConfigError("--from says how long the calls take: leave --rollout and --train out")
+    notes: list[str] = []
+    events = read_events(record / "events.jsonl", notes)
+    if not events:
+        raise DataError(f"{record}: there is nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}")
+    table = tomllib.loads((record / "config.toml").read_text("utf-8"))
+    first = _number(table, "ahead", 0) + _WARM_UP
+    windows = step_windows(events, first)
+    n = _number(cast("Mapping[str, object]", table.get("sampling", {})), "n", 1)
+    return Pace.recorded(events, n, first), float(np.median(windows[:, 1] - windows[:, 0]))
+
+
+def _rows(config: Config) -> int | None:
+    """Rows of a step's batch, where the configuration tells."""
+    prompts, rows = getattr(config, "prompts", None), getattr(config, "rows", None)
+    sampling = getattr(config, "sampling", None)
+    if isinstance(prompts, int) and isinstance(sampling, Sampling):
+        return prompts * sampling.n
+    return rows if isinstance(rows, int) else None
+
+
+def _ahead(config: Config) -> int:
+    ahead = getattr(config, "ahead", 0)
+    return ahead if isinstance(ahead, int) else 0
+
+
+def _number(table: Mapping[str, object], name: str, default: int) -> int:
+    value = table.get(name, default)
+    return value if isinstance(value, int) else default
+
+
+def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
+    first = ahead + _WARM_UP
+    windows = step_windows(events, first)
+    lengths = windows[:, 1] - windows[:, 0]
+    shares = overlap(events, first)
+    bound = Counter(share.bound for share in shares.steps)
+    staleness: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    for delivery in events:
+        if isinstance(delivery, Delivery):
+            staleness.update(dict(enumerate(delivery.staleness)))
+            dropped.update(delivery.dropped)
+    steps = len(lengths) + first + 1
+    return Forecast(
+        config=config,
+        steps=steps,
+        step_seconds=float(lengths.mean()),
+        step_seconds_median=float(np.median(lengths)),
+        steps_per_hour=float(3600 / lengths.mean()) if lengths.mean() else inf,
+        efficiency=shares.efficiency,
+        bound={name: count / bound.total() for name, count in bound.most_common()},
+        staleness=[staleness[age] for age in range(max(staleness, default=-1) + 1)],
+        dropped=dict(dropped),
+        idle=[
+            Lane(
+                rank.mesh,
+                rank.rank,
+                rank.busy / steps,
+                rank.idle / steps,
+                {reason.why: reason.seconds / steps for reason in rank.reasons},
+            )
+            for rank in idleness(events)
+        ],
+        simulated_in=0.0,
+    )
+
+
+def _list(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in values.items()) or "none"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
