@@ -104,7 +104,7 @@ def make_content(record: Record) -> Content:
     events = record.events
     names, texts = Names(), Names()
     idle = idleness(events)
-    lanes, _, told = make_lanes(events, idle, names, texts)
+    lanes, told = make_lanes(events, idle, names, texts)
     notes += told
     shares = overlap(events)
     known = bool(lanes) and bool(shares.steps)

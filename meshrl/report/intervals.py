@@ -26,13 +26,13 @@ def union(pairs: Iterable[tuple[float, float]] | Intervals) -> Intervals:
 def intersect(one: Intervals, other: Intervals) -> Intervals:
     """The moments in both."""
     pieces, middles = _pieces(one, other)
-    return union(pieces[_within(one, middles) & _within(other, middles)])
+    return union(pieces[within(one, middles) & within(other, middles)])
 
 
 def subtract(one: Intervals, other: Intervals) -> Intervals:
     """The moments of `one` that are not in `other`."""
     pieces, middles = _pieces(one, other)
-    return union(pieces[_within(one, middles) & ~_within(other, middles)])
+    return union(pieces[within(one, middles) & ~within(other, middles)])
 
 
 def seconds(one: Intervals) -> float:
@@ -49,6 +49,15 @@ def seconds_in(one: Intervals, windows: Intervals) -> npt.NDArray[np.float64]:
     passed[2::2] = passed[1:-1:2]
     before: npt.NDArray[np.float64] = np.interp(windows, one.ravel(), passed)
     return before[:, 1] - before[:, 0]
+
+
+def within(one: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Which of these moments lie in it: bool[n]."""
+    if not len(one):
+        return np.zeros(len(moments), np.bool_)
+    nearest = np.searchsorted(one[:, 0], moments, "right") - 1
+    inside: npt.NDArray[np.bool_] = (nearest >= 0) & (moments < one[nearest, 1])
+    return inside
 
 
 def tracks(began: Sequence[float], ended: Sequence[float]) -> list[int]:
@@ -69,11 +78,3 @@ def _pieces(one: Intervals, other: Intervals) -> tuple[Intervals, npt.NDArray[np
     """The pieces between all ends of both, and their middles."""
     edges = np.unique(np.concatenate([one.ravel(), other.ravel()]))
     return np.stack([edges[:-1], edges[1:]], axis=1), (edges[:-1] + edges[1:]) / 2
-
-
-def _within(one: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    if not len(one):
-        return np.zeros(len(moments), np.bool_)
-    nearest = np.searchsorted(one[:, 0], moments, "right") - 1
-    inside: npt.NDArray[np.bool_] = (nearest >= 0) & (moments < one[nearest, 1])
-    return inside

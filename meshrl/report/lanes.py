@@ -4,9 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.events import Call, Event, Span, Wait
+import numpy as np
+
+from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.report.analysis import SCRIPT, Idleness
-from meshrl.report.intervals import Intervals, tracks
+from meshrl.report.intervals import Intervals, tracks, union, within
 
 SPANS = 20_000
 """The most spans that the page holds; more are drawn together where they are short."""
@@ -75,11 +77,8 @@ class Names:
 
 def make_lanes(
     events: Sequence[Event], idleness: Iterable[Idleness], names: Names, texts: Names
-) -> tuple[list[Lane], float, list[str]]:
-    """The lanes: the script's waits, the stream's, and the ranks by mesh.
-
-    Also the seconds below which spans of a kind are drawn together (0: none are), and what the page must say of it.
-    """
+) -> tuple[list[Lane], list[str]]:
+    """The lanes: the script's waits, the stream's, and the ranks by mesh. Also what the page must say of them."""
     bars = _bars(events)
     notes: list[str] = []
     ranks = [key for key in bars if key[0] == 1]
@@ -87,30 +86,35 @@ def make_lanes(
         notes.append(f"The timeline shows {RANKS} of {len(ranks)} ranks.")
         bars = {key: each for key, each in bars.items() if key not in set(ranks[RANKS:])}
     total = sum(len(each) for each in bars.values())
-    grain = 0.0
+    grain, whole = 0.0, union([])
     if total > SPANS:
-        ends = [bar.ended for each in bars.values() for bar in each]
-        grain, merged = max(ends) / 16_000, bars
+        whole = _whole(bars, [event for event in events if isinstance(event, Step)])
+        grain = max(bar.ended for each in bars.values() for bar in each) / 16_000
+        merged = bars
         while sum(len(each) for each in merged.values()) > SPANS:
             grain *= 2
-            merged = {key: merge(own, grain) for key, own in bars.items()}
+            merged = {key: merge(own, grain, whole) for key, own in merged.items()}
         bars = merged
-        notes.append(f"Of {total:,} spans, neighbours shorter than {grain:.3g} s are drawn together.")
+        notes.append(
+            f"Of {total:,} spans, those at the beginning, in the middle and at the end are drawn one by one; of the "
+            f"others, neighbours shorter than {grain:.3g} s are drawn together, paler."
+        )
     idle = {(each.mesh, each.rank): each for each in idleness}
     lanes: list[Lane] = []
     for (ranked, group, rank), own in bars.items():
         why = idle.get((group, rank)) if ranked else None
         label = f"rank {rank}" if ranked else ("script", "stream")[rank]
-        lanes.append(_lane(group, label, own, _idle(why, grain, texts) if why else Idle(), names, texts))
-    return lanes, grain, notes
+        lanes.append(_lane(group, label, own, _idle(why, grain, whole, texts) if why else Idle(), names, texts))
+    return lanes, notes
 
 
-def merge(bars: Sequence[Bar], grain: float) -> list[Bar]:
-    """Bars shorter than `grain` seconds of one name that begin in the same `grain` become one."""
+def merge(bars: Sequence[Bar], grain: float, whole: Intervals) -> list[Bar]:
+    """Bars shorter than `grain` seconds of one name that begin in the same `grain` become one, but not in `whole`."""
     found: list[Bar] = []
     short: dict[tuple[int, str], Bar] = {}
-    for bar in bars:
-        if bar.ended - bar.began >= grain:
+    kept = within(whole, np.array([bar.began for bar in bars]))
+    for bar, alone in zip(bars, kept.tolist(), strict=True):
+        if alone or bar.ended - bar.began >= grain:
             found.append(bar)
             continue
         key = int(bar.began / grain), bar.name
@@ -147,6 +151,20 @@ def _bars(events: Sequence[Event]) -> dict[tuple[int, str, int], list[Bar]]:
     return {key: sorted(bars, key=lambda bar: bar.began) for key, bars in sorted(found.items())}
 
 
+def _whole(bars: Mapping[tuple[int, str, int], Sequence[Bar]], steps: Sequence[Step]) -> Intervals:
+    """The first, the middle and the last seconds of the steps: half of the spans that the page holds."""
+    began = np.sort([bar.began for each in bars.values() for bar in each])
+    count = SPANS // 6
+    places = [0, len(began) // 2, len(began) - 1]
+    if steps:
+        anchors = [steps[0].began, steps[len(steps) // 2].began, steps[-1].ended]
+        places = np.searchsorted(began, anchors).tolist()
+    first, middle, last = places
+    runs = [(first, first + count), (middle - count // 2, middle + count // 2), (last - count, last)]
+    ends = np.clip(runs, 0, len(began) - 1)
+    return union(began[ends])
+
+
 def _lane(group: str, label: str, bars: Sequence[Bar], idle: Idle, names: Names, texts: Names) -> Lane:
     rows = tracks([bar.began for bar in bars], [bar.ended for bar in bars])
     return Lane(
@@ -164,11 +182,11 @@ def _lane(group: str, label: str, bars: Sequence[Bar], idle: Idle, names: Names,
     )
 
 
-def _idle(idleness: Idleness, grain: float, texts: Names) -> Idle:
+def _idle(idleness: Idleness, grain: float, whole: Intervals, texts: Names) -> Idle:
     pieces: list[tuple[float, float, int]] = []
     for reason in idleness.reasons:
         number = texts(reason.why)
-        pieces += [(began, ended, number) for began, ended in _longer(reason.when, grain).tolist()]
+        pieces += [(began, ended, number) for began, ended in _longer(reason.when, grain, whole).tolist()]
     pieces.sort()
     return Idle(
         [rounded(began) for began, _, _ in pieces],
@@ -177,8 +195,8 @@ def _idle(idleness: Idleness, grain: float, texts: Names) -> Idle:
     )
 
 
-def _longer(when: Intervals, grain: float) -> Intervals:
-    return when[when[:, 1] - when[:, 0] > grain]
+def _longer(when: Intervals, grain: float, whole: Intervals) -> Intervals:
+    return when[(when[:, 1] - when[:, 0] > grain) | within(whole, when[:, 0])]
 
 
 def rounded(value: float) -> float:

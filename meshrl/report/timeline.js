@@ -168,11 +168,13 @@ class Timeline {
       if (left + width < LEFT) continue;
       const [top, height] = this.row(lane, lane.row[at]);
       draw.fillStyle = this.colours[lane.name[at]];
+      draw.globalAlpha = lane.count[at] > 1 ? 0.5 : 1;
       if (width > 4) {
         draw.beginPath();
         draw.roundRect(left + 0.5, top, width - 1, height, Math.min(3, width / 3, height / 3));
         draw.fill();
       } else draw.fillRect(left, top, width, height);
+      draw.globalAlpha = 1;
       const from = Math.max(left, LEFT);
       const room = left + width - from - 12;
       if (height > 11 && room > 26) this.write(data.names[lane.name[at]], from + 6, top + height / 2, room);
