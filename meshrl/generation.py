@@ -1,7 +1,6 @@
 """What keeps a sampler busy: calls of `generate` as there is room for them, new weights, a new life where it died."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Literal, Never, TypeAlias
@@ -66,7 +65,8 @@ class Generation:
         self._mode = swap
         self._retries = retries
         self._shared = shared
-        self._resumable: deque[Batch] = deque()
+        self._resumable: dict[int, Batch] = {}
+        """By the call that was aborted, so that they go on in one order, whichever ended first."""
         self._running: dict[int, Call] = {}
         self._calls = 0
         self._halted = 0
@@ -81,7 +81,7 @@ class Generation:
         while True:
             await it.changes.until(self._may_draw, "rollout", "capacity", self._why_not)
             if self._resumable:
-                prompts, resumed = self._resumable.popleft(), True
+                prompts, resumed = self._resumable.pop(min(self._resumable)), True
             else:
                 decided = it.script.next("draw")
                 prompts, resumed = it.prompts.take(decided.count if decided else it.ledger.room), False
@@ -106,7 +106,7 @@ class Generation:
     async def end(self, call: Call, error: Exception | None) -> None:
         """A call is over, and all that it yielded is counted: what it stopped goes on, what it lost is drawn again."""
         if call.aborted:
-            self._resumable.append(Batch.join(call.aborted).drop("aborted"))
+            self._resumable[call.number] = Batch.join(call.aborted).drop("aborted")
         elif error is not None:
             self._lose(call)
             await self._revive(call.life, error)

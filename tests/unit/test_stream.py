@@ -11,6 +11,7 @@ import pytest
 from meshrl import (
     Batch,
     ClippedLoss,
+    CrossEntropy,
     DataError,
     LocalEngine,
     Mesh,
@@ -161,7 +162,7 @@ def test_groups_that_keep_does_not_want_are_replaced() -> None:
 
 
 def test_a_filter_that_keeps_nothing_ends_in_an_error() -> None:
-    with pytest.raises(DataError, match="`keep` dropped 40[0-9] groups since the last batch, which needs 4"):
+    with pytest.raises(DataError, match=r"`keep` dropped 40[0-9] groups since the last batch, which needs 4"):
         simulate(lambda: streamed(1, keep=lambda batch: np.zeros(len(batch))))
 
 
@@ -198,7 +199,7 @@ def test_what_a_reward_raises_reaches_the_script() -> None:
         async with rollouts(sampler, prompts(2), SAMPLING, ahead=1, score=reward.score) as stream:
             await anext(stream)
 
-    with pytest.raises(Exception, match="FakeReward.score was told to crash"):
+    with pytest.raises(Exception, match=r"FakeReward\.score was told to crash"):
         simulate(script)
 
 
@@ -207,12 +208,12 @@ def test_who_publishes_to_the_sampler_instead_of_the_stream_is_told_who_waits_fo
         policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
         async with rollouts(sampler, prompts(2), SAMPLING, ahead=1) as stream:
             async for batch in stream:
-                await policy.update(batch, ClippedLoss(kl=0))
+                await policy.update(batch, CrossEntropy())
                 await publish(policy, sampler)
 
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Deadlock, match="trainer waits for a batch: 0 of 2 groups are ready") as caught:
         simulate(script)
-    print(caught.value)
+    assert "rollout waits for capacity: capacity waits for version 1: with ahead=1, 4 prompts" in str(caught.value)
 
 
 class Forgetful(FakeSampler):
@@ -250,9 +251,10 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
             (tmp_path / name).mkdir()
             kept = Schedule(tmp_path / name, tmp_path / replayed if replayed else None)
             schedule.set(kept)
-            batches = await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=slow)
-            kept.close()
-            return batches
+            try:
+                return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=slow)
+            finally:
+                kept.close()
 
         return simulate(script, seed=seed)
 
