@@ -1,12 +1,42 @@
-"""The testing kit: roles without a model, so that an algorithm is tested in milliseconds on any machine.
+"""The testing kit: roles without a model, in virtual time, under thousands of schedules. See docs/testing.md.
 
 meshrl run grpo/quickstart policy.backend=fake sampler.backend=fake reward.backend=fake
 """
 
+from meshrl.testing.clock import Deadlock, LeftRunning, VirtualLoop, simulate
 from meshrl.testing.critic import FakeCritic
+from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
+from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
+from meshrl.testing.run import FakeRun
+from meshrl.testing.witness import PromiseBroken, Witness
 
-__all__ = ["ROLES", "FakeCritic", "FakePolicy", "FakeReference", "FakeReward", "FakeSampler"]
+__all__ = [
+    "ROLES",
+    "Crash",
+    "Deadlock",
+    "FakeCritic",
+    "FakePolicy",
+    "FakeReference",
+    "FakeReward",
+    "FakeRun",
+    "FakeSampler",
+    "Latency",
+    "LeftRunning",
+    "Lognormal",
+    "PromiseBroken",
+    "Recorded",
+    "Scenario",
+    "ScheduleFailed",
+    "VirtualLoop",
+    "Witness",
+    "crashing",
+    "delayed",
+    "explore",
+    "per_row",
+    "per_token",
+    "simulate",
+]
 
 ROLES = {
     "Critic": "meshrl.testing:FakeCritic",

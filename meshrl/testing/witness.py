@@ -75,11 +75,11 @@ class Witness(Policy):
     async def save(self, folder: str) -> None:
         """Write nothing."""
 
-    def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int = 0, left: int = 0) -> None:
+    def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int | None = 0) -> None:
         """Raise `PromiseBroken` unless the bound held, groups were whole and each prompt was trained once or dropped.
 
-        `n`: rows of a group. `epochs`: how often a row is trained. `dropped` (`sum(stream.dropped.values())`) and
-        `left` (drawn, but the script ended before) are the groups that account for prompts that were not trained.
+        `n`: rows of a group. `epochs`: how often a row is trained. `dropped`: groups that account for prompts that were
+        not trained, `sum(stream.dropped.values())`; None where the script ended before the prompts did.
         """
         old = [row for row in self.rows if row.published > ahead]
         _require(not old, f"{len(old)} rows were more than ahead={ahead} versions behind; the first is {old[:1]}")
@@ -90,12 +90,11 @@ class Witness(Policy):
         times = Counter(group for group, _ in counts)
         again = {group: count for group, count in times.items() if count > 1}
         _require(not again, f"groups were trained in more than one step: {again}")
-        if self.drawn:
+        if dropped is not None:
             lost = sorted(set(self.drawn) - set(times))
             _require(
-                len(lost) == dropped + left,
-                f"{len(lost)} prompts that were drawn were never trained, but {dropped} groups were dropped and {left} "
-                f"left; their groups: {lost}",
+                len(lost) == dropped or not self.drawn,
+                f"{len(lost)} prompts that were drawn were never trained, and {dropped} groups were dropped: {lost}",
             )
 
 

@@ -13,11 +13,22 @@ import pytest
 from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources
 from meshrl.errors import ConfigError
 from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
-from meshrl.testing import FakePolicy, FakeSampler
-from meshrl.testing.clock import simulate
-from meshrl.testing.explorer import ScheduleFailed, explore
-from meshrl.testing.latency import Crash, Lognormal, Recorded, crashing, delayed, per_row, per_token
-from meshrl.testing.witness import PromiseBroken, Witness
+from meshrl.testing import (
+    Crash,
+    FakePolicy,
+    FakeSampler,
+    Lognormal,
+    PromiseBroken,
+    Recorded,
+    ScheduleFailed,
+    Witness,
+    crashing,
+    delayed,
+    explore,
+    per_row,
+    per_token,
+    simulate,
+)
 
 POLICY = PolicyConfig(model="none")
 SAMPLER = SamplerConfig(model="none")
@@ -176,7 +187,7 @@ def test_a_scenario_in_a_function_is_replayed_from_there_and_has_one_process() -
         ([(0, 2), (1, 2)], None),
         ([(0, 2), (0, 2)], "more than one step"),
         ([(0, 1), (1, 2)], "2 rows"),
-        ([(0, 2)], "1 prompts that were drawn were never trained"),
+        ([(0, 2)], "1 prompts that were drawn were never trained, and 0 groups"),
         ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 versions behind"),
     ],
 )

@@ -1,0 +1,74 @@
+"""A run for tests: it gives an algorithm the roles that the test made, and keeps what the algorithm records."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+from meshrl.actor import Actor
+from meshrl.data import Batch
+from meshrl.engine import Engine, Resources
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import BackendError
+from meshrl.mesh import Mesh
+from meshrl.metrics import Metrics
+from meshrl.roles import RoleConfig
+from meshrl.run import Run, RunConfig
+
+R = TypeVar("R")
+
+
+class FakeRun(Run):
+    """A `Run` without files and progress line: `await algorithm(FakeRun(policy, sampler, reward), config)`.
+
+    `spawn` gives the actor that implements the role, whatever backend the configuration names. Meshes of the run have
+    no threads, so that it works in virtual time.
+    """
+
+    def __init__(self, *actors: Actor, seed: int = 0, engine: Engine | None = None) -> None:
+        self.config = RunConfig(seed=seed)
+        self.engine = engine or LocalEngine()
+        self.actors = actors
+        self.recorded: list[dict[str, float]] = []
+        """The numbers of each `record`."""
+        self.told: dict[str, float | str] = {}
+        """What `summary` was told."""
+
+    @property
+    def folder(self) -> Path:
+        """A folder that is not there."""
+        return Path(tempfile.gettempdir()) / "meshrl-fake-run"
+
+    async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
+        """The first of the actors that is of this role; BackendError where none is."""
+        found = next((actor for actor in self.actors if isinstance(role, type) and isinstance(actor, role)), None)
+        if found is None:
+            has = ", ".join(type(actor).__name__ for actor in self.actors) or "nothing"
+            name = getattr(role, "__name__", str(role))
+            raise BackendError(f"the script spawns a {name}, and this FakeRun was given {has}: give it one")
+        return cast("R", found)
+
+    async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
+        """Ranks in the caller's own loop."""
+        return await Mesh.reserve(self.engine, ranks, Resources(cpus=0))
+
+    def steps(self, count: int) -> Iterator[int]:
+        """The numbers of the steps, 0 to count - 1."""
+        return iter(range(count))
+
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        """Keep the numbers."""
+        self.recorded.append({**metrics.means(), **numbers})
+
+    def summary(self, **values: float | str) -> None:
+        """Keep the values."""
+        self.told |= values
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.engine.close()

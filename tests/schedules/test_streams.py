@@ -1,0 +1,262 @@
+"""The stream of rollouts keeps its promises under thousands of schedules, and the explorer finds what breaks them."""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from random import Random
+from typing import TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from meshrl import (
+    Actor,
+    Batch,
+    CrossEntropy,
+    LocalEngine,
+    Mesh,
+    PolicyConfig,
+    RankDied,
+    RankFailed,
+    Resources,
+    RewardConfig,
+    RoleConfig,
+    SamplerConfig,
+    Sampling,
+    publish,
+    rollouts,
+)
+from meshrl.engine import Request, Seen
+from meshrl.ledger import Late, Ledger
+from meshrl.stream import Rollouts
+from meshrl.testing import (
+    Crash,
+    FakePolicy,
+    FakeReward,
+    FakeSampler,
+    Lognormal,
+    Scenario,
+    ScheduleFailed,
+    Witness,
+    crashing,
+    delayed,
+    explore,
+)
+
+R = TypeVar("R", bound=Actor)
+C = TypeVar("C", bound=RoleConfig)
+_CLAIM = "tokens claim weights that came after they were sampled"
+POLICY, SAMPLER, REWARD = PolicyConfig(model="none"), SamplerConfig(model="none"), RewardConfig()
+
+
+def prompts(batches: int, size: int) -> Iterator[Batch]:
+    for first in range(0, batches * size, size):
+        yield Batch.of(prompt=["?"] * size, answer=["ab"] * size, groups=np.arange(first, first + size))
+
+
+async def small(seed: int) -> None:
+    """Six steps of two prompts with two completions each, on meshes in this loop, with any bound."""
+    random = Random(seed)
+    ahead = random.randrange(5)
+    mesh = await Mesh.reserve(LocalEngine(), 1, Resources(cpus=0))
+    policy = await mesh.spawn(delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5)), POLICY)
+    sampler = await mesh.spawn(delayed(FakeSampler, seed=seed, generate=Lognormal(0.25, 1)), SAMPLER)
+    reward = await mesh.spawn(delayed(FakeReward, seed=seed, score=Lognormal(0.1, 1)), REWARD)
+    witness = Witness(policy)
+    await publish(witness, sampler)
+    drawn = witness.prompts(prompts(6, 2))
+    async with rollouts(sampler, drawn, Sampling(n=2), ahead=ahead, score=reward.score) as stream:
+        async for batch in stream:
+            await witness.update(batch, CrossEntropy())
+            await publish(witness, stream)
+    witness.check(ahead=ahead, n=2)
+
+
+class MortalEngine(LocalEngine):
+    """Where an actor crashes its process dies, as far as its callers see."""
+
+    async def stream(
+        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+    ) -> AsyncGenerator[object]:
+        values = super().stream(endpoint, requests, heard, seen)
+        try:
+            async for value in values:
+                yield value
+        except RankFailed as error:
+            if isinstance(error.__cause__, Crash):
+                raise RankDied(error.actor, error.rank, error.axes, endpoint, 7, "here", "crashed") from error
+            raise
+        finally:
+            await values.aclose()
+
+
+class TellingSampler(FakeSampler):
+    """Says of each row which weights there were when it was sampled, besides what it claims."""
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        async for chunk in super().generate(prompts, sampling):
+            yield chunk.assign(sampled_by=np.full(len(chunk), self.weights.version))
+
+
+class World:
+    """Roles with latencies and crashes, and a stream, all drawn by a seed."""
+
+    def __init__(self, seed: int, sampler: type[FakeSampler] = TellingSampler) -> None:
+        self.random = random = Random(seed)
+        self.seed = seed
+        self.ahead = random.randrange(5)
+        self.n = random.randint(1, 3)
+        self.size = random.randint(1, 4)
+        self.keeps = random.choice([1.0, 0.7])
+        self.mortal = random.random() < 0.5
+        self.on_meshes = random.random() < 0.5
+        generate, score = (0.03, random.choice([0.0, 0.01])) if self.mortal else (0.0, 0.0)
+        self.sampler = crashing(sampler, seed=seed, generate=generate)
+        self.reward = crashing(FakeReward, seed=seed, score=score)
+        self.engine = MortalEngine() if random.random() < 0.5 else LocalEngine()
+
+    async def place(self, role: Callable[[C], R], config: C, most: int) -> R:
+        if not self.on_meshes:
+            return role(config)
+        mesh = await Mesh.reserve(self.engine, self.random.randint(1, most), Resources(cpus=0))
+        return await mesh.spawn(role, config)
+
+    def keep(self, batch: Batch) -> NDArray[np.bool_]:
+        groups = batch.groups.tolist()
+        kept = {group: self.random.random() < self.keeps for group in sorted(set(groups))}
+        return np.array([kept[group] for group in groups])
+
+    async def run(self) -> None:
+        """Train to the last prompt. A crash may end it before; what was trained until then is right all the same."""
+        random, seed, short = self.random, self.seed, Lognormal(0.1, 1)
+        policy = delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=short)
+        witness = Witness(await self.place(policy, POLICY, 1))
+        slow_sampler = delayed(self.sampler, seed=seed, generate=Lognormal(0.3, 1), load=short)
+        sampler = await self.place(slow_sampler, SAMPLER, 2)
+        reward = await self.place(delayed(self.reward, seed=seed, score=short), REWARD, 2)
+        stream = rollouts(
+            sampler,
+            witness.prompts(prompts(random.randint(1, 6), self.size)),
+            Sampling(n=self.n),
+            ahead=self.ahead,
+            score=reward.score,
+            keep=self.keep,
+            late=random.choice(["wait", "drop"]),
+            swap=random.choice(["in_flight", "drain", "abort"]),
+            retries=random.choice([0, 3]),
+        )
+        dropped: int | None = None
+        try:
+            await self.train(witness, stream)
+            dropped = sum(stream.dropped.values())
+        except* (Crash, RankFailed, RankDied):
+            if not self.mortal:
+                raise
+        witness.check(ahead=self.ahead, n=self.n, dropped=dropped)
+
+    async def train(self, witness: Witness, stream: Rollouts) -> None:
+        overlapping = self.random.random() < 0.3
+        await publish(witness, stream)
+        async with stream, asyncio.TaskGroup() as tasks:
+            async for batch in stream:
+                assert np.all(np.less_equal(batch.row("oldest_version"), batch.row("sampled_by"))), (
+                    "tokens claim later weights"
+                )
+                await witness.update(batch, CrossEntropy())
+                if overlapping:
+                    tasks.create_task(publish(witness, stream))
+                else:
+                    await publish(witness, stream)
+
+
+async def anything(seed: int) -> None:
+    await World(seed).run()
+
+
+@pytest.mark.parametrize(("scenario", "seeds"), [(small, 8000), (anything, 2000)], ids=["small", "anything"])
+def test_the_stream_keeps_its_promises_under_any_schedule(scenario: Scenario, seeds: int) -> None:
+    explore(scenario, seeds=seeds, workers=2)
+
+
+class BoundLostAtRestart(Ledger):
+    """Once something was drawn again, rows of any age are delivered."""
+
+    restarted = False
+
+    def restart(self, label: int) -> None:
+        super().restart(label)
+        self.restarted = True
+
+    @property
+    def capacity(self) -> int:
+        return sys.maxsize if self.restarted else super().capacity
+
+    def too_old(self) -> list[int]:
+        return [] if self.restarted else super().too_old()
+
+
+class BoundScaledTwice(Ledger):
+    """The bound is in versions, and here it is taken for one in batches of groups."""
+
+    def __init__(self, size: int, ahead: int, late: Late = "wait") -> None:
+        super().__init__(size, ahead * size, late)
+
+
+class LosesGroups(Ledger):
+    """New weights make it forget a group that is ready."""
+
+    def publish(self, weights: int) -> None:
+        super().publish(weights)
+        ready = [label for label, group in self.groups.items() if group.finished]
+        if len(ready) > 1:
+            del self.groups[ready[0]]
+
+
+class SwapsWithinAStep(TellingSampler):
+    """A forward pass that pauses in the middle: new weights come meanwhile, and the row says that it is theirs."""
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        async for chunk in super().generate(prompts, sampling):
+            await asyncio.sleep(0.05)
+            yield chunk.assign(oldest_version=np.full(len(chunk), self.weights.version, np.int32))
+
+
+async def bound_lost_at_restart(seed: int) -> None:
+    with patch("meshrl.stream.Ledger", BoundLostAtRestart):
+        await World(seed).run()
+
+
+async def bound_scaled_twice(seed: int) -> None:
+    with patch("meshrl.stream.Ledger", BoundScaledTwice):
+        await World(seed).run()
+
+
+async def loses_groups(seed: int) -> None:
+    with patch("meshrl.stream.Ledger", LosesGroups):
+        await World(seed).run()
+
+
+async def swaps_within_a_step(seed: int) -> None:
+    await World(seed, SwapsWithinAStep).run()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "told"),
+    [
+        (bound_lost_at_restart, "versions behind"),
+        (bound_scaled_twice, "versions behind"),
+        (loses_groups, "were never trained"),
+        (swaps_within_a_step, _CLAIM),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_explorer_finds_a_planted_bug(scenario: Scenario, told: str) -> None:
+    with pytest.raises(ScheduleFailed) as failure:
+        explore(scenario, seeds=1000)
+    cause: BaseException | None = failure.value.__cause__
+    while isinstance(cause, ExceptionGroup):
+        cause = cause.exceptions[0]
+    assert told in str(cause)
+    assert failure.value.seed < 300
