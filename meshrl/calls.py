@@ -41,8 +41,15 @@ class Call:
         """
         await asyncio.sleep(0)
         await self._calls.until(self.may_go_on)
-        self.steps += not self.aborted
-        return not self.aborted
+        if self.aborted:
+            return False
+        self.steps += 1
+        self._calls.stepped(self)
+        return True
+
+    def end(self) -> None:
+        """It makes no more steps, which the end of its block says too: for who still has something to yield."""
+        self._calls.end(self)
 
     def may_go_on(self) -> bool:
         """Whether no load or abort has to come before the next step, or the beginning."""
@@ -66,6 +73,8 @@ class Calls:
         """The places of aborts that no load has told yet."""
         self._record: list[dict[int, int]] = []
         """By interruption: the steps that the running calls had made, and -1 for the call that was to begin next."""
+        self._ended: dict[int, int] = {}
+        """In a replay: the steps of calls that have ended."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -83,6 +92,8 @@ class Calls:
         finally:
             self._begun = max(self._begun, call.number + 1)  # also where it was cancelled before it began
             self._running.pop(call.number, None)
+            if self._interruptions < len(self._record):
+                self._ended[call.number] = call.steps
             self._tell()
 
     @asynccontextmanager
@@ -132,6 +143,16 @@ class Calls:
             return False
         return call.steps >= _place(self._record[self._interruptions], call.number)
 
+    def stepped(self, call: Call) -> None:
+        """Tell an interruption that waits for the call to be where it is now: after this step, at the next pause."""
+        if self.holds(call):
+            self._tell()
+
+    def end(self, call: Call) -> None:
+        """The call makes no more steps."""
+        self._running.pop(call.number, None)
+        self._tell()
+
     async def until(self, ready: Callable[[], bool]) -> None:
         """Wait until something holds that only calls and interruptions of this rank change."""
         while not ready():
@@ -157,10 +178,12 @@ class Calls:
         if self._begun < max(places):
             return False
         for number, steps in places.items():
-            if steps >= 0 and number not in self._running:
+            # One that had made its last step, but not ended, may have ended by now: it is no different.
+            if steps >= 0 and number not in self._running and self._ended.get(number) != steps:
+                rank = current_rank().index
                 raise DataError(
-                    f"the record does not fit this run: load {self._interruptions} on rank {current_rank().index} came when "
-                    f"call {number} of `generate` had made {steps} steps, and now that call ended before; replay it "
+                    f"the record does not fit this run: load {self._interruptions} on rank {rank} came when call "
+                    f"{number} of `generate` had made {steps} steps, and now that call ended before; replay a record "
                     "with the configuration, the seeds and the code that it was made with"
                 )
         return all(call.steps in (-1, _place(places, number)) for number, call in self._running.items())

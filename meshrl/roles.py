@@ -233,7 +233,7 @@ class Sampler(Actor, ABC):
         """End the running calls of `generate`: they yield what they have not finished, `aborted`, and no more.
 
         Such a row has the tokens so far, and `truncated` is False; one that had not begun has its prompt's tokens, and
-        the sampler's version as its `oldest_version`.
+        as its `oldest_version` that of the call's last step.
         """
 
 

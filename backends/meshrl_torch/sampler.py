@@ -50,25 +50,27 @@ class TorchSampler(Sampler):
         repeated = prompts.repeat(sampling.n)
         request, ended = self._request(repeated, sampling)
         if len(ended.rows):
-            yield self._rollouts(repeated, ended, sampling)
+            yield self._rollouts(repeated, ended, sampling, self._version)
         cache = self._caches.pop() if self._caches else Cache()
         try:
             async with self._calls.begin() as call:
-                draw = Draw(sampling, key(self._config.seed, sampling.seed, self._version, call.number))
+                version = self._version
+                draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.number))
                 decoder = Decoder(self._model, cache, request, draw, self._config.slots)
                 while decoder.busy:
                     finished = decoder.take() if call.steps % YIELD_STEPS == 0 else None
                     if finished is not None:
-                        yield self._rollouts(repeated, finished, sampling)
+                        yield self._rollouts(repeated, finished, sampling, version)
                     if not await call.step():
                         decoder.stop()
                         break
-                    decoder.step(self._version)
+                    version = self._version
+                    decoder.step(version)
         finally:
             self._caches.append(cache)
         finished = decoder.take()
         if finished is not None or not len(repeated):
-            yield self._rollouts(repeated, finished or ended, sampling)
+            yield self._rollouts(repeated, finished or ended, sampling, version)
 
     async def load(self, weights: Weights) -> Batch:
         """Copy the weights in place; rows being decoded go on with them from their next token."""
@@ -128,7 +130,8 @@ class TorchSampler(Sampler):
             stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
         return stopped
 
-    def _rollouts(self, repeated: Batch, finished: Finished, sampling: Sampling) -> Batch:
+    def _rollouts(self, repeated: Batch, finished: Finished, sampling: Sampling, version: int) -> Batch:
+        """Rows as they are told; `version` is that of a row which has no token of its own yet."""
         rows = repeated.select(finished.rows)
         offsets = np.append(0, np.cumsum(finished.lengths))
         place = np.arange(len(finished.tokens)) - np.repeat(offsets[:-1], finished.lengths)
@@ -137,8 +140,7 @@ class TorchSampler(Sampler):
             had = runs(offsets[:-1], rows.tokens.lengths)
             finished.logprobs[had] = rows.sampler_logprobs.values
             finished.versions[had] = rows.versions.values
-        # A row that has no token of its own yet is as old as the weights are now.
-        oldest = np.full(len(rows), self._version, np.int32)
+        oldest = np.full(len(rows), version, np.int32)
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
         texts = decode(self._model.tokenizer, _completions(finished.tokens, offsets, finished.prompts))

@@ -114,13 +114,15 @@ class FakeSampler(Sampler):
         answers = cast("tuple[str, ...]", rows.objects("answer")) if len(rows) else ()
         waiting = sorted(np.flatnonzero(~ended).tolist(), key=lambda index: -len(answers[index]))
         async with self._calls.begin() as call:
+            version = self.weights.version
             while waiting and await call.step():
+                version = self.weights.version
                 index = waiting.pop()
                 if not waiting:
                     call.end()
                 yield self._finished(rows.select([index]), index, answers[index], sampling)
         if waiting:
-            yield self._aborted(rows.select(waiting))
+            yield _aborted(rows.select(waiting), version)
 
     async def load(self, weights: Weights) -> Batch:
         """Take the skill."""
@@ -139,25 +141,7 @@ class FakeSampler(Sampler):
     def _finished(self, row: Batch, index: int, answer: str, sampling: Sampling) -> Batch:
         completion = self._complete(row, index, answer, sampling)[: sampling.max_tokens]
         row = _encoded(_anew(row).assign(completion=[completion]), [completion])
-        return self._described(row, aborted=False)
-
-    def _aborted(self, rows: Batch) -> Batch:
-        prompts = cast("tuple[str, ...]", rows.objects("prompt"))
-        tokens = Ragged.of([list(map(ord, prompt)) for prompt in prompts], np.int32)
-        nothing = Ragged(np.zeros(len(tokens.values), np.bool_), tokens.offsets)
-        rows = _anew(rows).assign(completion=[""] * len(rows), tokens=tokens, loss_mask=nothing)
-        return self._described(rows, aborted=True)
-
-    def _described(self, rows: Batch, aborted: bool) -> Batch:
-        mask = rows.loss_mask
-        return rows.assign(
-            sampler_logprobs=_zeros(rows),
-            versions=Ragged(np.where(mask.values, self.weights.version, -1).astype(np.int32), mask.offsets),
-            oldest_version=np.full(len(rows), self.weights.version, np.int32),
-            temperature=np.ones(len(rows), np.float32),
-            truncated=np.zeros(len(rows), np.bool_),
-            aborted=np.full(len(rows), aborted),
-        )
+        return _described(row, self.weights.version, aborted=False)
 
     def _complete(self, row: Batch, index: int, answer: str, sampling: Sampling) -> str:
         key = (self.seed, sampling.seed, self.weights.version, index, row.objects("prompt")[0])
@@ -191,6 +175,26 @@ def _encoded(batch: Batch, completions: tuple[str, ...] | list[str]) -> Batch:
     tokens = [[*map(ord, prompt + completion), 0] for prompt, completion in texts]
     masks = [[False] * len(prompt) + [True] * (len(completion) + 1) for prompt, completion in texts]
     return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+
+
+def _aborted(rows: Batch, version: int) -> Batch:
+    prompts = cast("tuple[str, ...]", rows.objects("prompt"))
+    tokens = Ragged.of([list(map(ord, prompt)) for prompt in prompts], np.int32)
+    nothing = Ragged(np.zeros(len(tokens.values), np.bool_), tokens.offsets)
+    rows = _anew(rows).assign(completion=[""] * len(rows), tokens=tokens, loss_mask=nothing)
+    return _described(rows, version, aborted=True)
+
+
+def _described(rows: Batch, version: int, aborted: bool) -> Batch:
+    mask = rows.loss_mask
+    return rows.assign(
+        sampler_logprobs=_zeros(rows),
+        versions=Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets),
+        oldest_version=np.full(len(rows), version, np.int32),
+        temperature=np.ones(len(rows), np.float32),
+        truncated=np.zeros(len(rows), np.bool_),
+        aborted=np.full(len(rows), aborted),
+    )
 
 
 def _ended(rows: Batch) -> NDArray[np.bool_]:

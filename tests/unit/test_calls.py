@@ -1,0 +1,167 @@
+"""Calls, loads and aborts on a rank, and that a record brings each of them back to its place."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
+from meshrl.errors import DataError
+from meshrl.testing.fakes import FakePolicy, FakeSampler
+
+PROMPTS = Batch.of(prompt=["1+1=", "5+5=", "99+1="], answer=["2", "10", "100"])
+SAMPLING = Sampling(n=2)
+
+
+def sampler() -> FakeSampler:
+    return FakeSampler(SamplerConfig(backend="fake", model="none"))
+
+
+def weights(version: int) -> Weights:
+    return Weights(version, {"skill": np.array([version % 5 / 4])})
+
+
+async def collected(made: Sampler, prompts: Batch) -> Batch:
+    return Batch.join([part async for part in made.generate(prompts.part(np.arange(len(prompts))), SAMPLING)])
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def drive(
+    made: Sampler, calls: Sequence[int], interruptions: Sequence[tuple[int, bool]]
+) -> tuple[list[Batch], Batch]:
+    """What calls of `generate` gave and loads returned. Each begins so many turns after the one before of its kind.
+
+    An interruption is a load, or with True an abort.
+    """
+    places: list[Batch] = []
+
+    async def generate() -> list[Batch]:
+        running: list[asyncio.Task[Batch]] = []
+        for delay in calls:
+            await turns(delay)
+            running.append(asyncio.create_task(collected(made, PROMPTS)))
+        return list(await asyncio.gather(*running))
+
+    async def interrupt() -> None:
+        for version, (delay, is_abort) in enumerate(interruptions):
+            await turns(delay)
+            if is_abort:
+                await made.abort()
+            else:
+                places.append(await made.load(weights(version)))
+
+    given, _ = await asyncio.gather(generate(), interrupt())
+    places.append(await made.load(weights(0)))
+    return given, Batch.concat(places)
+
+
+DELAYS = st.lists(st.integers(0, 12), min_size=4, max_size=4)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_a_record_brings_the_same_rows_whatever_the_speed(data: st.DataObject) -> None:
+    aborts = data.draw(st.lists(st.booleans(), min_size=4, max_size=4))
+
+    async def both() -> None:
+        results: list[tuple[list[Batch], Batch]] = []
+        for made in (sampler(), sampler()):
+            if results:
+                await made.replay(results[0][1])
+            interruptions = list(zip(data.draw(DELAYS), aborts, strict=True))
+            driven = asyncio.create_task(drive(made, data.draw(DELAYS), interruptions))
+            await turns(1000)
+            assert driven.done(), "nobody can go on"
+            results.append(await driven)
+        assert results[0] == results[1]
+
+    asyncio.run(both())
+
+
+async def test_a_load_returns_where_the_calls_stood() -> None:
+    made = sampler()
+    first, second = made.generate(PROMPTS, SAMPLING), made.generate(PROMPTS, SAMPLING)
+    await anext(first)
+    await anext(first)
+    await anext(second)
+    places = await made.load(weights(1))
+    assert {name: places.row(name).tolist() for name in places.names} == {
+        "rank": [0, 0, 0],
+        "load": [0, 0, 0],
+        "call": [0, 1, 2],
+        "steps": [2, 1, -1],
+    }
+    assert [len([part async for part in stream]) for stream in (first, second)] == [4, 5]
+    places = await made.load(weights(2))
+    assert [places.row(name).tolist() for name in ("load", "call", "steps")] == [[1], [2], [-1]]
+
+
+async def test_aborted_rows_go_on() -> None:
+    made = sampler()
+    await made.load(weights(3))
+    stream = made.generate(PROMPTS.part(np.arange(3)), SAMPLING)
+    done = [await anext(stream) for _ in range(3)]
+    await made.abort()
+    (rest,) = [part async for part in stream]
+    assert rest.row("aborted").tolist() == [True] * 3
+    assert rest.row("oldest_version").tolist() == [3] * 3
+    assert not rest.loss_mask.values.any()
+    assert rest.objects("completion") == ("",) * 3
+    half = Batch.concat([*done, rest])
+    whole = Batch.concat([part async for part in made.generate(half, Sampling())])
+    assert not whole.row("aborted").any()
+    assert all(mask.any() for mask in whole.loss_mask)
+    assert whole.select(np.arange(3)) == Batch.concat(done), "what had ended comes first, as it was"
+
+
+@pytest.mark.parametrize("close", [False, True])
+async def test_a_load_that_waits_for_a_call_that_ends_tells_so(close: bool) -> None:
+    made = sampler()
+    stream = made.generate(PROMPTS, SAMPLING)
+    for _ in range(5):
+        await anext(stream)
+    record = await made.load(weights(1))
+    again = sampler()
+    await again.replay(record)
+    stream = again.generate(PROMPTS if close else PROMPTS.select([0]), SAMPLING)
+    assert isinstance(stream, AsyncGenerator)
+    await anext(stream)
+    loading = asyncio.create_task(again.load(weights(1)))
+    await turns(3)
+    assert not loading.done()
+    if close:
+        await stream.aclose()
+    else:
+        assert len([part async for part in stream]) == 1
+    with pytest.raises(DataError, match="call 0 of `generate` had made 5 steps, and now that call ended before"):
+        await loading
+
+
+async def test_records_that_cannot_be_replayed() -> None:
+    made = sampler()
+    places = [await made.load(weights(version)) for version in range(2)]
+    with pytest.raises(DataError, match="has had 0 calls of `generate` and 2 of `load` and `abort`"):
+        await made.replay(places[0])
+    with pytest.raises(DataError, match="nothing of load 0 on rank 0"):
+        await sampler().replay(places[1])
+
+
+async def test_a_policy_refuses_tokens_of_weights_to_come() -> None:
+    made = sampler()
+    policy = FakePolicy(PolicyConfig(backend="fake", model="none"))
+    for version, error in ((0, None), (2, "`oldest_version` is 2 in a row and this policy has made 1 updates")):
+        await made.load(weights(version))
+        rows = await collected(made, PROMPTS)
+        batch = rows.assign(advantages=np.ones(len(rows), np.float32))
+        if error is None:
+            await policy.update(batch, ClippedLoss())
+        else:
+            with pytest.raises(DataError, match=error):
+                await policy.update(batch, ClippedLoss())
