@@ -22,6 +22,7 @@ from meshrl.metrics import Metrics
 from meshrl.recorder import Recorder
 from meshrl.registry import implementation
 from meshrl.roles import RoleConfig
+from meshrl.schedule import Schedule, read_schedule, schedule
 
 R = TypeVar("R")
 
@@ -57,6 +58,10 @@ class RunConfig(Config):
     """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
     meshes: dict[str, MeshConfig] = Field(default={})
     """The meshes that roles name; one that is not here has one rank and the cores that are free."""
+    deterministic: bool = False
+    """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
+    replay: str | None = None
+    """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
 
@@ -77,6 +82,8 @@ class Run:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
         self.engine = engine or _engine(config)
+        # Before the recorder makes room for the folder, which may be the same.
+        self._replayed = read_schedule(Path(config.replay)) if config.replay else None
         self.recorder = Recorder(Path(config.folder) / config.name, resolved or {})
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
@@ -85,6 +92,7 @@ class Run:
         self._stepping = False
         self._events: EventLog | None = None
         self._outer: Sink | None = None
+        self._schedule: Schedule | None = None
 
     @property
     def folder(self) -> Path:
@@ -127,6 +135,7 @@ class Run:
         if self._stepping and self._events:
             start = self._events.began
             self._events.emit(Step(self._step, self._step_began - start, clock() - start))
+            self._events.flush()
         self._stepping = False
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
@@ -156,6 +165,9 @@ class Run:
         self._step_began = self.recorder.began = self._events.began
         self._outer = sink.get()
         sink.set(self._events)
+        if self.config.deterministic or self.config.replay:
+            self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
+        schedule.set(self._schedule)
         return self
 
     async def __aexit__(
@@ -171,6 +183,8 @@ class Run:
                 self._events.close()
             if sink.get() is self._events:  # not where the end is in another context than the beginning
                 sink.set(self._outer)
+            if self._schedule:
+                self._schedule.close()
             self.recorder.close(error)
 
     async def _reserve(self, name: str) -> Mesh:

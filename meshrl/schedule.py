@@ -37,7 +37,8 @@ class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
     places: Mapping[str, list[int]]
 
 
-_entries = msgspec.json.Decoder(Decision | Load)
+Entry: TypeAlias = Decision | Load
+_decoder = msgspec.json.Decoder(Entry)
 
 
 class Script:
@@ -72,12 +73,12 @@ class Script:
 
 
 class Schedule:
-    """Writes `schedule.jsonl` in a run's folder and, in a replay, reads that of an earlier run."""
+    """Writes a run's schedule, and follows that of an earlier one where it is told to."""
 
-    def __init__(self, folder: Path, replayed: Path | None = None) -> None:
-        """`replayed`: the folder of the run that is to be repeated. DataError where it has no schedule."""
-        self._replayed = None if replayed is None else _read(replayed / "schedule.jsonl")
-        self._file = (folder / "schedule.jsonl").open("wb")
+    def __init__(self, path: Path, replayed: Sequence[Entry] | None = None) -> None:
+        """`replayed`: what `read_schedule` gave of the run that is to be repeated."""
+        self._replayed = replayed
+        self._file = path.open("wb")
         self._streams = 0
         self._samplers: list[Sampler] = []
 
@@ -97,7 +98,7 @@ class Schedule:
         places = await sampler.load(weights)
         self.write(Load(number, {name: places.row(name).tolist() for name in places.names}))
 
-    def write(self, entry: Decision | Load) -> None:
+    def write(self, entry: Entry) -> None:
         """Add a line."""
         self._file.write(msgspec.json.encode(entry) + b"\n")
         self._file.flush()
@@ -106,7 +107,7 @@ class Schedule:
         """Write no more."""
         self._file.close()
 
-    def _record(self, sampler: int, entries: Sequence[Decision | Load]) -> Batch:
+    def _record(self, sampler: int, entries: Sequence[Entry]) -> Batch:
         loads = [each.places for each in entries if isinstance(each, Load) and each.sampler == sampler]
         names = loads[0] if loads else ("rank", "load", "call", "steps")
         columns = {name: [value for places in loads for value in places[name]] for name in names}
@@ -125,7 +126,9 @@ async def load_into(sampler: Sampler, weights: Weights) -> None:
         await sampler.load(weights)
 
 
-def _read(path: Path) -> list[Decision | Load]:
+def read_schedule(folder: Path) -> list[Entry]:
+    """The schedule of the run in a folder. DataError where it has none."""
+    path = folder / "schedule.jsonl"
     if not path.is_file():
         raise DataError(f"there is no schedule to replay at {path}: a run writes one with run.deterministic = true")
-    return [_entries.decode(line) for line in path.read_bytes().splitlines() if line]
+    return [_decoder.decode(line) for line in path.read_bytes().splitlines() if line]

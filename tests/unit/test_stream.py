@@ -28,7 +28,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.generation import Swap
-from meshrl.schedule import Schedule, schedule
+from meshrl.schedule import Schedule, read_schedule, schedule
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 from meshrl.testing.clock import Deadlock, simulate
 from meshrl.testing.latency import Lognormal, crashing, delayed
@@ -249,7 +249,9 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
 
         async def script() -> list[Batch]:
             (tmp_path / name).mkdir()
-            kept = Schedule(tmp_path / name, tmp_path / replayed if replayed else None)
+            kept = Schedule(
+                tmp_path / name / "schedule.jsonl", read_schedule(tmp_path / replayed) if replayed else None
+            )
             schedule.set(kept)
             try:
                 return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=slow)
