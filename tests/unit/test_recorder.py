@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from meshrl.data import Batch
+from meshrl import Batch, Metrics, Ragged, Run, RunConfig
 from meshrl.recorder import Recorder
 
 
@@ -165,3 +165,20 @@ def test_a_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not logs
     assert "2/2" in screen.getvalue()
     assert "reward=0.75" in screen.getvalue()
+
+
+async def test_what_a_run_adds_to_the_numbers_of_a_step(tmp_path: Path) -> None:
+    metrics = Metrics.of(correction=(6.0, 8.0), correction_squared=(9.0, 8.0))
+    batch = Batch.of(
+        tokens=Ragged.of([[1, 2], [3, 4], [5], [6]], np.int32),
+        staleness=np.array([0, 2, 2, 3], np.int32),
+        rewards=np.array([1, 0, 1, 1], np.float32),
+    )
+    with capture_logs():
+        async with Run(RunConfig(name="mine", folder=str(tmp_path))) as run:
+            for _ in run.steps(1):
+                await run.record(metrics, batch, lr=0.5)
+    (step,) = lines(run.folder / "metrics.jsonl")
+    assert (step["staleness"], step["staleness_max"]) == (1.75, 3.0)
+    assert step["effective_sample_size"] == 0.5
+    assert (step["rows"], step["tokens"], step["reward"], step["lr"]) == (4.0, 6.0, 0.75, 0.5)

@@ -1,6 +1,5 @@
 """A rank's process, and an actor's ranks in such processes, as a caller sees them."""
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from meshrl.engine import Request
 from meshrl.engines.ray.pickle import carry_modules, unpacked
 from meshrl.engines.ray.wire import Ask, Construction, Failure, Place, RayHeld, Stopped
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
+from meshrl.events import clock
 
 T = TypeVar("T")
 
@@ -238,7 +238,7 @@ class Sent:
         """`seen`: told when it began and ended on the rank, on the clock of this process."""
         self._seen = seen
         self._timed = seen is not None
-        self._began = time.monotonic()
+        self._began = clock()
         self.member = cast("RayMember", request.member)
         self.member.check(endpoint)
         self.endpoint = endpoint
@@ -274,7 +274,7 @@ class Sent:
         if not self.ended and self.process.death is None:
             self.ended = True
             self.process.handle.cancel.remote(self.process.line, self.number)
-            self._note(self._began, time.monotonic())  # as it was seen from here: nobody waits for the rank's answer
+            self._note(self._began, clock())  # as it was seen from here: nobody waits for the rank's answer
 
     def _note(self, began: float, ended: float) -> None:
         if self._seen is not None:
@@ -289,9 +289,9 @@ async def clock_ahead(ask: Callable[[], Awaitable[float]], times: int = 5) -> fl
     """
     found: list[tuple[float, float]] = []
     for _ in range(times):
-        sent = time.monotonic()
+        sent = clock()
         theirs = await ask()
-        came = time.monotonic()
+        came = clock()
         found.append((came - sent, theirs - (sent + came) / 2))
     return min(found)[1]
 

@@ -32,7 +32,6 @@ GRACE: Final = 5.0
 """Seconds that a process has to end its calls when its mesh goes. One that computes without a pause is killed then."""
 
 
-
 @dataclass(frozen=True)
 class RaySlot:
     """A place for one rank: a process, or the next one there if it dies."""

@@ -1,0 +1,74 @@
+"""Events of ranks that are processes: measured there, on the clock of the caller."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from meshrl import Actor, Gather, RankFailed, Run, RunConfig, endpoint
+from meshrl.engines.ray import RayEngine
+from meshrl.engines.ray.process import clock_ahead
+from meshrl.events import Call, Event, Span
+from meshrl.testing.clock import simulate
+from tests.ray.conftest import NO_CORE
+
+
+class Clocked(Actor):
+    """Tells its loop's time."""
+
+    @endpoint
+    async def now(self) -> Gather[NDArray[np.float64]]:
+        return np.array([asyncio.get_running_loop().time()])
+
+    @endpoint
+    async def times(self, count: int) -> AsyncIterator[Gather[NDArray[np.float64]]]:
+        for _ in range(count):
+            yield np.array([asyncio.get_running_loop().time()])
+
+    @endpoint
+    async def fail(self) -> None:
+        raise ValueError("as asked")
+
+
+async def test_ranks_run_within_their_calls(engine: RayEngine, tmp_path: Path) -> None:
+    async with Run(RunConfig(name="mine", folder=str(tmp_path)), engine=engine) as run:
+        clocked = await (await run.mesh(2, NO_CORE)).spawn(Clocked)
+        ran = await clocked.now() - run.recorder.began
+        seen = [float(value[0]) - run.recorder.began async for value in clocked.times(3)]
+        async for _ in clocked.times(10_000):
+            break
+        with pytest.raises(RankFailed):
+            await clocked.fail()
+    decoder = msgspec.json.Decoder(Event)
+    events = [decoder.decode(line) for line in (run.folder / "events.jsonl").read_bytes().splitlines()]
+    noted = [event for event in events if isinstance(event, Call)]
+    found = [(call, [event for event in events if isinstance(event, Span) and event.call == call.id]) for call in noted]
+    assert [(call.endpoint, call.error) for call in noted] == [
+        ("now", None),
+        ("times", None),
+        ("times", None),
+        ("fail", "RankFailed"),
+    ]
+    for call, spans in found:
+        assert {(span.mesh, span.actor, span.endpoint) for span in spans} == {("1", "Clocked", call.endpoint)}
+        assert all(call.began <= span.began <= span.ended <= call.ended for span in spans)
+        assert sorted(span.rank for span in spans) == [0, 1]
+    (_, once), (_, streams), *_ = found
+    assert all(span.began <= ran[span.rank] <= span.ended for span in once)
+    assert min(span.began for span in streams) <= min(seen) <= max(seen) <= max(span.ended for span in streams)
+
+
+def test_another_machines_clock_is_read_from_its_quickest_answer() -> None:
+    delays = iter([4.0, 2.0, 0.5, 3.0, 1.0])
+
+    async def ask() -> float:
+        await asyncio.sleep(0.25)
+        theirs = asyncio.get_running_loop().time() + 100
+        await asyncio.sleep(next(delays))
+        return theirs
+
+    assert simulate(lambda: clock_ahead(ask)) == 100 - 0.125  # half of what the way back takes longer

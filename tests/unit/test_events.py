@@ -1,0 +1,191 @@
+"""Events: what a run notes of calls, ranks and steps."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Actor,
+    Batch,
+    Gather,
+    MeshConfig,
+    Metrics,
+    Ragged,
+    RankFailed,
+    Resources,
+    Reward,
+    RewardConfig,
+    Run,
+    RunConfig,
+    Shard,
+    at,
+    each,
+    endpoint,
+)
+from meshrl.events import Call, Event, EventLog, Span, Step, sink
+from meshrl.testing.clock import simulate
+
+
+class Clocked(Actor):
+    """Tells its loop's time."""
+
+    @endpoint
+    async def now(self) -> Gather[NDArray[np.float64]]:
+        return np.array([asyncio.get_running_loop().time()])
+
+    @endpoint
+    async def rows(self, batch: Shard[Batch]) -> Gather[Batch]:
+        return batch
+
+    @endpoint
+    async def times(self, count: int, pause: float) -> AsyncIterator[Gather[NDArray[np.float64]]]:
+        for _ in range(count):
+            await asyncio.sleep(pause)
+            yield np.array([asyncio.get_running_loop().time()])
+
+    @endpoint
+    async def fail(self, pause: float) -> None:
+        await asyncio.sleep(pause)
+        raise ValueError("as asked")
+
+
+def read(folder: Path) -> list[Event]:
+    decoder = msgspec.json.Decoder(Event)
+    lines = (folder / "events.jsonl").read_bytes().splitlines(keepends=True)
+    assert all(line.endswith(b"\n") for line in lines)
+    return [decoder.decode(line) for line in lines]
+
+
+def calls(events: list[Event]) -> dict[str, tuple[Call, list[Span]]]:
+    """Each call with its spans, in the order of the ranks, by endpoint."""
+    spans = sorted((event for event in events if isinstance(event, Span)), key=lambda span: span.rank)
+    found = [event for event in events if isinstance(event, Call)]
+    return {call.endpoint: (call, [span for span in spans if span.call == call.id]) for call in found}
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig(name="mine", folder=str(folder))
+
+
+async def test_ranks_run_within_their_calls(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        clocked = await (await run.mesh(2, Resources(cpus=1))).spawn(Clocked)
+        await clocked.rows(Batch.of(tokens=Ragged.of([[1, 2], [3], [4]], np.int32)))
+        ran = await clocked.now() - run.recorder.began
+        seen = [value - run.recorder.began async for value in clocked.times(3, 0.001)]
+        await each(at(clocked, dp=1).rows)(Batch.of(prompt=["a", "b"]))
+        with pytest.raises(RankFailed):
+            await clocked.fail(0)
+    events = read(run.folder)
+    noted = [event for event in events if isinstance(event, Call)]
+    assert [(call.endpoint, call.rows, call.tokens, call.error) for call in noted] == [
+        ("rows", 3, 4, None),
+        ("now", None, None, None),
+        ("times", None, None, None),
+        ("rows", 2, 2, None),
+        ("fail", None, None, "RankFailed"),
+    ]
+    found = calls(events)
+    for name in ("now", "times"):
+        call, spans = found[name]
+        assert [(span.mesh, span.rank, span.actor, span.endpoint) for span in spans] == [
+            ("1", rank, "Clocked", name) for rank in range(2)
+        ]
+        assert all(0 <= call.began <= span.began <= span.ended <= call.ended for span in spans)
+    assert all(span.began <= time <= span.ended for span, time in zip(found["now"][1], ran, strict=True))
+    streams = found["times"][1]
+    assert min(span.began for span in streams) <= min(seen) <= max(seen) <= max(span.ended for span in streams)
+    assert [span.rank for span in found["rows"][1]] == [1]
+
+
+async def test_a_stream_that_is_left_has_not_failed(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        clocked = await (await run.mesh(1)).spawn(Clocked)
+        async for _ in clocked.times(1000, 0):
+            break
+    call, spans = calls(read(run.folder))["times"]
+    assert call.error is None
+    assert len(spans) == 1
+
+
+async def test_meshes_are_named_as_in_the_configuration(tmp_path: Path) -> None:
+    meshes = {"side": MeshConfig(ranks=2, axes={"dp": 1, "tp": 2}, cpus=0)}
+    async with Run(config(tmp_path).model_copy(update={"meshes": meshes})) as run:
+        reward = await run.spawn(Reward, RewardConfig(backend="fake", mesh="side"))
+        await reward.score(Batch.of(completion=["a"], answer=["a"]))
+    _, spans = calls(read(run.folder))["score"]
+    assert [(span.mesh, span.rank) for span in spans] == [("side", 0), ("side", 1)]
+
+
+def test_steps_cover_the_run_in_virtual_time(tmp_path: Path) -> None:
+    async def script() -> Run:
+        async with Run(config(tmp_path)) as run:
+            clocked = await (await run.mesh(1, Resources(cpus=0))).spawn(Clocked)
+            for _ in run.steps(3):
+                with pytest.raises(RankFailed):
+                    await clocked.fail(3600)
+                await run.record(Metrics({}))
+        return run
+
+    with capture_logs():
+        run = simulate(script)
+    events = read(run.folder)
+    assert [event for event in events if isinstance(event, Step)] == [
+        Step(0, 0, 3600),
+        Step(1, 3600, 7200),
+        Step(2, 7200, 10800),
+    ]
+    assert [event.ended - event.began for event in events if isinstance(event, Span)] == [3600] * 3
+    lines = [msgspec.json.decode(line) for line in (run.folder / "metrics.jsonl").read_bytes().splitlines()]
+    assert [(line["seconds"], line["step_s"]) for line in lines] == [(3600, 3600), (7200, 3600), (10800, 3600)]
+
+
+async def test_the_last_step_of_a_script_that_breaks_off_ends_with_the_run(tmp_path: Path) -> None:
+    with capture_logs():
+        async with Run(config(tmp_path)) as run:
+            for step in run.steps(9):
+                if step == 1:
+                    break
+    assert [event.step for event in read(run.folder) if isinstance(event, Step)] == [0, 1]
+
+
+async def test_outside_of_a_run_nothing_is_noted(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        assert isinstance(sink.get(), EventLog)
+        clocked = await (await run.mesh(1)).spawn(Clocked)
+        await clocked.now()
+    assert sink.get() is None
+    assert [event.endpoint for event in read(run.folder) if isinstance(event, Call)] == ["now"]
+
+
+def test_a_run_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, os, signal
+from meshrl import Metrics, Run, RunConfig
+from tests.unit.test_events import Clocked
+
+async def main():
+    async with Run(RunConfig(name="mine", folder={str(tmp_path)!r})) as run:
+        clocked = await (await run.mesh(2)).spawn(Clocked)
+        for step in run.steps(9):
+            await clocked.now()
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    events = read(tmp_path / "mine")
+    assert [event.step for event in events if isinstance(event, Step)] == [0, 1]
+    assert len([event for event in events if isinstance(event, Span)]) >= 4
