@@ -11,6 +11,9 @@ import asyncio
 from meshrl import (
     AlgorithmConfig,
     ClippedLoss,
+    Critic,
+    CriticConfig,
+    Gae,
     Metrics,
     Policy,
     PolicyConfig,
@@ -24,14 +27,14 @@ from meshrl import (
     Sampling,
     Task,
     TaskConfig,
+    ValueLoss,
     evaluate,
+    explained_variance,
+    minibatches,
     publish,
     rollouts,
+    whiten,
 )
-from meshrl.advantages import Gae, whiten
-from meshrl.losses.value import ValueLoss, explained_variance
-from meshrl.minibatches import minibatches
-from meshrl.roles import Critic, CriticConfig
 
 
 class PpoConfig(AlgorithmConfig):

@@ -1,7 +1,7 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
 from meshrl.actor import Actor, Rank, current_rank, endpoint
-from meshrl.advantages import group_advantages, leave_one_out
+from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import Resources
@@ -19,15 +19,21 @@ from meshrl.errors import (
     ReplicasDisagree,
 )
 from meshrl.handle import at, each, ranks, respawn, stop
+from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
+from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss
+from meshrl.losses.value import ValueLoss, explained_variance
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged
+from meshrl.minibatches import minibatches
+from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
     AlgorithmConfig,
+    Critic,
+    CriticConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
@@ -62,8 +68,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "ContractError",
+    "Correction",
+    "Critic",
+    "CriticConfig",
     "CrossEntropy",
     "DataError",
+    "Gae",
     "Gather",
     "LocalEngine",
     "Loss",
@@ -99,22 +109,30 @@ __all__ = [
     "SamplerConfig",
     "Sampling",
     "Shard",
+    "Source",
     "Sum",
     "Task",
     "TaskConfig",
+    "ValueLoss",
     "Weights",
     "at",
+    "check_sources",
     "current_rank",
     "each",
+    "effective_sample_size",
     "endpoint",
     "evaluate",
+    "explained_variance",
+    "gae",
     "group_advantages",
     "has_signal",
     "leave_one_out",
+    "minibatches",
     "publish",
     "ranks",
     "respawn",
     "rollout",
     "rollouts",
     "stop",
+    "whiten",
 ]
