@@ -172,9 +172,9 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
 def idleness(events: Iterable[Event]) -> list[Idleness]:
     """Each rank's busy and idle seconds within the steps, by mesh and rank, and why it was idle.
 
-    An idle moment has the first reason that holds: a wait that was declared (a trainer's rank: one of the script; a
-    sampler's: one before prompts are drawn), new weights on their way, an endpoint that runs on other ranks, the
-    script's own work.
+    An idle moment has the first reason that holds: a wait that was declared (a sampler's rank: one before prompts are
+    drawn; any other: one of the script), new weights on their way, an endpoint that runs on other ranks, the script's
+    own work.
     """
     timeline = Timeline(events)
     window = timeline.window
@@ -186,8 +186,10 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
     sync = timeline.ran("sync")
     found: list[Idleness] = []
     for (mesh, rank), spans in sorted(pairs.items()):
-        sides = {side(span.endpoint) for span in spans}
-        candidates = [reason for kept, reason in waits if kept in sides]
+        endpoints = {span.endpoint for span in spans}
+        # Of ranks that do both, the script says what runs.
+        own: Side = "rollout" if endpoints & ROLLOUT and "update" not in endpoints else "training"
+        candidates = [reason for kept, reason in waits if kept == own]
         candidates.append(Reason("new weights are on their way to a sampler", "", sync))
         # Its own mesh first: there the cause is that rows were uneven.
         for (other, name), when in sorted(elsewhere.items(), key=lambda item: (item[0][0] != mesh, item[0])):

@@ -21,7 +21,7 @@ function header() {
       stat("steps", number(summary.steps)),
       stat("wall time", seconds(summary.wall_s)),
       efficiency === null ? null : stat("overlap efficiency", percent(efficiency)),
-      rewards === null ? null : stat("reward, first → last", `${number(summary.first_reward)} → ${number(summary.last_reward)}`),
+      rewards === null ? null : stat("reward, first → last", `${short(summary.first_reward)} → ${short(summary.last_reward)}`),
       ...more(summary).map(([name, value]) => stat(name, value)),
     ),
     summary.error ? make("p", { class: "lead" }, summary.error) : null,
@@ -37,7 +37,7 @@ function more(summary) {
     if (known.has(name) || typeof value !== "number" || name.endsWith("_after")) continue;
     const plain = name.replace(/_before$/, "");
     const after = plain === name ? undefined : summary[`${plain}_after`];
-    found.push([plain.replaceAll("_", " "), after === undefined ? number(value) : `${number(value)} → ${number(after)}`]);
+    found.push([plain.replaceAll("_", " "), after === undefined ? short(value) : `${short(value)} → ${short(after)}`]);
   }
   return found.slice(0, 4);
 }

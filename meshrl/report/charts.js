@@ -31,7 +31,7 @@ function scale(low, high, from, to) {
 }
 
 function axes(svg, width, height, x, y, xs, ys, text, held) {
-  for (const value of ticks(...ys, 3)) {
+  for (const value of ticks(...ys, 4)) {
     svg.append(line(PLOT.left, y(value), width - PLOT.right, y(value), "grid"));
     svg.append(label(PLOT.left - 8, y(value) + 4, "end", number(value)));
   }
@@ -71,7 +71,7 @@ function curveCard({ name, x: xs, y: ys, band }, colour, text, held = false) {
     if (!there.length) return;
     const all = band ? [...band[0], ...band[1]] : there;
     let [low, high] = all.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
-    if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+    if (low === high) [low, high] = [Math.min(0, 2 * low), Math.max(0, 2 * high) || (low < 0 ? 0 : 1)];
     if (low > 0 && low < high / 3) low = 0;
     const domain = [xs[0], xs[xs.length - 1] > xs[0] ? xs[xs.length - 1] : xs[0] + 1];
     const x = scale(...domain, PLOT.left, width - PLOT.right);

@@ -22,6 +22,11 @@ function number(value) {
   return (size >= 1e4 ? WHOLE : DIGITS).format(value);
 }
 
+/** Three digits, for what stands in large letters. */
+function short(value) {
+  return number(typeof value === "number" && Math.abs(value) < 1e3 ? Number(value.toPrecision(3)) : value);
+}
+
 function seconds(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);

@@ -14,6 +14,9 @@ from meshrl.events import Event
 FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "summary.json")
 """What a run's folder has, or some of it."""
 
+_WITHOUT = {"events.jsonl": ", so nothing tells when the ranks ran what"}
+"""What the page cannot show without a file."""
+
 Line = dict[str, object]
 T = TypeVar("T")
 
@@ -89,7 +92,7 @@ def _summary(file: Path, notes: list[str]) -> Line:
 
 def _lines(file: Path, decoder: msgspec.json.Decoder[T], notes: list[str]) -> list[T]:
     if not file.is_file():
-        notes.append(f"There is no {file.name}.")
+        notes.append(f"There is no {file.name}{_WITHOUT.get(file.name, '')}.")
         return []
     content = file.read_bytes()
     try:

@@ -108,6 +108,7 @@ class Timeline {
     const average = data.steps.length ? ((this.to - this.from) / (this.range[1] - this.range[0])) * data.steps.length : 1;
     const apart = 46 / ((this.width - LEFT) / Math.max(1, average));
     const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((each) => each >= apart) ?? 10000;
+    const named = every === 1 && apart < 0.7;
     draw.font = this.font(11.5);
     draw.textAlign = "left";
     for (const [step, began, ended] of data.steps) {
@@ -120,7 +121,7 @@ class Timeline {
       }
       if (step % every === 0 && left >= LEFT - 1) {
         draw.fillStyle = this.inks.soft;
-        draw.fillText(every === 1 && this.x(ended) - left > 60 ? `step ${step}` : `${step}`, left + 3, TOP - 17);
+        draw.fillText(named ? `step ${step}` : `${step}`, left + 3, TOP - 17);
       }
     }
   }

@@ -177,6 +177,17 @@ def test_why_each_rank_was_idle() -> None:
         assert each.busy + each.idle == pytest.approx(8.5)
 
 
+def test_a_rank_that_generates_and_trains_is_idle_for_what_the_script_does() -> None:
+    events = synchronous(2, 1, swap=1, steps=1)
+    (shared,) = idleness(
+        [*events, Step(1, 5, 7), Wait("rollout", "capacity", "", 5, 7), Wait("trainer", "a batch", "", 5, 6)]
+    )
+    assert [(reason.why, reason.seconds) for reason in shared.reasons] == [
+        ("trainer waits for a batch", 1),
+        ("between calls: the script's own work", 1),
+    ]
+
+
 moments = st.integers(0, 30)
 pairs = st.lists(st.tuples(moments, moments), max_size=12)
 
@@ -247,7 +258,7 @@ def test_a_run_without_events_has_its_curves(tmp_path: Path) -> None:
     assert content.total is None
     assert [curve.name for curve in content.curves] == ["reward", "loss"]
     assert content.curves[1].y == [0.5, None]
-    assert "There is no events.jsonl." in content.notes
+    assert "There is no events.jsonl, so nothing tells when the ranks ran what." in content.notes
     assert data_of(render(Record(tmp_path)))["curves"] == []
 
 
@@ -331,7 +342,7 @@ def test_report_and_trace_write_into_the_runs_folder(place: Path) -> None:
         (("report", "mnie"), "mnie: no such run; did you mean mine?"),
         (("report", "something"), "something: no such run; runs/ has empty, mine"),
         (("report", "empty"), "runs/empty is not the folder of a run: it has none of config.toml, metrics.jsonl"),
-        (("trace", "mine"), "runs/mine: there is nothing to trace: There is no events.jsonl."),
+        (("trace", "mine"), "runs/mine: there is nothing to trace: There is no events.jsonl"),
         (("report", "mine", "--out", "no/where.html"), "no/where.html: cannot be written: No such file or directory"),
     ],
 )
