@@ -159,15 +159,12 @@ class TorchSampler(Sampler):
 
 def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
     """The different token sequences that rows go on after, which of them each row has, and where completions start."""
-    for name in _PREFIX:
-        wrong = np.flatnonzero((rows.ragged(name).lengths != rows.tokens.lengths) | (rows.tokens.lengths == 0))
-        if len(wrong):
-            row = int(wrong[0])
-            raise DataError(
-                f"row {row} cannot be continued: it has {rows.tokens.lengths[row]} `tokens` and "
-                f"{rows.ragged(name).lengths[row]} `{name}`; give what an aborted row has, or drop these columns to "
-                "start from the prompt"
-            )
+    empty = np.flatnonzero(rows.tokens.lengths == 0)
+    if len(empty):
+        raise DataError(
+            f"row {empty[0]} cannot be continued: its `tokens` are none; give its prompt's tokens, or drop the columns "
+            f"{', '.join(_PREFIX)} to start all rows from their prompts"
+        )
     different: dict[bytes, int] = {}
     tokens = [row.astype(np.int32) for row in rows.tokens]
     prefix = np.fromiter((different.setdefault(row.tobytes(), len(different)) for row in tokens), np.int64, len(rows))
