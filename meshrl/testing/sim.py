@@ -20,7 +20,7 @@ from meshrl.calls import Calls
 from meshrl.data import Batch
 from meshrl.engine import Resources, Slot
 from meshrl.engines.local import LocalEngine
-from meshrl.engines.threads import LocalMember, LocalSlot
+from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
@@ -258,7 +258,8 @@ class SimReward(SimRole, Reward):
         """Draw rewards."""
         await self._work("score", len(batch))
         rewards = self._random.integers(0, 2, len(batch)).astype(np.float32)
-        return batch.assign(rewards=rewards, reward_error=[None] * len(batch))
+        scored = batch.assign(rewards=rewards)
+        return scored if "reward_error" in batch else scored.assign(reward_error=[None] * len(batch))
 
 
 class SimSampler(SimRole, Sampler):
@@ -277,7 +278,7 @@ class SimSampler(SimRole, Sampler):
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """All rows at once, after the time that they take."""
-        rows = prompts.repeat(sampling.n)
+        rows = _light(prompts).repeat(sampling.n)
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
         async with self._calls.begin() as call:
             version = self._version
@@ -327,12 +328,18 @@ class SimSampler(SimRole, Sampler):
             sampler_logprobs=_zeros(columns["tokens"], Source("sampler")),
             versions=Ragged(np.where(mask.values, np.repeat(oldest, 2), -1).astype(np.int32), mask.offsets),
             oldest_version=oldest,
-            completion=[""] * count,
             temperature=np.full(count, sampling.temperature or 1.0, np.float32),
             truncated=np.zeros(count, np.bool_),
             aborted=np.full(count, left > 0),
             left=np.full(count, left, np.float32),
         )
+
+
+def _light(prompts: Batch) -> Batch:
+    """The prompts with completions, and with what can be held, held: Python values cost the most on their way."""
+    here = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
+    texts = prompts.drop(*here).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
+    return texts.hold(LocalHeld, -1).assign(**here)
 
 
 @cache
