@@ -51,10 +51,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int | None = None, time_limit: float | None = None) -> None:
         super().__init__()
         self.callbacks = 0
-        """How many have run."""
+        """How many were ready and had their turn."""
         self.unseen: list[Mapping[str, object]] = []
         """What was reported to the loop's exception handler, for want of anybody who awaits it."""
         self._random = None if seed is None else Random(seed)
+        self._draw: Callable[[], float] = self._random.random if self._random else lambda: 0.0
         self._limit = time_limit
         self._now = 0.0
         self._queue: deque[asyncio.Handle] = deque()
@@ -63,6 +64,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._cancelled = 0
         self._created = 0
         self._since = 0
+        self._collecting = _COLLECT
         self._intruder: str | None = None
         self._around = set(threading.enumerate())
         self.set_exception_handler(lambda _, context: self.unseen.append(context))
@@ -78,19 +80,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         handle = asyncio.Handle(callback, args, self, context)
-        future = _future(handle) if self._random else None
-        if future is None:
-            self._queue.append(handle)
+        given = cast("tuple[object, ...]", args)
+        if self._random is not None and len(given) == 1 and isinstance(given[0], asyncio.Future):
+            self._settled(handle, callback, given[0])
         else:
-            self._settled(handle, callback, future)
+            self._queue.append(handle)
         return handle
 
     def _settled(self, handle: asyncio.Handle, callback: object, future: asyncio.Future[object]) -> None:
-        """A callback of a future that is done. A task's may be overtaken, but not by one of the same future."""
-        if _wakes_a_task(callback) and not any(_future(each) is future for each in self._queue):
+        """Keep a callback of a future that is done. A task's may be overtaken, but not by one of the same future."""
+        if _wakes_a_task(callback) and not (self._queue and any(_future(each) is future for each in self._queue)):
             self._wakes.append(handle)
             return
-        earlier = [each for each in self._wakes if _future(each) is future]
+        earlier = [each for each in self._wakes if _future(each) is future] if self._wakes else []
         for each in earlier:
             self._wakes.remove(each)
         self._queue.extend(earlier)
@@ -104,8 +106,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise RuntimeError("Event loop is closed")
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         self._created += 1
-        tie = self._random.random() if self._random else 0.0
-        heapq.heappush(self._timers, (when, tie, self._created, handle))
+        heapq.heappush(self._timers, (when, self._draw(), self._created, handle))
         handle._scheduled = True  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's, so that cancel() tells us
         return handle
 
@@ -113,12 +114,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As in asyncio from the loop's own thread. From another one it ends the simulation with `Deadlock`."""
-        handle = asyncio.Handle(callback, args, self, context)
-        thread = threading.current_thread()
         if asyncio._get_running_loop() is self or not self.is_running():  # noqa: SLF001 -- None in another thread
             return self.call_soon(callback, *args, context=context)
-        self._intruder = thread.name
-        return handle
+        self._intruder = threading.current_thread().name
+        return asyncio.Handle(callback, args, self, context)
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Call the function at once, in this thread: it takes no virtual time."""
@@ -163,27 +162,28 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if not self._queue and not self._wakes:
             self._jump()
         self._move_due()
-        for _ in range(len(self._queue) + len(self._wakes)):
-            handle = self._next()
+        ready = len(self._queue) + len(self._wakes)
+        for _ in range(ready):
+            handle = self._next() if self._wakes else self._queue.popleft()
             if not handle.cancelled():
                 handle._run()  # noqa: SLF001 -- what a loop is for
-                self.callbacks += 1
-                self._since += 1
-                if not self.callbacks % _COLLECT and not gc.isenabled():
-                    gc.collect()
+        self.callbacks += ready
+        self._since += ready
+        if self.callbacks >= self._collecting and not gc.isenabled():
+            self._collecting += _COLLECT
+            gc.collect()
         if self._since > _SPIN:
             self._stall(f"{self._since:,} callbacks ran, each after another, while the time stood still")
 
     def _next(self) -> asyncio.Handle:
-        if self._random is None or not self._wakes:
+        """Of the tasks that were woken and what stands first in the queue, one that the seed chooses."""
+        wakes = self._wakes
+        chosen = int(self._draw() * (len(wakes) + bool(self._queue)))
+        if chosen == len(wakes):
             return self._queue.popleft()
-        count = len(self._wakes) + bool(self._queue)
-        chosen = int(self._random.random() * count)
-        if chosen == len(self._wakes):
-            return self._queue.popleft()
-        future = _future(self._wakes[chosen])
-        first = next(index for index, each in enumerate(self._wakes) if _future(each) is future)
-        return self._wakes.pop(first)
+        future = _future(wakes[chosen]) if chosen else None
+        first = next(index for index, each in enumerate(wakes) if _future(each) is future) if chosen else 0
+        return wakes.pop(first)
 
     def _move_due(self) -> None:
         while self._timers and (self._timers[0][0] <= self._now or self._timers[0][-1].cancelled()):
@@ -235,9 +235,12 @@ def _no_files() -> Never:
     raise Deadlock(f"the program waits for a file, a socket or a process; {_ALONE}")
 
 
+_BOUND = (BuiltinMethodType, MethodType)
+
+
 def _wakes_a_task(callback: object) -> bool:
     """Whether a callback is the one by which a future wakes the task that awaits it: of C tasks or of Python's."""
-    if not isinstance(callback, BuiltinMethodType | MethodType):
+    if not isinstance(callback, _BOUND):
         return False
     return callback.__name__.endswith("wakeup") and isinstance(callback.__self__, asyncio.Task)
 
