@@ -1,0 +1,201 @@
+"""Simulated runs: what a script's steps take, from guesses and from the events of a recorded run."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl.errors import ConfigError, DataError, RankFailed
+from meshrl.events import Call, Event, Span, Step, Wait
+from meshrl.run import RunConfig
+from meshrl.scripts import Job, load_job
+from meshrl.testing.clock import simulate
+from meshrl.testing.pace import Draws, Pace, Work
+from meshrl.testing.sim import Job as RankJob
+from meshrl.testing.sim import Processor
+from meshrl.testing.simulate import Forecast, simulate_job
+
+CONFIG = """
+algorithm = "grpo"
+prompts = 4
+steps = 24
+
+[task]
+source = "words.jsonl"
+held_out = 0
+
+[policy]
+model = "nowhere"
+
+[reward]
+function = "exact_match"
+
+[sampling]
+n = 2
+
+[run.meshes.rollout]
+cpus = 1
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{number}>", "answer": str(number)} for number in range(40)]
+    Path("words.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    Path("grpo.toml").write_text(CONFIG, "utf-8")
+    return tmp_path / "grpo.toml"
+
+
+def job(source: Path, *overrides: str) -> Job[RunConfig]:
+    return load_job(source, overrides, RunConfig)
+
+
+def forecast(source: Path, *overrides: str, rollout: float = 2.0, train: float = 1.0, seed: int = 0) -> Forecast:
+    with capture_logs():
+        return simulate_job(job(source, *overrides), rollout=rollout, train=train, seed=seed)
+
+
+def record(folder: Path, events: Sequence[Event], config: str = "ahead = 0\n[sampling]\nn = 2\n") -> Path:
+    folder.mkdir()
+    (folder / "events.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(events))
+    (folder / "config.toml").write_text(config, "utf-8")
+    return folder
+
+
+def synchronous(steps: int, *, rows: int = 4) -> list[Event]:
+    """Steps of 4 s: 2 s of generation, 0.25 s until the script has it, 0.5 s of rewards, 1 s of training, 0.25 s."""
+    events: list[Event] = []
+    for step in range(steps):
+        t = 4.0 * step
+        parts = [
+            ("FunctionReward", "score", 2.0, 2.5, 2 * rows),
+            ("TorchSampler", "generate", 0.0, 2.0, rows),
+            ("TorchPolicy", "update", 2.75, 3.75, 2 * rows),
+            ("TorchPolicy", "weights", 3.75, 3.75, None),
+            ("TorchSampler", "load", 3.75, 3.75, None),
+        ]
+        for number, (actor, endpoint, began, ended, count) in enumerate(parts, start=10 * step):
+            events.append(Call(number, actor, endpoint, t + began, t + ended, count))
+            events.append(Span(number, "main", 0, actor, endpoint, t + began, t + ended))
+        events.append(Wait("trainer", "a batch", "0 of 4 groups are ready", t, t + 2.75))
+        events.append(Step(step, t, t + 4))
+    return events
+
+
+def test_a_synchronous_step_takes_rollout_and_training_one_after_the_other(source: Path) -> None:
+    found = forecast(source)
+    assert found.step_seconds == pytest.approx(3.0)
+    assert found.step_seconds_median == pytest.approx(3.0)
+    assert found.steps_per_hour == pytest.approx(1200)
+    assert found.efficiency == pytest.approx(2 / 3)
+    assert found.bound == {"rollout": 1.0}
+    assert found.staleness == [24 * 8]
+    assert found.measured is None
+
+
+@pytest.mark.parametrize(("rollout", "train"), [(2.0, 1.0), (1.0, 2.0), (1.5, 1.5)])
+def test_one_step_ahead_on_two_meshes_a_step_takes_the_longer_of_both(
+    source: Path, rollout: float, train: float
+) -> None:
+    found = forecast(source, "ahead=1", "sampler.mesh=rollout", rollout=rollout, train=train)
+    assert found.step_seconds == pytest.approx(max(rollout, train), rel=0.02)
+    assert found.efficiency == pytest.approx(1, abs=0.03)
+    assert sum(found.staleness) == 24 * 8
+    assert len(found.staleness) == 2
+    sampler = next(lane for lane in found.idle if lane.mesh == "rollout")
+    assert sampler.busy == pytest.approx(rollout, rel=0.1)
+
+
+def test_one_step_ahead_on_one_mesh_nothing_is_gained(source: Path) -> None:
+    assert forecast(source, "ahead=1").step_seconds == pytest.approx(3.0, rel=0.02)
+
+
+def test_guesses_are_of_one_rank(source: Path) -> None:
+    found = forecast(source, "sampler.mesh=rollout", "run.meshes.rollout.ranks=2")
+    assert found.step_seconds == pytest.approx(2.0)
+
+
+def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
+    run = record(tmp_path / "recorded", synchronous(9))
+    with capture_logs():
+        found = simulate_job(job(source), record=run)
+        apart = simulate_job(job(source, "ahead=2", "sampler.mesh=rollout"), record=run)
+        twice = simulate_job(job(source, "prompts=8"), record=run)
+    assert found.measured == pytest.approx(4.0)
+    assert found.ratio == pytest.approx(1.0)
+    assert found.step_seconds == pytest.approx(4.0)
+    assert apart.step_seconds == pytest.approx(2.0, rel=0.02)
+    assert twice.step_seconds == pytest.approx(2 * 3.5 + 0.5)
+
+
+def test_calls_that_shared_a_rank_cost_what_they_would_have_cost_alone() -> None:
+    spans = [("generate", 0.0, 3.0), ("generate", 1.0, 4.0), ("generate", 10.0, 12.0)]
+    events: list[Event] = [Step(0, 0.0, 20.0), Step(1, 20.0, 21.0)]
+    for number, (endpoint, began, ended) in enumerate(spans):
+        events.append(Call(number, "TorchSampler", endpoint, began, ended, 4))
+        events.append(Span(number, "main", 0, "TorchSampler", endpoint, began, ended))
+    works = Pace.recorded(events, n=2).works["Sampler", "generate"]
+    assert [(list(work.seconds), work.rows) for work in works] == [([2.0], 8), ([2.0], 8), ([2.0], 8)]
+
+
+def test_jobs_share_a_rank_and_one_that_is_stopped_tells_what_is_left() -> None:
+    async def main() -> Mapping[str, float]:
+        loop = asyncio.get_running_loop()
+        rank = Processor()
+        ended: dict[str, float] = {}
+
+        async def work(name: str, begins: float, seconds: float) -> None:
+            await asyncio.sleep(begins)
+            await rank.work(seconds)
+            ended[name] = loop.time()
+
+        async def stopped() -> None:
+            await asyncio.sleep(16)
+            job: RankJob = rank.start(8.0)
+            await asyncio.sleep(2)
+            rank.stop(job)
+            ended["left"] = await job.left
+
+        await asyncio.gather(work("long", 0, 4), work("short", 1, 1), work("late", 10, 1), stopped())
+        return ended
+
+    assert simulate(main) == {"short": 3.0, "long": 5.0, "late": 11.0, "left": 0.75}
+
+
+def test_ranks_draw_the_same_calls_of_about_as_many_rows() -> None:
+    works = [Work([number, 10.0 * number], 8) for number in (1.0, 2.0, 3.0)] + [Work([100.0], 64)]
+    first, second = Draws(works, 0, "seed"), Draws(works, 1, "seed")
+    drawn = [(first.next(8), second.next(8)) for _ in range(50)]
+    assert {one for one, _ in drawn} == {1.0, 2.0, 3.0}
+    assert all(other == 10 * one for one, other in drawn)
+    assert first.next(128) == 200.0
+    assert first.next(0) == 0.0
+
+
+def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
+    events = [event for event in synchronous(9) if not isinstance(event, Span)]
+    spans = [event for event in synchronous(9) if isinstance(event, Span)]
+    uneven = [msgspec.structs.replace(span, ended=span.ended - 0.01 * (span.call % 7)) for span in spans]
+    run = record(tmp_path / "recorded", [*events, *uneven])
+    with capture_logs():
+        one, same, other = (simulate_job(job(source), record=run, seed=seed) for seed in (1, 1, 2))
+    assert msgspec.structs.replace(one, simulated_in=0.0) == msgspec.structs.replace(same, simulated_in=0.0)
+    assert one.step_seconds != other.step_seconds
+
+
+def test_what_is_missing_is_told(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rollout SECONDS"):
+        simulate_job(job(source))
+    short = record(tmp_path / "short", synchronous(2))
+    with pytest.raises(DataError, match="the run has 2 steps, and its first 2"):
+        simulate_job(job(source), record=short)
+    empty = record(tmp_path / "empty", [])
+    with pytest.raises(DataError, match="nothing to simulate from"):
+        simulate_job(job(source), record=empty)
+    run = record(tmp_path / "recorded", synchronous(9))
+    with capture_logs(), pytest.raises(RankFailed, match=r"no call of Reference\.logprobs; it has calls of Policy"):
+        simulate_job(job(source, "loss.kl=0.1"), record=run)
