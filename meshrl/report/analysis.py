@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from meshrl.events import Call, Event, Span, Step, Swap, Wait
+from meshrl.events import Call, Delivery, Event, Span, Step, Swap, Wait
 from meshrl.report.intervals import Intervals, intersect, seconds, seconds_in, subtract, union
 
 Side: TypeAlias = Literal["rollout", "training", "sync"]
@@ -48,13 +48,13 @@ class Share:
     both: float
     """Of R and T: at the same time."""
     rollout_alone: float
-    """The trainer had nothing to train on."""
+    """The trainer waited for rollouts. Of a script without a stream: R without T."""
     training_alone: float
     """No sampler was generating."""
     sync: float
     """New weights kept the trainer from going on: what of publishing was exposed."""
     other: float
-    """No rank ran anything: the script's own work, and the way to the ranks and back."""
+    """Nobody trained, and the trainer waited for nothing: the script's own work, and the way to the ranks and back."""
 
     @property
     def efficiency(self) -> float:
@@ -121,6 +121,9 @@ class Timeline:
         self.spans = [event for event in events if isinstance(event, Span)]
         self.waits = [event for event in events if isinstance(event, Wait)]
         self.steps = sorted((event for event in events if isinstance(event, Step)), key=lambda step: step.began)
+        self.starving = union([(wait.began, wait.ended) for wait in self.waits if _waits_for_a_batch(wait)])
+        # A stream says when the trainer waits for it; a script without one awaits its rollouts itself.
+        self.streams = len(self.starving) > 0 or any(isinstance(event, Delivery) for event in events)
         self._calls = [event for event in events if isinstance(event, Call)]
         self._swaps = [event for event in events if isinstance(event, Swap)]
 
@@ -157,11 +160,10 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
         windows = timeline.window
         numbers = list(range(len(windows)))
     training, rollout, sync = (timeline.ran(each) for each in ("training", "rollout", "sync"))
-    starving = union([(wait.began, wait.ended) for wait in timeline.waits if _waits_for_a_batch(wait)])
     free = subtract(timeline.window, training)
     # Weights that go to the sampler while the trainer waits for rollouts, which are on their way, delay nobody.
-    exposed = subtract(intersect(free, sync), intersect(starving, rollout))
-    alone = subtract(intersect(free, union(np.concatenate([rollout, starving]))), exposed)
+    exposed = subtract(intersect(free, sync), intersect(timeline.starving, rollout))
+    alone = subtract(intersect(free, timeline.starving if timeline.streams else rollout), exposed)
     both = intersect(training, rollout)
     sets = (rollout, training, both, alone, subtract(training, rollout), exposed)
     length = windows[:, 1] - windows[:, 0]
@@ -193,6 +195,8 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
         candidates.append(Reason("new weights are on their way to a sampler", "", sync))
         # Its own mesh first: there the cause is that rows were uneven.
         for (other, name), when in sorted(elsewhere.items(), key=lambda item: (item[0][0] != mesh, item[0])):
+            if own == "training" and timeline.streams and side(name.rpartition(".")[2]) == "rollout":
+                continue  # the script did not wait for it: it would have said so
             where = f"other ranks of {mesh} still run {name}" if other == mesh else f"{name} runs on {other}"
             candidates.append(Reason(where, "", when))
         candidates.append(Reason(SCRIPTS_OWN, "", window))

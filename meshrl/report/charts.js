@@ -108,7 +108,7 @@ function curveCard({ name, x: xs, y: ys, band }, colour, text, held = false) {
 
 const PARTS = [
   ["both", "both at once", "both"],
-  ["rollout_alone", "rollout alone: the trainer had no batch", "rollout"],
+  ["rollout_alone", "rollout alone: the trainer waited for a batch", "rollout"],
   ["training_alone", "training alone: no sampler was generating", "training"],
   ["sync", "new weights", "sync"],
   ["other", "other: the script's own work", "other"],

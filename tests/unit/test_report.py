@@ -151,6 +151,20 @@ def test_weights_on_their_way_delay_nobody_while_the_trainer_waits_for_rollouts(
     assert (waiting.sync, waiting.rollout_alone) == (0, 4)
 
 
+def test_while_rollouts_run_and_the_trainer_waits_for_nothing_the_script_works() -> None:
+    events: list[Event] = [span("rollout", "generate", 0, 9), span("main", "update", 4, 8), Step(0, 0, 10)]
+    alone = overlap(events).total
+    assert (alone.rollout_alone, alone.both, alone.other) == (5, 4, 1)
+    events += [Wait("trainer", "a batch", "", 0, 3), Delivery(0, 3, 8, [8])]
+    streamed = overlap(events).total
+    assert (streamed.rollout_alone, streamed.both, streamed.other) == (3, 4, 3)
+    policy, _ = idleness(events)
+    assert [(reason.why[:14], reason.seconds) for reason in policy.reasons] == [
+        ("trainer waits ", 3),
+        ("between calls:", 3),
+    ]
+
+
 def test_a_run_without_steps_or_ranks_is_one_step_of_its_calls() -> None:
     found = overlap([Call(1, "Sampler", "generate", 1, 3), Call(2, "Policy", "update", 3, 4)])
     assert (found.numbers, found.total.rollout, found.total.seconds) == ([0], 2, 3)
