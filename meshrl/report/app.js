@@ -7,7 +7,8 @@ function section(title, lead, ...inside) {
 function header() {
   const { summary, efficiency } = data;
   const tone = { finished: "good", failed: "bad" }[data.status] ?? "training";
-  const stat = (name, value, after) => make("div", {}, make("dt", {}, name), make("dd", {}, value, after ? make("small", {}, ` ${after}`) : null));
+  const stat = (name, value, after) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, after ? make("small", {}, ` ${after}`) : null));
   const rewards = summary.first_reward ?? summary.last_reward ?? null;
   return make(
     "header",
@@ -21,7 +22,9 @@ function header() {
       stat("steps", number(summary.steps)),
       stat("wall time", seconds(summary.wall_s)),
       efficiency === null ? null : stat("overlap efficiency", percent(efficiency)),
-      rewards === null ? null : stat("reward, first → last", `${short(summary.first_reward)} → ${short(summary.last_reward)}`),
+      rewards === null
+        ? null
+        : stat("reward, first → last", `${short(summary.first_reward)} → ${short(summary.last_reward)}`),
       ...more(summary).map(([name, value]) => stat(name, value)),
     ),
     summary.error ? make("p", { class: "lead" }, summary.error) : null,
@@ -37,7 +40,8 @@ function more(summary) {
     if (known.has(name) || typeof value !== "number" || name.endsWith("_after")) continue;
     const plain = name.replace(/_before$/, "");
     const after = plain === name ? undefined : summary[`${plain}_after`];
-    found.push([plain.replaceAll("_", " "), after === undefined ? short(value) : `${short(value)} → ${short(after)}`]);
+    const text = after === undefined ? short(value) : `${short(value)} → ${short(after)}`;
+    found.push([plain.replaceAll("_", " "), text]);
   }
   return found.slice(0, 4);
 }
@@ -51,28 +55,51 @@ function timelineSection() {
   const timeline = new Timeline(canvas);
   onPaint(() => timeline.paint());
   const key = make("div");
-  onPaint(() => key.replaceChildren(legend(ordered().map((at) => [data.names[at], colours()[at]]).slice(0, 24))));
+  onPaint(() =>
+    key.replaceChildren(
+      legend(
+        ordered()
+          .map((at) => [data.names[at], colours()[at]])
+          .slice(0, 24),
+      ),
+    ),
+  );
   const button = (text, act) => {
     const made = make("button", { type: "button" }, text);
     made.addEventListener("click", act);
     return made;
   };
-  const views = make("div", {}, button("whole run", () => timeline.look(...timeline.range)));
+  const views = make(
+    "div",
+    {},
+    button("whole run", () => timeline.look(...timeline.range)),
+  );
   const spare = data.steps.length - VIEW;
   if (spare > 0) {
     const show = (at) => timeline.look(data.steps[at][1], data.steps[at + VIEW - 1][2]);
-    for (const [text, at] of [["first steps", 0], ["middle", Math.floor(spare / 2)], ["last steps", spare]]) views.append(button(text, () => show(at)));
+    for (const [text, at] of [
+      ["first steps", 0],
+      ["middle", Math.floor(spare / 2)],
+      ["last steps", spare],
+    ])
+      views.append(button(text, () => show(at)));
     if (data.steps.length > 3 * VIEW) show(Math.floor(spare / 2));
   }
   return section(
     "Timeline by rank",
-    "What each rank ran and when. Bands are steps, dashed lines new weights on a sampler. A thin bar is idle time: point at it to read why.",
+    "What each rank ran and when. Bands are steps, dashed lines new weights on a sampler. " +
+      "A thin bar is idle time: point at it to read why.",
     make(
       "div",
       { class: "card timeline" },
       key,
       canvas,
-      make("div", { class: "row" }, make("p", { class: "hint" }, "Wheel zooms at the pointer, dragging pans, double click shows the whole run."), views),
+      make(
+        "div",
+        { class: "row" },
+        make("p", { class: "hint" }, "Wheel zooms at the pointer, dragging pans, double click shows the whole run."),
+        views,
+      ),
     ),
   );
 }
@@ -85,13 +112,29 @@ function boundSection() {
     { class: "whole" },
     ...PARTS.filter(([part]) => total[part] > 0).map(([part, text, colour]) => {
       const share = total[part] / total.seconds;
-      const bar = make("div", { style: `flex:${share} 0 0;background:var(--${colour})` }, share > 0.045 ? percent(share) : "");
-      bar.addEventListener("pointermove", (event) => showTip(event, [`${percent(share)} ${text}`, `${seconds(total[part])} of ${seconds(total.seconds)}`]));
+      const bar = make(
+        "div",
+        { style: `flex:${share} 0 0;background:var(--${colour});color:${part === "other" ? "var(--ink)" : "#fff"}` },
+        share > 0.045 ? percent(share) : "",
+      );
+      bar.addEventListener("pointermove", (event) =>
+        showTip(event, [`${percent(share)} ${text}`, `${seconds(total[part])} of ${seconds(total.seconds)}`]),
+      );
       bar.addEventListener("pointerleave", hideTip);
       return bar;
     }),
   );
-  return section("What bounded each step", verdict(), make("div", { class: "card" }, legend(PARTS.map(([, text, colour]) => [text, `var(--${colour})`])), whole, stepBars(bounds)));
+  return section(
+    "What bounded each step",
+    verdict(),
+    make(
+      "div",
+      { class: "card" },
+      legend(PARTS.map(([, text, colour]) => [text, `var(--${colour})`])),
+      whole,
+      stepBars(bounds),
+    ),
+  );
 }
 
 function verdict() {
@@ -101,9 +144,10 @@ function verdict() {
   const words = { rollout: "rollout", training: "training", sync: "new weights", other: "the script's own work" };
   const ideal = Math.max(total.rollout, total.training) / steps;
   return (
-    `${words[longest[0]]} bounded ${longest[1]} of ${number(steps)} steps. A step took ${seconds(total.seconds / steps)} on average, with ` +
-    `${seconds(total.rollout / steps)} of rollout and ${seconds(total.training / steps)} of training; perfectly overlapped it would take ` +
-    `${seconds(ideal)}: overlap efficiency ${percent(Math.max(total.rollout, total.training) / total.seconds)}.`
+    `${words[longest[0]]} bounded ${longest[1]} of ${number(steps)} steps. ` +
+    `A step took ${seconds(total.seconds / steps)} on average, with ${seconds(total.rollout / steps)} of rollout and ` +
+    `${seconds(total.training / steps)} of training; perfectly overlapped it would take ${seconds(ideal)}: ` +
+    `overlap efficiency ${percent(data.efficiency)}.`
   ).replace(/^./, (first) => first.toUpperCase());
 }
 
@@ -111,24 +155,37 @@ function idleSection() {
   if (!data.idle.length) return null;
   const rows = data.idle.map(({ mesh, rank, busy, idle, reasons }) => {
     const share = busy / (busy + idle || 1);
-    const why = reasons.slice(0, 6).flatMap(([text, blocked, length]) => [
-      make("dt", {}, seconds(length)),
-      make("dd", {}, text, blocked ? make("span", {}, ` · such as: ${blocked}`) : null),
-    ]);
+    const why = reasons
+      .slice(0, 6)
+      .flatMap(([text, blocked, length]) => [
+        make("dt", {}, seconds(length)),
+        make("dd", {}, text, blocked ? make("span", {}, ` · such as: ${blocked}`) : null),
+      ]);
     return make(
       "tr",
       {},
       make("td", { class: "number" }, make("b", {}, mesh), ` rank ${rank}`),
-      make("td", { class: "number busy" }, `${percent(share)} busy`, make("div", { class: "meter" }, make("div", { style: `width:${share * 100}%` }))),
+      make(
+        "td",
+        { class: "number busy" },
+        `${percent(share)} busy`,
+        make("div", { class: "meter" }, make("div", { style: `width:${share * 100}%` })),
+      ),
       make("td", { class: "number" }, seconds(idle)),
       make("td", {}, make("dl", { class: "why" }, ...why)),
     );
   });
-  const head = [["rank"], ["busy", "busy"], ["idle"], ["why it was idle"]].map(([text, name]) => make("th", name ? { class: name } : {}, text));
+  const head = [["rank"], ["busy", "busy"], ["idle"], ["why it was idle"]].map(([text, name]) =>
+    make("th", name ? { class: name } : {}, text),
+  );
   return section(
     "Where idle time went",
     "Each rank's seconds within the steps in which it ran nothing, and what it waited for.",
-    make("div", { class: "card" }, make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))),
+    make(
+      "div",
+      { class: "card" },
+      make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows)),
+    ),
   );
 }
 
@@ -141,17 +198,31 @@ function curvesSection() {
   if (data.staleness.length) front.push(histogramCard("rows by versions behind", data.staleness));
   const rest = data.curves.slice(data.front);
   const others = rest.length
-    ? make("details", front.length ? {} : { open: "" }, make("summary", {}, `${rest.length} more numbers of each step`), make("div", { class: "charts" }, ...rest.map(card)))
+    ? make(
+        "details",
+        front.length ? {} : { open: "" },
+        make("summary", {}, `${rest.length} more numbers of each step`),
+        make("div", { class: "charts" }, ...rest.map(card)),
+      )
     : null;
   others?.addEventListener("toggle", paintAll);
   const dropped = Object.entries(data.dropped).map(([why, count]) => `${number(count)} ${why}`);
-  return section("Learning", `By step.${dropped.length ? ` Groups dropped: ${dropped.join(", ")}.` : ""}`, make("div", { class: "charts" }, ...front), others);
+  return section(
+    "Learning",
+    `By step.${dropped.length ? ` Groups dropped: ${dropped.join(", ")}.` : ""}`,
+    make("div", { class: "charts" }, ...front),
+    others,
+  );
 }
 
 function gaugesSection() {
   if (!data.gauges.length) return null;
   const cards = data.gauges.map((gauge) => curveCard(gauge, "rollout", (at) => timeOf(at, 100), true));
-  return section("Queues and counts", "Over the seconds of the run; a value holds until the next.", make("div", { class: "charts" }, ...cards));
+  return section(
+    "Queues and counts",
+    "Over the seconds of the run; a value holds until the next.",
+    make("div", { class: "charts" }, ...cards),
+  );
 }
 
 function samplesSection() {
@@ -161,15 +232,28 @@ function samplesSection() {
   const [low, high] = [Math.min(...rewards), Math.max(...rewards)];
   const shown = make("div", { class: "samples" });
   const told = make("span");
-  const slider = make("input", { type: "range", min: 0, max: steps.length - 1, value: steps.length - 1, "aria-label": "step" });
+  const slider = make("input", {
+    type: "range",
+    min: 0,
+    max: steps.length - 1,
+    value: steps.length - 1,
+    "aria-label": "step",
+  });
   const show = () => {
     const step = steps[slider.value];
     told.textContent = `step ${step}`;
-    shown.replaceChildren(...data.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, low, high)));
+    shown.replaceChildren(
+      ...data.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, low, high)),
+    );
   };
   slider.addEventListener("input", show);
   show();
-  return section("Samples to read", "Completions as they were drawn, with their reward: red is the lowest of the run, green the highest.", make("div", { class: "chooser" }, slider, told), shown);
+  return section(
+    "Samples to read",
+    "Completions as they were drawn, with their reward: red is the lowest of the run, green the highest.",
+    make("div", { class: "chooser" }, slider, told),
+    shown,
+  );
 }
 
 function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
@@ -182,23 +266,38 @@ function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
     reward === null || reward === undefined ? null : make("span", { class: "reward" }, number(reward)),
     make("p", { class: "prompt" }, `${prompt ?? ""}`),
     make("p", {}, `${completion ?? ""}`),
-    make("dl", {}, ...facts.flatMap(([name, value]) => [make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, `${value}`)])),
+    make(
+      "dl",
+      {},
+      ...facts.flatMap(([name, value]) => [make("dt", {}, name.replaceAll("_", " ")), make("dd", {}, `${value}`)]),
+    ),
   );
 }
 
 function configSection() {
   if (!data.config) return null;
-  const lines = data.config.trimEnd().split("\n").flatMap((text) => {
-    const [, key, value] = /^(\S+ = )(.*)$/.exec(text) ?? [];
-    const parts = /^\[/.test(text) ? [make("b", {}, text)] : key ? [make("i", {}, key), value] : [text];
-    return [...parts, "\n"];
-  });
-  return section("Configuration", "With defaults and overrides in place: `meshrl run config.toml` runs it again.", make("div", { class: "card" }, make("pre", {}, ...lines)));
+  const lines = data.config
+    .trimEnd()
+    .split("\n")
+    .flatMap((text) => {
+      const [, key, value] = /^(\S+ = )(.*)$/.exec(text) ?? [];
+      const parts = /^\[/.test(text) ? [make("b", {}, text)] : key ? [make("i", {}, key), value] : [text];
+      return [...parts, "\n"];
+    });
+  return section(
+    "Configuration",
+    "With defaults and overrides in place: `meshrl run config.toml` runs it again.",
+    make("div", { class: "card" }, make("pre", {}, ...lines)),
+  );
 }
 
-document.getElementById("page").replaceChildren(
-  ...[header, timelineSection, boundSection, idleSection, curvesSection, gaugesSection, samplesSection, configSection].map((part) => part()).filter(Boolean),
-);
+document
+  .getElementById("page")
+  .replaceChildren(
+    ...[header, timelineSection, boundSection, idleSection, curvesSection, gaugesSection, samplesSection, configSection]
+      .map((part) => part())
+      .filter(Boolean),
+  );
 paintAll();
 let pending = null;
 addEventListener("resize", () => {

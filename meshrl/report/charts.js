@@ -35,7 +35,8 @@ function axes(svg, width, height, x, y, xs, ys, text, held) {
     svg.append(line(PLOT.left, y(value), width - PLOT.right, y(value), "grid"));
     svg.append(label(PLOT.left - 8, y(value) + 4, "end", number(value)));
   }
-  for (const value of (held ? moments : ticks)(...xs, width / 110)) svg.append(label(x(value), height - 4, "middle", text(value)));
+  for (const value of (held ? moments : ticks)(...xs, width / 110))
+    svg.append(label(x(value), height - 4, "middle", text(value)));
 }
 
 /** The mean of the points around each, over about a twentieth of the curve. */
@@ -70,7 +71,10 @@ function curveCard({ name, x: xs, y: ys, band }, colour, text, held = false) {
   const plotted = frame(PLOT.height, (svg, width) => {
     if (!there.length) return;
     const all = band ? [...band[0], ...band[1]] : there;
-    let [low, high] = all.reduce(([least, most], value) => [Math.min(least, value), Math.max(most, value)], [Infinity, -Infinity]);
+    let [low, high] = all.reduce(
+      ([least, most], value) => [Math.min(least, value), Math.max(most, value)],
+      [Infinity, -Infinity],
+    );
     if (low === high) [low, high] = [Math.min(0, 2 * low), Math.max(0, 2 * high) || (low < 0 ? 0 : 1)];
     if (low > 0 && low < high / 3) low = 0;
     const domain = [xs[0], xs[xs.length - 1] > xs[0] ? xs[xs.length - 1] : xs[0] + 1];
@@ -84,12 +88,24 @@ function curveCard({ name, x: xs, y: ys, band }, colour, text, held = false) {
       const down = path([...xs].reverse(), [...band[0]].reverse(), x, y).replace("M", "L");
       svg.append(make("svg:path", { d: `${up}${down}Z`, class: "band", fill: stroke }));
     }
-    svg.append(make("svg:path", { d: path(xs, ys, x, y, held && !band), class: "plot", stroke, "stroke-width": smooth ? 1 : 1.6, opacity: smooth ? 0.3 : 1 }));
-    if (smooth) svg.append(make("svg:path", { d: path(xs, smoothed(ys), x, y), class: "plot", stroke, "stroke-width": 2 }));
+    svg.append(
+      make("svg:path", {
+        d: path(xs, ys, x, y, held && !band),
+        class: "plot",
+        stroke,
+        "stroke-width": smooth ? 1 : 1.6,
+        opacity: smooth ? 0.3 : 1,
+      }),
+    );
+    if (smooth)
+      svg.append(make("svg:path", { d: path(xs, smoothed(ys), x, y), class: "plot", stroke, "stroke-width": 2 }));
     const cross = make("svg:g");
     svg.append(cross);
     svg.onpointermove = (event) => {
-      const wanted = domain[0] + ((event.clientX - svg.getBoundingClientRect().left - PLOT.left) / (width - PLOT.left - PLOT.right)) * (domain[1] - domain[0]);
+      const wanted =
+        domain[0] +
+        ((event.clientX - svg.getBoundingClientRect().left - PLOT.left) / (width - PLOT.left - PLOT.right)) *
+          (domain[1] - domain[0]);
       const right = Math.min(xs.length - 1, lowest(xs, wanted));
       const nearer = right > 0 && wanted - xs[right - 1] < xs[right] - wanted;
       const at = held ? Math.max(0, right - (xs[right] > wanted ? 1 : 0)) : nearer ? right - 1 : right;
@@ -135,20 +151,32 @@ function stepBars(bounds) {
       for (const [part, , colour] of PARTS) {
         const size = bounds[part][at];
         if (!(size > 0)) continue;
-        const rect = { x: x(at) + gap / 2, width: Math.min(56, x(1) - x(0) - gap), y: y(top + size), height: y(top) - y(top + size) };
+        const rect = {
+          x: x(at) + gap / 2,
+          width: Math.min(56, x(1) - x(0) - gap),
+          y: y(top + size),
+          height: y(top) - y(top + size),
+        };
         bar.append(make("svg:rect", { ...rect, fill: `var(--${colour})` }));
         top += size;
       }
-      const steps = bounds.first[at] === bounds.last[at] ? `step ${bounds.first[at]}` : `steps ${bounds.first[at]} to ${bounds.last[at]}, mean`;
+      const steps =
+        bounds.first[at] === bounds.last[at]
+          ? `step ${bounds.first[at]}`
+          : `steps ${bounds.first[at]} to ${bounds.last[at]}, mean`;
       bar.addEventListener("pointermove", (event) =>
         showTip(event, [
           `${steps}: ${seconds(totals[at])}`,
-          ...PARTS.filter(([part]) => bounds[part][at] > 0).map(([part, text, colour]) => [`${seconds(bounds[part][at])} ${text}`, `var(--${colour})`]),
+          ...PARTS.filter(([part]) => bounds[part][at] > 0).map(([part, text, colour]) => [
+            `${seconds(bounds[part][at])} ${text}`,
+            `var(--${colour})`,
+          ]),
           `overlap efficiency ${percent(bounds.efficiency[at])}`,
         ]),
       );
       svg.append(bar);
-      if (at % every === 0) svg.append(label(x(at) + Math.min(56, x(1) - x(0)) / 2, height - 4, "middle", `${bounds.first[at]}`));
+      if (at % every === 0)
+        svg.append(label(x(at) + Math.min(56, x(1) - x(0)) / 2, height - 4, "middle", `${bounds.first[at]}`));
     }
   });
 }
@@ -160,15 +188,27 @@ function histogramCard(name, counts) {
     const x = scale(0, counts.length, PLOT.left, width - PLOT.right);
     const y = scale(0, Math.max(...counts) / total, PLOT.height - PLOT.bottom, PLOT.top);
     for (const value of ticks(0, Math.max(...counts) / total, 3)) {
-      svg.append(line(PLOT.left, y(value), width - PLOT.right, y(value), "grid"), label(PLOT.left - 8, y(value) + 4, "end", percent(value)));
+      svg.append(
+        line(PLOT.left, y(value), width - PLOT.right, y(value), "grid"),
+        label(PLOT.left - 8, y(value) + 4, "end", percent(value)),
+      );
     }
     const room = x(1) - x(0);
     const wide = Math.min(64, room * 0.7);
     counts.forEach((each, at) => {
       const middle = x(at) + room / 2;
       const height = y(0) - y(each / total);
-      const bar = make("svg:rect", { x: middle - wide / 2, y: y(each / total), width: wide, height, rx: 2, fill: "var(--both)" });
-      bar.addEventListener("pointermove", (event) => showTip(event, [`${at} versions behind`, `${number(each)} rows, ${percent(each / total)}`]));
+      const bar = make("svg:rect", {
+        x: middle - wide / 2,
+        y: y(each / total),
+        width: wide,
+        height,
+        rx: 2,
+        fill: "var(--both)",
+      });
+      bar.addEventListener("pointermove", (event) =>
+        showTip(event, [`${at} versions behind`, `${number(each)} rows, ${percent(each / total)}`]),
+      );
       svg.append(bar, label(middle, PLOT.height - 4, "middle", `${at}`));
     });
   });

@@ -48,7 +48,8 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step + 0); // + 0: of -0 it makes 0
+  // + 0 makes 0 of -0.
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step + 0);
   return found;
 }
 
@@ -129,5 +130,9 @@ function paintAll() {
 }
 
 function legend(entries) {
-  return make("ul", { class: "legend" }, ...entries.map(([text, colour]) => make("li", {}, make("i", { style: `background:${colour}` }), text)));
+  return make(
+    "ul",
+    { class: "legend" },
+    ...entries.map(([text, colour]) => make("li", {}, make("i", { style: `background:${colour}` }), text)),
+  );
 }

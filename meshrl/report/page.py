@@ -1,5 +1,6 @@
 """The page: one HTML file with its style, its code and its data inside, that asks no network for anything."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -7,24 +8,28 @@ import msgspec
 from meshrl.report.content import make_content
 from meshrl.report.reading import Record
 
+_STYLES = ("theme.css", "style.css", "parts.css")
 _SCRIPTS = ("draw.js", "timeline.js", "charts.js", "app.js")
 
 
 def render(record: Record) -> str:
     """The page of a run."""
-    here = Path(__file__).parent
     data = msgspec.json.encode(make_content(record)).decode()
     parts = {
         "title": _escaped(record.name),
-        "style": (here / "style.css").read_text("utf-8"),
+        "style": _joined(_STYLES),
         # Text of the run that looks like a tag must not end the element that the data stands in.
         "data": data.replace("<", "\\u003c"),
-        "script": "\n".join((here / script).read_text("utf-8") for script in _SCRIPTS),
+        "script": _joined(_SCRIPTS),
     }
-    page = (here / "page.html").read_text("utf-8")
+    page = _joined(["page.html"])
     pieces = page.split("{{")
     rest = [(name, tail) for name, _, tail in (piece.partition("}}") for piece in pieces[1:])]
     return pieces[0] + "".join(parts[name] + tail for name, tail in rest)
+
+
+def _joined(files: Sequence[str]) -> str:
+    return "\n".join((Path(__file__).parent / file).read_text("utf-8") for file in files)
 
 
 def _escaped(text: str) -> str:

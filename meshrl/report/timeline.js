@@ -88,7 +88,9 @@ class Timeline {
     const draw = this.context;
     draw.setTransform(scale, 0, 0, scale, 0, 0);
     this.colours = colours();
-    this.inks = Object.fromEntries(["card", "ink", "soft", "faint", "line", "band", "idle", "sync"].map((name) => [name, ink(name)]));
+    this.inks = Object.fromEntries(
+      ["card", "ink", "soft", "faint", "line", "band", "idle", "sync"].map((name) => [name, ink(name)]),
+    );
     this.font = (size, weight = "") => `${weight} ${size}px ${getComputedStyle(document.body).fontFamily}`;
     draw.textBaseline = "middle";
     draw.save();
@@ -105,7 +107,9 @@ class Timeline {
 
   paintSteps() {
     const draw = this.context;
-    const average = data.steps.length ? ((this.to - this.from) / (this.range[1] - this.range[0])) * data.steps.length : 1;
+    const average = data.steps.length
+      ? ((this.to - this.from) / (this.range[1] - this.range[0])) * data.steps.length
+      : 1;
     const apart = 46 / ((this.width - LEFT) / Math.max(1, average));
     const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((each) => each >= apart) ?? 10000;
     const named = every === 1 && apart < 0.7;
@@ -163,7 +167,11 @@ class Timeline {
     }
     draw.font = this.font(11.5, "500");
     draw.textAlign = "left";
-    for (let at = lowest(lane.began, this.from - lane.longest); at < lane.began.length && lane.began[at] < this.to; at++) {
+    for (
+      let at = lowest(lane.began, this.from - lane.longest);
+      at < lane.began.length && lane.began[at] < this.to;
+      at++
+    ) {
       const left = this.x(lane.began[at]);
       const width = Math.max(0.7, lane.lasted[at] * unit);
       if (left + width < LEFT) continue;
@@ -225,7 +233,11 @@ class Timeline {
       if (lane.first) {
         draw.font = this.font(12, "600");
         draw.fillStyle = this.inks.ink;
-        draw.fillText(clipped(draw, lane.group === "waits" ? "waits" : `mesh ${lane.group}`, LEFT - 8), 0, lane.top - GROUP / 2 + 3);
+        draw.fillText(
+          clipped(draw, lane.group === "waits" ? "waits" : `mesh ${lane.group}`, LEFT - 8),
+          0,
+          lane.top - GROUP / 2 + 3,
+        );
       }
       draw.font = this.font(12.5);
       draw.fillStyle = this.inks.soft;
@@ -239,9 +251,14 @@ class Timeline {
     if (!lane || x < LEFT) return {};
     const now = this.at(x);
     const slack = (2 * (this.to - this.from)) / this.width;
-    for (let at = lowest(lane.began, now - lane.longest - slack); at < lane.began.length && lane.began[at] <= now + slack; at++) {
+    for (
+      let at = lowest(lane.began, now - lane.longest - slack);
+      at < lane.began.length && lane.began[at] <= now + slack;
+      at++
+    ) {
       const [top, height] = this.row(lane, lane.row[at]);
-      if (y >= top - 1 && y <= top + height && lane.began[at] + lane.lasted[at] >= now - slack) return { lane, bar: at };
+      if (y >= top - 1 && y <= top + height && lane.began[at] + lane.lasted[at] >= now - slack)
+        return { lane, bar: at };
     }
     const { began, lasted } = lane.idle;
     for (let at = lowest(began, now - lane.longestIdle); at < began.length && began[at] <= now; at++) {
@@ -258,7 +275,9 @@ class Timeline {
       const many = lane.count[bar] > 1;
       showTip(event, [
         [data.names[lane.name[bar]], this.colours[lane.name[bar]]],
-        many ? `${lane.count[bar]} within ${seconds(lane.lasted[bar])}` : `${seconds(lane.lasted[bar])}, from ${timeOf(lane.began[bar], lane.lasted[bar])}`,
+        many
+          ? `${lane.count[bar]} within ${seconds(lane.lasted[bar])}`
+          : `${seconds(lane.lasted[bar])}, from ${timeOf(lane.began[bar], lane.lasted[bar])}`,
         rows && `${number(rows)} rows in the call`,
         tokens && `${number(tokens)} tokens`,
         data.texts[lane.about[bar]] && `blocked by: ${data.texts[lane.about[bar]]}`,
@@ -277,7 +296,7 @@ class Timeline {
         event.preventDefault();
         const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
         if (sideways) {
-          const by = (((event.deltaX || event.deltaY) * (this.to - this.from)) / this.width);
+          const by = ((event.deltaX || event.deltaY) * (this.to - this.from)) / this.width;
           this.look(this.from + by, this.to + by);
         } else this.zoom(this.at(Math.max(LEFT, place(event))), Math.exp(event.deltaY * 0.0018));
       },
