@@ -107,8 +107,8 @@ class World:
         self.random = random = Random(seed)
         self.seed = seed
         self.ahead = random.randrange(5)
-        self.n = random.randint(1, 3)
-        self.size = random.randint(1, 4)
+        self.n = random.randint(1, 2)
+        self.size = random.randint(1, 3)
         self.keeps = random.choice([1.0, 0.7])
         self.mortal = random.random() < 0.5
         self.on_meshes = random.random() < 0.5
@@ -161,9 +161,7 @@ class World:
         await publish(witness, stream)
         async with stream, asyncio.TaskGroup() as tasks:
             async for batch in stream:
-                assert np.all(np.less_equal(batch.row("oldest_version"), batch.row("sampled_by"))), (
-                    "tokens claim later weights"
-                )
+                assert np.all(np.less_equal(batch.row("oldest_version"), batch.row("sampled_by"))), _CLAIM
                 await witness.update(batch, CrossEntropy())
                 if overlapping:
                     tasks.create_task(publish(witness, stream))
@@ -175,7 +173,9 @@ async def anything(seed: int) -> None:
     await World(seed).run()
 
 
-@pytest.mark.parametrize(("scenario", "seeds"), [(small, 8000), (anything, 2000)], ids=["small", "anything"])
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("scenario", "seeds"), [(small, 2000), (anything, 8000)], ids=["small", "anything"])
 def test_the_stream_keeps_its_promises_under_any_schedule(scenario: Scenario, seeds: int) -> None:
     explore(scenario, seeds=seeds, workers=2)
 
