@@ -40,6 +40,29 @@ n = 2
 cpus = 1
 """
 
+ABORTING = """
+from meshrl import Run, AlgorithmConfig, Policy, PolicyConfig, Sampler, SamplerConfig, Sampling, CrossEntropy
+from meshrl import Task, TaskConfig, publish, rollouts
+
+class MineConfig(AlgorithmConfig):
+    task: TaskConfig
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    sampling: Sampling
+    prompts: int
+    steps: int
+    ahead: int = 1
+
+async def mine(run: Run, config: MineConfig) -> None:
+    policy, sampler = await run.spawn(Policy, config.policy), await run.spawn(Sampler, config.sampler)
+    prompts = Task.load(config.task).batches(config.prompts, run.seed)
+    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, swap="abort") as stream:
+        for _ in run.steps(config.steps):
+            metrics = await policy.update(await anext(stream), CrossEntropy())
+            await publish(policy, stream)
+            await run.record(metrics)
+"""
+
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -117,6 +140,15 @@ def test_one_step_ahead_on_one_mesh_nothing_is_gained(source: Path) -> None:
 def test_guesses_are_of_one_rank(source: Path) -> None:
     found = forecast(source, "sampler.mesh=rollout", "run.meshes.rollout.ranks=2")
     assert found.step_seconds == pytest.approx(2.0)
+
+
+def test_an_aborted_rollout_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(ABORTING, "utf-8")
+    text = CONFIG.replace('"grpo"', '"mine.py"').replace('[reward]\nfunction = "exact_match"', "")
+    source.write_text(text, "utf-8")
+    found = forecast(source, "sampler.mesh=rollout", rollout=2.0, train=1.5)
+    assert found.step_seconds == pytest.approx(2.0, rel=0.02)
+    assert sum(found.staleness) == 24 * 8
 
 
 def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
