@@ -9,6 +9,9 @@ ranks and joined again. The caller's loop is meshrl's, as under `meshrl run`; on
 On the local engine, beside it the limit of asyncio: a coroutine that does nothing, run in the loop of one other thread
 by `run_coroutine_threadsafe` and awaited. Ranks without a core (`cpus=0`) run in the caller's own loop. A few seconds.
 
+`noted`: with the events of a call and its ranks, which are written to their file at once, not once a second as in a
+run: what events cost at most.
+
 On Ray, beside it bare Ray in the same process and on the same cluster: async actors, as many as ranks, awaited with
 `asyncio.gather`; ranks and actors reserve no core. Then, in turns:
 
@@ -26,9 +29,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -52,6 +56,7 @@ from bench.harness import (
 from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, RankDied, Resources, Shard, each, endpoint
 from meshrl.engine import Engine
 from meshrl.engines.loop import RankLoop
+from meshrl.events import EventLog, sink
 
 CALLS: Final = 200
 """Calls in one turn on the local engine."""
@@ -164,7 +169,9 @@ async def measure_threads(rounds: int) -> dict[str, float]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     calls[LIMIT] = lambda: asyncio.wrap_future(asyncio.run_coroutine_threadsafe(empty(), loop))
-    times = await timed(calls, rounds, CALLS)
+    with event_log() as log:
+        calls |= {f"{name}, noted": partial(noted, call, log) for name, call in calls.items() if "nothing" in name}
+        times = await timed(calls, rounds, CALLS)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -217,7 +224,10 @@ async def measure_ray(rounds: int, *, empty_only: bool) -> dict[str, float]:
         label = f"{ranks} ranks"
         calls |= {f"nothing, {label}": idle.nothing} if empty_only else variants(idle, label)
         calls[f"{BARE}, {label}"] = partial(everyone, [actor.nothing for actor in actors])
-    times = await timed(calls, rounds, RAY_CALLS)
+    with event_log() as log:
+        if not empty_only:
+            calls |= {f"{name}, noted": partial(noted, call, log) for name, call in calls.items() if "nothing" in name}
+        times = await timed(calls, rounds, RAY_CALLS)
     await engine.close()
     return times
 
@@ -327,6 +337,23 @@ async def turn(call: Call, count: int) -> list[float]:
         await call()
         times.append((time.perf_counter_ns() - began) / 1000)
     return times
+
+
+@contextlib.contextmanager
+def event_log() -> Generator[EventLog]:
+    """A log in a file that is thrown away."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = EventLog(Path(folder) / "events.jsonl")
+        yield log
+        log.close()
+
+
+async def noted(call: Call, log: EventLog) -> None:
+    """The call, with its events written."""
+    outer = sink.set(log)
+    await call()
+    log.flush()
+    sink.reset(outer)
 
 
 async def empty() -> None:

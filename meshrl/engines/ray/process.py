@@ -238,7 +238,7 @@ class Sent:
         """`seen`: told when it began and ended on the rank, on the clock of this process."""
         self._seen = seen
         self._timed = seen is not None
-        self._began = clock()
+        self._began = clock() if seen else 0.0
         self.member = cast("RayMember", request.member)
         self.member.check(endpoint)
         self.endpoint = endpoint
