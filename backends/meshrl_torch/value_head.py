@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -54,13 +55,19 @@ def load_valued(config: ModelConfig) -> ValueModel:
     head = nn.Linear(int(model.network.config.get_text_config().hidden_size), 1)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
-    file = None if isinstance(config.model, NewModel) else folder_of(config.model) / VALUE_HEAD
-    if file is not None and file.exists():
-        try:
-            head.load_state_dict(load_file(file))
-        except (SafetensorError, RuntimeError) as error:
-            raise ModelError(
-                f"{file} is no value head of this model, which needs `weight` [1, {head.in_features}] and `bias` [1]: "
-                f"{error}. Save the critic again, or remove the file for a head that starts at 0"
-            ) from error
+    if not isinstance(config.model, NewModel) and (file := folder_of(config.model) / VALUE_HEAD).exists():
+        _restore(head, file)
     return ValueModel(model, head)
+
+
+def _restore(head: nn.Linear, file: Path) -> None:
+    remedy = "Save the critic again, or remove the file for a head that starts at 0"
+    try:
+        saved = load_file(file)
+    except SafetensorError as error:
+        raise ModelError(f"{file} cannot be read: {error}. {remedy}") from error
+    found = {name: list(tensor.shape) for name, tensor in sorted(saved.items())}
+    wanted = {"bias": [1], "weight": [1, head.in_features]}
+    if found != wanted:
+        raise ModelError(f"{file} is no value head of this model: it holds {found}, and not {wanted}. {remedy}")
+    head.load_state_dict(saved)

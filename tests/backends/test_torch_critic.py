@@ -151,7 +151,10 @@ async def test_a_head_of_another_model_is_refused(tmp_path: Path) -> None:
     for name, size in ("small", 16), ("large", 32):
         await critic(seed=None, model=MODEL.model_copy(update={"hidden_size": size})).save(str(tmp_path / name))
     (tmp_path / "small" / "value_head.safetensors").replace(tmp_path / "large" / "value_head.safetensors")
-    with pytest.raises(ModelError, match=r"no value head of this model, which needs `weight` \[1, 32\]"):
+    with pytest.raises(ModelError, match=r"'weight': \[1, 16\]}, and not {'bias': \[1\], 'weight': \[1, 32\]}"):
+        critic(model=str(tmp_path / "large"))
+    (tmp_path / "large" / "value_head.safetensors").write_bytes(b"cut")
+    with pytest.raises(ModelError, match=r"value_head.safetensors cannot be read"):
         critic(model=str(tmp_path / "large"))
 
 

@@ -22,8 +22,10 @@ from meshrl import (
     publish,
     rollout,
 )
+from meshrl.advantages import Gae
 from meshrl.cli import app
 from meshrl.ragged import Source
+from meshrl.roles import Critic, CriticConfig
 
 TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")
@@ -202,6 +204,22 @@ async def nothing_to_learn() -> None:
 
 async def first_token_learned() -> None:
     await _update(CrossEntropy(), loss_mask=Ragged.of([[0, 1, 1], [1]], np.bool_))
+
+
+async def value_head_of_another_model() -> None:
+    async with Run(RunConfig()) as run:
+        for folder, size in ("tiny", 8), ("small", 4):
+            model = TINY.model_copy(update={"hidden_size": size})
+            await (await run.spawn(Critic, CriticConfig(model=model))).save(folder)
+    Path("small/value_head.safetensors").replace("tiny/value_head.safetensors")
+    async with Run(RunConfig()) as run:
+        await run.spawn(Critic, CriticConfig(model="tiny"))
+
+
+async def kl_without_log_probs() -> None:
+    async with Run(RunConfig()) as run:
+        critic = await run.spawn(Critic, CriticConfig(model=TINY))
+        await critic.advantages(BATCH.assign(rewards=np.zeros(2)), Gae(kl=0.1))
 
 
 async def save_over_other_files() -> None:
