@@ -177,7 +177,9 @@ class Critic(Actor, ABC):
     async def advantages(self, batch: Shard[Batch], gae: Gae) -> Gather[Batch]:
         """Add `values`, `advantages` and `returns`, ragged float32, from `rewards` and this model's values.
 
-        With `gae.kl` above 0 also from `logprobs` and `reference_logprobs`. Zero where `loss_mask` is False.
+        Entry t of `values` is of the state that token t was drawn from; `advantages.gae` defines the others, and
+        `critic.with_advantages` adds them. With `gae.kl` above 0 also from `logprobs` and `reference_logprobs`. Zero
+        where `loss_mask` is False.
         """
 
     @endpoint
