@@ -63,7 +63,7 @@ async def test_stopped_rows_go_on_as_if_they_had_not_been(stop: tuple[str, ...])
     await made.load(await weights(3))
     whole = await collected(made, prompts, sampling)
     rows = await stopped(made, prompts, sampling, 9)
-    aborted = rows.row("aborted")
+    aborted = np.asarray(rows.row("aborted"), np.bool_)
     assert 0 < aborted.sum() < len(rows), "some had ended"
     begun = [bool(mask.any()) for mask in rows.loss_mask]
     assert not all(begun)
