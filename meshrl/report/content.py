@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from meshrl.events import Delivery, Gauge, Step, Swap
 from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
-from meshrl.report.lanes import Lane, Names, make_lanes, rounded
+from meshrl.report.lanes import RANKS, Lane, Names, make_lanes, rounded
 from meshrl.report.reading import Line, Record
 
 POINTS = 1000
@@ -107,7 +107,8 @@ def make_content(record: Record) -> Content:
     lanes, told = make_lanes(events, idle, names, texts)
     notes += told
     shares = overlap(events)
-    known = bool(lanes) and bool(shares.steps)
+    steps = [event for event in events if isinstance(event, Step)]
+    known = bool(lanes) and bool(steps)
     deliveries = [event for event in events if isinstance(event, Delivery)]
     curves = _curves(record.metrics, notes)
     return Content(
@@ -119,13 +120,13 @@ def make_content(record: Record) -> Content:
         sides=["wait" if " waits for " in name else side(name.rpartition(".")[2]) for name in names.all],
         texts=texts.all,
         lanes=lanes,
-        steps=[(each.step, rounded(each.began), rounded(each.ended)) for each in events if isinstance(each, Step)],
+        steps=[(each.step, rounded(each.began), rounded(each.ended)) for each in steps],
         swaps=[(rounded(event.ended), event.version) for event in events if isinstance(event, Swap)],
         total=shares.total if known else None,
         efficiency=shares.efficiency if known else None,
         bound=dict(Counter(step.bound for step in shares.steps)),
         bounds=_bounds(shares, notes) if known else None,
-        idle=[_idle_row(each) for each in idle],
+        idle=[_idle_row(each) for each in idle[:RANKS]],
         curves=curves,
         front=sum(curve.name in _FIRST for curve in curves),
         gauges=_gauges([event for event in events if isinstance(event, Gauge)]),

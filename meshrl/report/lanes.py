@@ -13,7 +13,7 @@ from meshrl.report.intervals import Intervals, tracks, union, within
 SPANS = 20_000
 """The most spans that the page holds; more are drawn together where they are short."""
 RANKS = 64
-"""The most ranks that the timeline shows."""
+"""The most ranks that the page shows."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def make_lanes(
     notes: list[str] = []
     ranks = [key for key in bars if key[0] == 1]
     if len(ranks) > RANKS:
-        notes.append(f"The timeline shows {RANKS} of {len(ranks)} ranks.")
+        notes.append(f"The timeline and the table of idle time show {RANKS} of {len(ranks)} ranks.")
         bars = {key: each for key, each in bars.items() if key not in set(ranks[RANKS:])}
     total = sum(len(each) for each in bars.values())
     grain, whole = 0.0, union([])

@@ -276,6 +276,19 @@ def test_a_run_without_events_has_its_curves(tmp_path: Path) -> None:
     assert data_of(render(Record(tmp_path)))["curves"] == []
 
 
+def test_before_the_first_step_ends_there_is_a_timeline_and_no_efficiency() -> None:
+    content = make_content(Record(Path("begun"), events=a_run()[:3]))
+    assert [lane.label for lane in content.lanes] == ["script", "rank 0"]
+    assert content.efficiency is None
+
+
+def test_many_ranks_are_cut_and_counted() -> None:
+    events = [span("main", "update", 0, 1, rank) for rank in range(100)]
+    content = make_content(Record(Path("wide"), events=[*events, Step(0, 0, 2)]))
+    assert (len(content.lanes), len(content.idle)) == (64, 64)
+    assert content.notes == ["The timeline and the table of idle time show 64 of 100 ranks."]
+
+
 def test_a_large_run_makes_a_small_page() -> None:
     events: list[Event] = []
     for step in range(1200):
