@@ -10,12 +10,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from meshrl import Batch, NewModel, OptimizerConfig, PolicyConfig, Ragged
+from meshrl import (
+    Batch,
+    CriticConfig,
+    Gae,
+    NewModel,
+    OptimizerConfig,
+    PolicyConfig,
+    Ragged,
+    ValueLoss,
+    explained_variance,
+    gae,
+)
 from meshrl.actor import Rank, rank_context
-from meshrl.advantages import Gae, gae
 from meshrl.errors import ContractError, DataError, ModelError
-from meshrl.losses.value import ValueLoss, explained_variance
-from meshrl.roles import CriticConfig
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.value_head import ValueModel

@@ -8,7 +8,10 @@ import numpy as np
 from meshrl import (
     Batch,
     ClippedLoss,
+    Critic,
+    CriticConfig,
     CrossEntropy,
+    Gae,
     MeshConfig,
     NewModel,
     Policy,
@@ -22,10 +25,8 @@ from meshrl import (
     publish,
     rollout,
 )
-from meshrl.advantages import Gae
 from meshrl.cli import app
 from meshrl.ragged import Source
-from meshrl.roles import Critic, CriticConfig
 
 TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")
