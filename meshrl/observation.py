@@ -3,22 +3,15 @@
 from collections.abc import Iterable, Sequence, Sized
 from itertools import count
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Self
+
+import numpy as np
 
 from meshrl.engine import Member
 from meshrl.events import Call, Sink, Span, clock
 from meshrl.sharding import Rows
 
 _numbers = count()
-
-
-class _Rows(Protocol):
-    """A batch, as far as it is counted."""
-
-    @property
-    def lengths(self) -> Rows:
-        """Tokens of each row."""
-        ...
 
 
 class Observation:
@@ -31,8 +24,7 @@ class Observation:
         self._to = to
         self._mesh, self._actor, self._endpoint, self._members = mesh, actor, endpoint, members
         self._id = next(_numbers)
-        sized = (each for each in arguments if isinstance(each, Sized))  # not a handle, of which nothing may be asked
-        lengths = [cast("_Rows", each).lengths for each in sized if hasattr(each, "lengths")]
+        lengths = [found for found in map(_lengths, arguments) if found is not None]
         self._rows = sum(map(len, lengths)) if lengths else None
         self._tokens = sum(int(each.sum()) for each in lengths) if lengths else None
         self._began = to.now()
@@ -62,3 +54,9 @@ class Observation:
         )  # a stream that is left has not failed
         ended = clock() - self._start
         self._to.emit(Call(self._id, self._actor, self._endpoint, self._began, ended, self._rows, self._tokens, failed))
+
+
+def _lengths(value: object) -> Rows | None:
+    """Tokens of each row, of a batch. What has no length, such as a handle, is not asked for attributes."""
+    found: object = getattr(value, "lengths", None) if isinstance(value, Sized) else None
+    return found if isinstance(found, np.ndarray) else None
