@@ -7,6 +7,7 @@ const GROUP = 26;
 const BAR = 22;
 const WAIT = 13;
 const THIN = 8;
+const FEW_ROWS = 3;
 const MOST_ROWS = 8;
 
 class Timeline {
@@ -27,7 +28,7 @@ class Timeline {
       if (lane.group !== group) top += GROUP;
       const rows = Math.min(lane.rows, MOST_ROWS);
       const bar = lane.group === "waits" ? WAIT : BAR;
-      const height = rows === 1 ? bar : Math.max(bar, rows * THIN);
+      const height = rows === 1 ? bar : rows * (rows <= FEW_ROWS ? WAIT : THIN);
       const placed = { ...lane, first: lane.group !== group, top, height, rows };
       placed.longest = lane.lasted.reduce((most, each) => Math.max(most, each), 0);
       placed.longestIdle = lane.idle.lasted.reduce((most, each) => Math.max(most, each), 0);
