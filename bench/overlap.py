@@ -1,0 +1,348 @@
+"""How far rollout and training overlap: overlap efficiency = max(R, T) / step time, and the speed-up over ahead=0.
+
+    python bench/overlap.py --json F [--rounds N] [--parts even,lengths,quickstart]
+
+even        Fakes that sleep, R = T = 0.25 s a step of 64 prompts x 4, on the local engine (two threads) and on Ray (two
+            processes): what the pipeline itself costs.
+lengths     Rows of lognormal length (sigma 1) on 64 slots, as a sampler with continuous batching has: rollouts a second
+            of each way to take new weights, against slots / mean seconds of a row. Training takes no time.
+quickstart  40 steps of grpo/quickstart from the model that sft/quickstart makes, by `meshrl run` in a process of its
+            own, R and T from its events: one mesh on both cores, and two meshes of one core each, ahead = 0, 1, 2.
+
+All in real time and in turns; the first steps of a turn fill the pipeline and do not count. About 6 minutes.
+"""
+
+import asyncio
+import heapq
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.grpo import warmed_up_model
+from bench.harness import ALLOCATOR, ROOT, Figure, arguments, at_least, figure, median, report, start_ray, take_turns
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    LocalEngine,
+    Mesh,
+    Metrics,
+    PolicyConfig,
+    Ragged,
+    Resources,
+    RewardConfig,
+    SamplerConfig,
+    Sampling,
+    Weights,
+    group_advantages,
+    publish,
+    rollouts,
+    stop,
+)
+from meshrl.engine import Engine
+from meshrl.engines.loop import RankLoop
+from meshrl.engines.ray import RayEngine
+from meshrl.generation import Swap
+from meshrl.losses import Loss
+from meshrl.report.analysis import overlap
+from meshrl.report.reading import read_events
+from meshrl.testing import FakePolicy, FakeReward, FakeSampler
+
+PROMPTS: Final = 64
+COMPLETIONS: Final = 4
+ROWS: Final = PROMPTS * COMPLETIONS
+TOKENS: Final = 8
+"""Of a prompt, and of a completion."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the fakes do with their time."""
+
+    slots: int
+    mean: float
+    """Seconds of a row."""
+    sigma: float
+    """Standard deviation of their logarithm."""
+    grain: float
+    """Seconds in which finished rows are collected before they are yielded together."""
+    train: float
+    """Seconds of an update."""
+
+    @property
+    def rollout(self) -> float:
+        """R: seconds of a step's rows where no slot is ever empty."""
+        return ROWS * self.mean / self.slots
+
+
+EVEN: Final = Load(slots=64, mean=0.25 * 64 / ROWS, sigma=0.0, grain=0.0, train=0.25)
+LENGTHS: Final = Load(slots=64, mean=0.08, sigma=1.0, grain=0.02, train=0.0)
+# The longest of a step's rows takes about 10 times the mean, 2.5 steps here: with a smaller bound it holds up the rest.
+WAYS: Final[Sequence[tuple[int, Swap]]] = (
+    (0, "in_flight"),
+    (1, "drain"),
+    (1, "in_flight"),
+    (2, "in_flight"),
+    (4, "in_flight"),
+)
+APART: Final = ("sampler.mesh=rollout", "run.meshes.main.cpus=1", "run.meshes.rollout.cpus=1")
+RUNS: Final = {
+    "ahead=0, one mesh of 2 threads": ("ahead=0",),
+    "ahead=0, two meshes of 1 thread": ("ahead=0", *APART),
+    "ahead=1, two meshes of 1 thread": ("ahead=1", *APART),
+    "ahead=2, two meshes of 1 thread": ("ahead=2", *APART),
+}
+STEPS: Final = 40
+FILLING: Final = 6
+"""Steps of a run that do not count."""
+
+
+class SlowPolicy(FakePolicy):
+    """A policy whose updates take their time."""
+
+    def __init__(self, config: PolicyConfig, load: Load) -> None:
+        super().__init__(config)
+        self._seconds = load.train
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """Sleep, then learn."""
+        await asyncio.sleep(self._seconds)
+        return await super().update(batch, loss)
+
+
+class SlotSampler(FakeSampler):
+    """Continuous batching: the rows of all calls share the slots in the order in which they came."""
+
+    def __init__(self, config: SamplerConfig, load: Load) -> None:
+        super().__init__(config)
+        self._load = load
+        self._free = [0.0] * load.slots
+        """When each slot will be free, a heap."""
+        self._random = np.random.default_rng(config.seed)
+        self._loads: list[tuple[float, int]] = [(-math.inf, 0)]
+        """When weights came, and their versions."""
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        """Rows as they end, those of `grain` seconds together."""
+        rows = prompts.repeat(sampling.n)
+        loop = asyncio.get_running_loop()
+        begins, ends = self._places(len(rows), loop.time())
+        order = np.argsort(ends, kind="stable")
+        done = 0
+        async with self._calls.begin() as call:
+            while done < len(rows) and await call.step():
+                await asyncio.sleep(ends[order[done]] + self._load.grain - loop.time())
+                ended = max(done + 1, int(np.searchsorted(ends[order], loop.time(), side="right")))
+                some = order[done:ended]
+                yield self._completed(rows.select(some), begins[some])
+                done = ended
+
+    async def load(self, weights: Weights) -> Batch:
+        """Rows that begin from now on have this version."""
+        self._loads.append((asyncio.get_running_loop().time(), weights.version))
+        return await super().load(weights)
+
+    def _places(self, rows: int, now: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """When each row begins and ends."""
+        normal = self._random.standard_normal(rows)
+        seconds = self._load.mean * np.exp(self._load.sigma * normal - self._load.sigma**2 / 2)
+        begins = np.empty(rows)
+        for row, each in enumerate(seconds.tolist()):
+            begins[row] = max(now, self._free[0])
+            heapq.heapreplace(self._free, begins[row] + each)
+        return begins, begins + seconds
+
+    def _completed(self, rows: Batch, begins: NDArray[np.float64]) -> Batch:
+        times, versions = zip(*self._loads, strict=True)
+        oldest = np.array(versions, np.int32)[np.searchsorted(times, begins, side="right") - 1]
+        offsets = np.arange(len(rows) + 1) * 2 * TOKENS
+        mask = np.tile(np.arange(2 * TOKENS) >= TOKENS, len(rows))
+        right = self._random.random(len(rows)) < 0.5
+        return rows.assign(
+            completion=["right" if each else "wrong" for each in right],
+            tokens=Ragged(np.zeros(len(mask), np.int32), offsets),
+            loss_mask=Ragged(mask, offsets),
+            sampler_logprobs=Ragged(np.zeros(len(mask), np.float32), offsets),
+            versions=Ragged(np.where(mask, np.repeat(oldest, 2 * TOKENS), -1).astype(np.int32), offsets),
+            oldest_version=oldest,
+            temperature=np.ones(len(rows), np.float32),
+            truncated=np.zeros(len(rows), np.bool_),
+            aborted=np.zeros(len(rows), np.bool_),
+        )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The script, on meshes that stand already."""
+
+    main: Mesh
+    rollout: Mesh
+    load: Load
+    ahead: int
+    steps: int
+    swap: Swap = "in_flight"
+
+    async def run(self) -> list[float]:
+        """Seconds of each step, without those that fill the pipeline."""
+        policy = await self.main.spawn(SlowPolicy, PolicyConfig(model=""), self.load)
+        reward = await self.main.spawn(FakeReward, RewardConfig(function="exact_match"))
+        sampler = await self.rollout.spawn(SlotSampler, SamplerConfig(model=""), self.load)
+        await publish(policy, sampler)
+        ends: list[float] = []
+        warm_up = 2 + 2 * self.ahead
+        sampling = Sampling(n=COMPLETIONS)
+        stream = rollouts(sampler, prompts(), sampling, ahead=self.ahead, score=reward.score, swap=self.swap)
+        async with stream:
+            for _ in range(warm_up + self.steps):
+                batch = await (await anext(stream)).load("rewards", "groups")
+                advantages = group_advantages(batch.rewards, batch.groups)
+                await policy.update(batch.assign(advantages=advantages), ClippedLoss(clip=0.2))
+                await publish(policy, stream)
+                ends.append(time.perf_counter())
+        for role in (policy, reward, sampler):
+            await stop(role)
+        return np.diff(ends[warm_up - 1 :]).tolist()
+
+
+def prompts() -> Iterator[Batch]:
+    """Batches of prompts without end."""
+    for step in count():
+        groups = np.arange(PROMPTS) + step * PROMPTS
+        yield Batch.of(prompt=["asked"] * PROMPTS, answer=["right"] * PROMPTS, groups=groups)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=2)
+    parser.add_argument("--parts", default="even,lengths,quickstart", help="which parts (default: all)")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    figures: list[Figure] = []
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        if "even" in parts:
+            figures += even(runner, "local", LocalEngine(), 1, options.rounds)
+            start_ray()
+            figures += even(runner, "Ray", RayEngine(), 0, options.rounds)
+        if "lengths" in parts:
+            figures += lengths(runner, options.rounds)
+    if "quickstart" in parts:
+        with tempfile.TemporaryDirectory() as folder:
+            figures += quickstart(Path(folder), options.rounds)
+    report("overlap", figures, options.json)
+
+
+def even(runner: asyncio.Runner, name: str, engine: Engine, cpus: int, rounds: int) -> list[Figure]:
+    """R = T."""
+    main, rollout = (runner.run(Mesh.reserve(engine, 1, Resources(cpus=cpus))) for _ in range(2))
+    one_by_one = Pipeline(main, rollout, EVEN, ahead=0, steps=6)
+    overlapped = Pipeline(main, rollout, EVEN, ahead=1, steps=12)
+    turns = {str(each.ahead): partial(turn, runner, each) for each in (one_by_one, overlapped)}
+    steps = {ahead: median(list(chain(*values))) for ahead, values in take_turns(turns, rounds).items()}
+    runner.run(engine.close())
+    seconds = max(EVEN.rollout, EVEN.train)
+    return [
+        at_least(f"max(R, T) over a step of ahead=1, {name}", seconds, "s", steps["1"], 0.97),
+        figure(f"max(R, T) over a step of ahead=0, {name}", seconds, "s", steps["0"]),
+        at_least(f"speed-up of ahead=1 over ahead=0, {name}", 1 / steps["1"], "steps/s", 1 / steps["0"], 1.9),
+    ]
+
+
+def lengths(runner: asyncio.Runner, rounds: int) -> list[Figure]:
+    """Rows of different lengths."""
+    engine = LocalEngine()
+    main, rollout = (runner.run(Mesh.reserve(engine, 1, Resources(cpus=1))) for _ in range(2))
+    turns = {
+        f"ahead={ahead}, {swap}": partial(turn, runner, Pipeline(main, rollout, LENGTHS, ahead, steps=15, swap=swap))
+        for ahead, swap in WAYS
+    }
+    bound = LENGTHS.slots / LENGTHS.mean
+    rates = {name: ROWS / float(np.mean(values)) for name, values in take_turns(turns, rounds).items()}
+    runner.run(engine.close())
+    best = rates.popitem()
+    figures = [figure(f"rollouts, {name}", rate, "rows/s", bound) for name, rate in rates.items()]
+    return [*figures, at_least(f"rollouts, {best[0]}", best[1], "rows/s", bound, 0.9)]
+
+
+def turn(runner: asyncio.Runner, pipeline: Pipeline) -> list[float]:
+    """Seconds of each step of a turn."""
+    return runner.run(pipeline.run())
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step of a run, as `report.analysis.Share` has them."""
+
+    step: float
+    rollout: float
+    training: float
+    rollout_alone: float
+    training_alone: float
+    sync: float
+    other: float
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The mean step of a run."""
+        notes: list[str] = []
+        found = overlap(read_events(folder / "events.jsonl", notes), FILLING)
+        assert not notes, notes
+        it = found.total
+        parts = (it.seconds, it.rollout, it.training, it.rollout_alone, it.training_alone, it.sync, it.other)
+        return cls(*(part / len(found.steps) for part in parts))
+
+    @classmethod
+    def middle(cls, turns: Sequence[Self]) -> Self:
+        """The median of each."""
+        return cls(*(median(values) for values in zip(*(vars(each).values() for each in turns), strict=True)))
+
+
+def quickstart(folder: Path, rounds: int) -> list[Figure]:
+    """The real model."""
+    model = warmed_up_model(folder)
+    turns = {name: partial(run, folder, model, settings) for name, settings in RUNS.items()}
+    spent = {name: Spent.middle(values) for name, values in take_turns(turns, rounds).items()}
+    (default, together), (apart, alone), *overlapped = spent.items()
+    figures = [
+        figure(f"step, {default}", together.step, "s"),
+        figure(f"step, {apart}", alone.step, "s", together.step),
+        figure(f"R, {apart}", alone.rollout, "s/step"),
+        figure(f"T, {apart}", alone.training, "s/step"),
+    ]
+    for name, it in overlapped:
+        figures += [
+            figure(f"speed-up, {name}, over one mesh", 1 / it.step, "steps/s", 1 / together.step),
+            figure(f"speed-up, {name}, over ahead=0 on them", 1 / it.step, "steps/s", 1 / alone.step),
+            figure(f"max(R, T) over a step, {name}", max(it.rollout, it.training), "s", it.step),
+            figure(f"R beside T, {name}", it.rollout, "s/step", alone.rollout),
+            figure(f"T beside R, {name}", it.training, "s/step", alone.training),
+            figure(f"R alone, {name}", it.rollout_alone, "s/step"),
+            figure(f"T alone, {name}", it.training_alone, "s/step"),
+            figure(f"waiting for weights, {name}", it.sync, "s/step"),
+            figure(f"neither, {name}", it.other, "s/step"),
+        ]
+    return figures
+
+
+def run(folder: Path, model: Path, settings: Sequence[str]) -> Spent:
+    """One run of the real script."""
+    name = f"run-{time.monotonic_ns()}"
+    common = [f"run.folder={folder}", f"run.name={name}", f"policy.model={model}", f"steps={STEPS}"]
+    words = ["run", "grpo/quickstart", *common, "policy.optimizer.schedule=constant", *settings]
+    environment = {**os.environ, **ALLOCATOR, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    meshrl = Path(sys.executable).parent / "meshrl"
+    subprocess.run([meshrl, *words], check=True, cwd=ROOT, capture_output=True, env=environment)
+    return Spent.read(folder / name)
+
+
+if __name__ == "__main__":
+    main()
