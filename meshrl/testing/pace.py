@@ -108,15 +108,19 @@ class Draws:
         for work in works:
             self._by_rows[work.rows or None].append(work)
         self._nearest: dict[int, list[Work]] = {}
+        self._fixed, self._slope = _line(works)
 
     def next(self, rows: int | None) -> float:
-        """Seconds for a call with so many rows: of a recorded one with about as many, in proportion."""
+        """Seconds for a call with so many rows: of a recorded one with about as many, scaled to them."""
         if not self._by_rows or rows == 0:
             return 0.0
         some = self._choose(rows)
         work = some[int(self._random.random() * len(some))]
         seconds = work.seconds[self._rank % len(work.seconds)]
-        return seconds * rows / work.rows if rows and work.rows else seconds
+        return seconds * self._cost(rows) / self._cost(work.rows) if rows and work.rows else seconds
+
+    def _cost(self, rows: float) -> float:
+        return self._fixed + self._slope * rows
 
     def _choose(self, rows: int | None) -> list[Work]:
         key = rows or 0
@@ -127,6 +131,18 @@ class Draws:
             else:
                 self._nearest[key] = self._by_rows[min(sizes, key=lambda size: abs(math.log(size / rows)))]
         return self._nearest[key]
+
+
+def _line(works: Sequence[Work]) -> tuple[float, float]:
+    """What a call costs, but for a factor: a part of its own, and one a row. By least squares, neither below 0."""
+    sized = np.array([(work.rows, sum(work.seconds) / len(work.seconds)) for work in works if work.rows])
+    if len(sized) == 0 or np.ptp(sized[:, 0]) == 0:
+        return 0.0, 1.0
+    rows, seconds = sized.T
+    slope = float(np.cov(rows, seconds, ddof=0)[0, 1] / rows.var())
+    if slope <= 0:
+        return 1.0, 0.0
+    return max(0.0, float(seconds.mean() - slope * rows.mean())), slope
 
 
 def step_windows(events: Iterable[Event], first: int = 0) -> Intervals:

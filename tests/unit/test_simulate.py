@@ -199,13 +199,27 @@ def test_jobs_share_a_rank_and_one_that_is_stopped_tells_what_is_left() -> None:
 
 
 def test_ranks_draw_the_same_calls_of_about_as_many_rows() -> None:
-    works = [Work([number, 10.0 * number], 8) for number in (1.0, 2.0, 3.0)] + [Work([100.0], 64)]
+    works = [Work([number, 10.0 * number], 8) for number in (1.0, 2.0, 3.0)]
     first, second = Draws(works, 0, "seed"), Draws(works, 1, "seed")
     drawn = [(first.next(8), second.next(8)) for _ in range(50)]
     assert {one for one, _ in drawn} == {1.0, 2.0, 3.0}
     assert all(other == 10 * one for one, other in drawn)
-    assert first.next(128) == 200.0
     assert first.next(0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("works", "expected"),
+    [
+        ([Work([4.0], 8)], 8.0),
+        ([Work([4.0], 8), Work([2.0], 2)], 4.0 + 8 / 3),
+        ([Work([2.0], 8), Work([4.0], 2)], 2.0),
+        ([Work([4.0])], 4.0),
+        ([], 0.0),
+    ],
+    ids=["in proportion", "along a line", "never less for more", "whatever the rows", "nothing"],
+)
+def test_time_grows_with_rows_as_the_record_tells(works: Sequence[Work], expected: float) -> None:
+    assert Draws(works, 0, "seed").next(16) == pytest.approx(expected)
 
 
 def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
