@@ -35,6 +35,7 @@ class Assembly:
     def __init__(self, size: int) -> None:
         self._size = size
         self._groups: dict[int, _Group] = {}
+        self._scored = 0
 
     def expect(self, prompts: Batch) -> None:
         """Rows of these groups will come."""
@@ -46,12 +47,14 @@ class Assembly:
         Needs `groups` and `oldest_version`. Rows of groups that are not expected any more are left out. DataError
         where a group gets more rows than it has.
         """
+        complete: dict[int, int] = {}
+        if not len(batch):
+            return complete
         chunk = _Chunk(call, batch)
         labels = batch.groups
         order = np.argsort(labels, kind="stable")
-        starts = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0)) if len(order) else order
-        oldest = np.minimum.reduceat(batch.row("oldest_version")[order], starts) if len(order) else order
-        complete: dict[int, int] = {}
+        starts = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0))
+        oldest = np.minimum.reduceat(batch.row("oldest_version")[order], starts)
         for label, rows, version in zip(
             labels[order[starts]].tolist(), np.split(order, starts[1:]), oldest.tolist(), strict=True
         ):
@@ -69,6 +72,14 @@ class Assembly:
             if group.rows == self._size:
                 complete[label] = group.oldest
         return complete
+
+    def put(self, batch: Batch) -> None:
+        """Take complete groups again, scored: their rows together, as `batch` gave them."""
+        self._scored += 1
+        chunk = _Chunk(-self._scored, batch)
+        bounds = np.flatnonzero(np.append(True, np.diff(batch.groups) != 0))
+        for label, rows in zip(batch.groups[bounds].tolist(), np.split(np.arange(len(batch)), bounds[1:]), strict=True):
+            self._groups[label].pieces = [(chunk, rows)]
 
     def lose(self, labels: Iterable[int]) -> Batch:
         """Let go of what has come of groups; their prompts."""

@@ -11,16 +11,27 @@ class Changes:
 
     def __init__(self) -> None:
         self._happened = asyncio.Event()
+        self._error: BaseException | None = None
 
     def tell(self) -> None:
         """Let everybody who waits look again."""
         self._happened.set()
         self._happened.clear()
 
+    def fail(self, error: BaseException) -> None:
+        """Nobody shall wait any more: what they wait for may not come. The first failure counts."""
+        self._error = self._error or error
+        self.tell()
+
     async def until(self, ready: Callable[[], bool], who: str, what: str, why: Callable[[], str]) -> None:
-        """Wait until something holds: `who` waits for `what`, and `why` tells what that is blocked by."""
+        """Wait until something holds: `who` waits for `what`, and `why` tells what that is blocked by.
+
+        Raises the failure, if there is one and it does not hold.
+        """
         if ready():
             return
         with waiting(who, what, why):
             while not ready():
+                if self._error is not None:
+                    raise self._error
                 await self._happened.wait()

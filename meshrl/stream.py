@@ -33,7 +33,7 @@ from meshrl.weights import Weights
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 Keep: TypeAlias = Callable[[Batch], ArrayLike]
 
-_MOST_UNWANTED: Final = 100
+_MOST_FILTERED: Final = 100
 """Batches of groups that `keep` may drop between two batches."""
 
 
@@ -66,8 +66,8 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     in `staleness`, int32, how many it is.
 
     `prompts`: batches of one size, with `groups`, another number for each prompt.
-    `score`: applied to rows as they finish, as in `score=reward.score`.
-    `keep`: from whole groups, scored, to bool[rows]; a group with a False is dropped, and another prompt drawn for it
+    `score`: applied to groups as they finish, as in `score=reward.score`.
+    `keep`: from such groups, scored, to bool[rows]; one with a False is dropped, and another prompt drawn for it
     (`keep=has_signal`).
     `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
     `swap`: what publishing does to the rollouts that run.
@@ -76,9 +76,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
     source = Prompts(prompts)
-    return Rollouts(
-        _Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late)
-    )
+    return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
 
 
 class Rollouts:
@@ -97,9 +95,8 @@ class Rollouts:
         self._begun = False
         self._swapping = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._error: BaseException | None = None
         self._told = ledger.dropped.copy()
-        self._unwanted = 0
+        self._filtered = 0
         """Groups that `keep` dropped since the last batch."""
 
     async def __aenter__(self) -> Self:
@@ -127,7 +124,7 @@ class Rollouts:
 
         def ready() -> bool:
             labels.extend(self._take())
-            return bool(labels or self._error or self._is_over())
+            return bool(labels or self._is_over())
 
         self._generation.demand = True
         self._changes.tell()
@@ -135,8 +132,6 @@ class Rollouts:
         self._generation.demand = False
         if labels:
             return self._deliver(labels)
-        if self._error is not None:
-            raise self._error
         raise StopAsyncIteration
 
     async def load(self, weights: Weights) -> None:
@@ -169,7 +164,7 @@ class Rollouts:
 
     def _deliver(self, labels: list[int]) -> Batch:
         self._script.note("deliver", groups=labels)
-        self._unwanted = 0
+        self._filtered = 0
         batch = self._assembly.batch(labels)
         self._assembly.forget(labels)
         numbers, which = np.unique(batch.row("oldest_version"), return_inverse=True)
@@ -208,43 +203,41 @@ class Rollouts:
             self._changes.tell()
 
     async def _add(self, arrived: list[tuple[Call, Batch]]) -> None:
-        finished: list[tuple[Call, Batch]] = []
+        """Put rows to their groups; score those that are whole now."""
+        whole: dict[int, int] = {}
         for call, chunk in arrived:
-            aborted = np.asarray(chunk.row("aborted"), np.bool_)
+            rows = await chunk.load("groups", "aborted", "oldest_version")
+            aborted = np.asarray(rows.row("aborted"), np.bool_)
             if aborted.any():
-                call.aborted.append(chunk.select(aborted))
-            if not aborted.all():
-                finished.append((call, chunk.select(np.logical_not(aborted))))
-        if not finished:
+                call.aborted.append(rows.select(aborted))
+                rows = rows.select(np.logical_not(aborted))
+            whole |= self._assembly.add(call.number, rows.drop("aborted"))
+        if not whole:
             return
-        rows = Batch.concat([chunk for _, chunk in finished]).drop("aborted")
+        groups = self._assembly.batch(list(whole))
         if self._plan.score is not None:
-            rows = await self._plan.score(rows)
-        rows = await rows.load("groups", "oldest_version")
-        complete: dict[int, int] = {}
-        first = 0
-        for call, chunk in finished:
-            complete |= self._assembly.add(call.number, rows.select(np.arange(first, first + len(chunk))))
-            first += len(chunk)
-        unwanted = await self._filtered(list(complete))
-        for label in complete.keys() - unwanted:
-            self.ledger.finish(label, complete[label])
+            groups = await (await self._plan.score(groups)).load("groups", "oldest_version")
+        self._assembly.put(groups)
+        unwanted = await self._unwanted(groups)
+        for label in whole.keys() - unwanted:
+            self.ledger.finish(label, whole[label])
         self.ledger.drop(unwanted, "filtered")
         self._assembly.forget(unwanted)
-        self._unwanted += len(unwanted)
-        if self._unwanted > _MOST_UNWANTED * self.ledger.size:
+
+    async def _unwanted(self, groups: Batch) -> set[int]:
+        """Which of these groups `keep` does not want."""
+        if self._plan.keep is None:
+            return set()
+        groups = await groups.load(*({"rewards", "groups"} & set(groups.names)))
+        wanted = np.asarray(self._plan.keep(groups), np.bool_)
+        unwanted = set(groups.groups[np.logical_not(wanted)].tolist())
+        self._filtered += len(unwanted)
+        if self._filtered > _MOST_FILTERED * self.ledger.size:
             raise DataError(
-                f"`keep` dropped {self._unwanted} groups since the last batch, which needs {self.ledger.size}: what it "
+                f"`keep` dropped {self._filtered} groups since the last batch, which needs {self.ledger.size}: what it "
                 "keeps does not come any more. Stop there, or take prompts that are neither solved nor hopeless"
             )
-
-    async def _filtered(self, labels: list[int]) -> set[int]:
-        """Which of these complete groups `keep` does not want."""
-        if self._plan.keep is None or not labels:
-            return set()
-        batch = await self._assembly.batch(labels).load("rewards", "groups")
-        wanted = np.asarray(self._plan.keep(batch), np.bool_)
-        return set(batch.groups[np.logical_not(wanted)].tolist())
+        return unwanted
 
     def _check(self, call: Call, error: Exception | None) -> None:
         """DataError where a call ended well and lacks rows."""
@@ -264,6 +257,5 @@ class Rollouts:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._error is None:
-            self._error = error
-            self._changes.tell()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._changes.fail(error)

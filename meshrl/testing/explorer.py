@@ -5,14 +5,18 @@ python -m meshrl.testing FILE.py:SCENARIO --seed 1234
 
 import importlib
 import inspect
+import logging
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeAlias, cast
+
+import structlog
 
 from meshrl.errors import ConfigError
 from meshrl.imports import import_file
@@ -71,12 +75,24 @@ def replay(scenario: Scenario, seed: int, *, time_limit: float | None = None) ->
 
 
 def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -> int | None:
-    for seed in seeds:
-        try:
-            replay(scenario, seed, time_limit=time_limit)
-        except Exception:  # noqa: BLE001 -- whatever it is, it is the finding
-            return seed
+    with _without_logs():
+        for seed in seeds:
+            try:
+                replay(scenario, seed, time_limit=time_limit)
+            except Exception:  # noqa: BLE001 -- whatever it is, it is the finding
+                return seed
     return None
+
+
+@contextmanager
+def _without_logs() -> Generator[None]:
+    """What thousands of schedules would log nobody reads; the one that fails is replayed with it."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _in_processes(reference: str, seeds: range, workers: int, time_limit: float | None) -> int | None:

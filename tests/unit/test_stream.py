@@ -194,7 +194,7 @@ def test_rollouts_that_a_failing_sampler_lost_are_drawn_again() -> None:
 
 def test_what_a_reward_raises_reaches_the_script() -> None:
     async def script() -> None:
-        reward = crashing(FakeReward, score=[2])(RewardConfig())
+        reward = crashing(FakeReward, score=[1])(RewardConfig())
         sampler = FakeSampler(SAMPLER)
         async with rollouts(sampler, prompts(2), SAMPLING, ahead=1, score=reward.score) as stream:
             await anext(stream)
