@@ -11,6 +11,7 @@ from meshrl.actor import current_rank
 from meshrl.calls import Calls
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
+from meshrl.ragged import Source
 from meshrl.roles import Sampler, SamplerConfig, Sampling
 from meshrl.sharding import Array
 from meshrl.weights import Weights
@@ -147,7 +148,7 @@ class TorchSampler(Sampler):
         return rows.assign(
             tokens=Ragged(finished.tokens, offsets),
             loss_mask=Ragged(new, offsets),
-            sampler_logprobs=Ragged(finished.logprobs, offsets),
+            sampler_logprobs=Ragged(finished.logprobs, offsets, source=Source("sampler")),
             versions=Ragged(finished.versions, offsets),
             oldest_version=oldest,
             completion=[_cut(text, sampling.stop) for text in texts],

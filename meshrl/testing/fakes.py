@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from meshrl.calls import Calls
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.losses import Loss
+from meshrl.losses import Loss, check_sources
 from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged
+from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
     Policy,
@@ -61,18 +61,20 @@ class FakePolicy(Policy):
                 f"`oldest_version` is {newest} in a row and this policy has made {version} updates: tokens of weights "
                 "that do not exist yet"
             )
+        check_sources(batch, loss)
+        for name in loss.columns:
+            if name != "rows":
+                batch[name]
         signal = [_any(batch, name) for name in loss.columns if name == "advantages"]
         if all(signal):
             self.skill = min(1.0, self.skill + self.rate)
-        for name in loss.columns:
-            batch[name]
         self.updates.append(batch)
         tokens = float(batch.loss_mask.values.sum())
         return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(float(len(batch)), 1.0))
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Log-probs of zero."""
-        return batch.assign(logprobs=_zeros(batch))
+        return batch.assign(logprobs=_zeros(batch, Source.trainer(len(self.updates))))
 
     async def weights(self) -> Weights:
         """The skill, at a version that counts the updates."""
@@ -91,7 +93,7 @@ class FakeReference(Reference):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Log-probs of zero."""
-        return batch.assign(reference_logprobs=_zeros(batch))
+        return batch.assign(reference_logprobs=_zeros(batch, Source("reference")))
 
 
 class FakeSampler(Sampler):
@@ -188,7 +190,7 @@ def _aborted(rows: Batch, version: int) -> Batch:
 def _described(rows: Batch, version: int, aborted: bool) -> Batch:
     mask = rows.loss_mask
     return rows.assign(
-        sampler_logprobs=_zeros(rows),
+        sampler_logprobs=_zeros(rows, Source("sampler")),
         versions=Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets),
         oldest_version=np.full(len(rows), version, np.int32),
         temperature=np.ones(len(rows), np.float32),
@@ -209,8 +211,8 @@ def _anew(rows: Batch) -> Batch:
     return rows.drop(*(name for name in _TOKENS if name in rows))
 
 
-def _zeros(batch: Batch) -> Ragged:
-    return Ragged(np.zeros(len(batch.tokens.values), np.float32), batch.tokens.offsets)
+def _zeros(batch: Batch, source: Source) -> Ragged:
+    return Ragged(np.zeros(len(batch.tokens.values), np.float32), batch.tokens.offsets, source=source)
 
 
 def _any(batch: Batch, name: str) -> bool:
