@@ -1,9 +1,10 @@
 """How long the calls of a simulated run take: as those of a recorded run did, or as somebody guesses."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Self, TypeAlias
 
@@ -21,6 +22,8 @@ Endpoint: TypeAlias = tuple[str, str]
 
 _OPTIONAL = frozenset({"save", "abort", "replay", "encode"})
 """Endpoints that take no time where the record has none of them."""
+_STRETCH = 8
+"""Steps that are drawn together."""
 _SCRIPT = frozenset({"trainer", "publish"})
 """Who waits in the script, of those that a stream names."""
 
@@ -44,6 +47,8 @@ class Pace:
     """The script's own work in a step: between its calls, on the way to the ranks and back, the recorder's."""
     latency: float = 0.0
     """From the end of a call of `generate` to the script's batch, in which no rank works."""
+    stretches: int = 1
+    """Into how many stretches of steps the record is cut, to be drawn from."""
     strict: bool = False
     """Whether an endpoint that is not there is a mistake; else it takes no time."""
 
@@ -69,7 +74,7 @@ class Pace:
             costs_of[span.call].append((span.rank, cost))
         everywhere: dict[Endpoint, list[Work]] = defaultdict(list)
         inside: dict[Endpoint, list[Work]] = defaultdict(list)
-        for number, parts in costs_of.items():
+        for number, parts in sorted(costs_of.items(), key=lambda item: calls[item[0]].began):
             call = calls[number]
             role = next((role for role in ROLES if call.actor.endswith(role)), None)
             if role is None:
@@ -80,7 +85,8 @@ class Pace:
             if within[0, 0] <= call.began <= within[-1, 1]:
                 inside[role, call.endpoint].append(work)
         own, latency = _gaps(events, spans, windows)
-        return cls(everywhere | inside, own, latency, strict=True)
+        stretches = max(1, len(windows) // _STRETCH)
+        return cls(everywhere | inside, own, latency, stretches, strict=True)
 
     def works_of(self, role: str, endpoint: str) -> Sequence[Work]:
         """What an endpoint's calls cost; DataError where the record should have one and does not."""
@@ -95,42 +101,51 @@ class Pace:
 
 
 class Draws:
-    """The seconds of one endpoint's calls on one rank: drawn from its works in an order that the seed decides.
+    """The seconds of one endpoint's calls on one rank, drawn from its works, which stand in the order of the record.
 
-    Every rank with the same seed draws the same calls, as long as all get the same ones: recorded ranks that waited for
-    each other do so again.
+    Stretches of some steps are drawn, each from a place in the record that the seed decides, the same one for every
+    endpoint: what was slow together is slow together again, and ranks that waited for each other do so again.
     """
 
-    def __init__(self, works: Sequence[Work], rank: int, seed: str) -> None:
+    def __init__(self, works: Sequence[Work], rank: int, seed: int, stretches: int = 1) -> None:
+        """`stretches`: how many there are to the record's length."""
+        self._works = works
         self._rank = rank
-        self._random = Random(seed)
-        self._by_rows: dict[float | None, list[Work]] = defaultdict(list)
-        for work in works:
-            self._by_rows[work.rows or None].append(work)
-        self._nearest: dict[int, list[Work]] = {}
+        self._seed = seed
+        self._stretches = stretches
+        self._drawn: Counter[int] = Counter()
+        self._near: dict[int, Sequence[Work]] = {}
         self._fixed, self._slope = _line(works)
 
     def next(self, rows: int | None) -> float:
         """Seconds for a call with so many rows: of a recorded one with about as many, scaled to them."""
-        if not self._by_rows or rows == 0:
+        if not self._works or rows == 0:
             return 0.0
-        some = self._choose(rows)
-        work = some[int(self._random.random() * len(some))]
+        key = rows or 0
+        if key not in self._near:
+            self._near[key] = self._about_as_many(rows)
+        some = self._near[key]
+        stretch, passed = divmod(self._drawn[key] * self._stretches / len(some), 1.0)
+        self._drawn[key] += 1
+        place = (_start(self._seed, int(stretch)) + passed / self._stretches) % 1.0
+        work = some[int(place * len(some))]
         seconds = work.seconds[self._rank % len(work.seconds)]
         return seconds * self._cost(rows) / self._cost(work.rows) if rows and work.rows else seconds
 
     def _cost(self, rows: float) -> float:
         return self._fixed + self._slope * rows
 
-    def _choose(self, rows: int | None) -> list[Work]:
-        key = rows or 0
-        if key not in self._nearest:
-            sizes = [size for size in self._by_rows if size is not None]
-            if rows is None or not sizes:
-                self._nearest[key] = [work for some in self._by_rows.values() for work in some]
-            else:
-                self._nearest[key] = self._by_rows[min(sizes, key=lambda size: abs(math.log(size / rows)))]
-        return self._nearest[key]
+    def _about_as_many(self, rows: int | None) -> Sequence[Work]:
+        """The works whose rows are the nearest to these, or little further."""
+        if rows is None or not all(work.rows for work in self._works):
+            return self._works
+        apart = [abs(math.log(work.rows / rows)) for work in self._works if work.rows]
+        return [work for work, distance in zip(self._works, apart, strict=True) if distance <= min(apart) + 0.2]
+
+
+@lru_cache(64)
+def _start(seed: int, stretch: int) -> float:
+    return Random(f"{seed} {stretch}").random()
 
 
 def _line(works: Sequence[Work]) -> tuple[float, float]:

@@ -171,9 +171,9 @@ class SimRole:
 
     def _seconds(self, endpoint: str, rows: int | None = None) -> float:
         if endpoint not in self._draws:
-            works = self._timing.pace.works_of(self.role, endpoint)
-            seed = f"{self._timing.seed} {self.role}.{endpoint}"
-            self._draws[endpoint] = Draws(works, self._rank, seed)
+            pace = self._timing.pace
+            works = pace.works_of(self.role, endpoint)
+            self._draws[endpoint] = Draws(works, self._rank, self._timing.seed, pace.stretches)
         return self._draws[endpoint].next(rows)
 
     async def _work(self, endpoint: str, rows: int | None = None) -> None:
