@@ -1,6 +1,7 @@
 """Samples per second of whole GRPO steps (generate, reward, advantages, update, publish) against TRL's GRPOTrainer.
 
     python bench/grpo.py --json F [--threads 1,2] [--cases short,long] [--rounds N]
+    python bench/grpo.py --json F --threads 2 --ahead 1 [--engine ray] [--cases short,long] [--rounds N]
 
 Both start from one model (the quickstart's, warmed up by its 200 supervised steps), and read the same prompts, shapes
 and hyper-parameters from one file. Each runs in a process of its own on the first `threads` cores, under the same
@@ -10,6 +11,10 @@ completions, a step an update:
 short  the quickstart's: at most 10 new tokens, rewarded when exactly right
 long   completion lengths forced, log-uniform from 8 to 256: with Sampling(ignore_eos=True) and a `max_tokens` column
        here, with a logits processor in TRL (bench/peers/trl_grpo.py); rewarded by the share of right characters
+
+With --ahead above 0 our rollouts and training overlap, on two meshes of half of the threads each, against TRL on all of
+them. Then the first steps of a turn do not count, so that a rollout that was made while the other had its turn is no
+gain; and a turn ends when no rollout runs.
 
 TRL needs `make peers`. About 6 minutes.
 """
@@ -28,26 +33,41 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
+from bench.harness import (
+    ROOT,
+    Figure,
+    Worker,
+    arguments,
+    at_least,
+    figure,
+    machine_cores,
+    median,
+    report,
+    take_turns,
+)
 from meshrl import (
     Batch,
     Config,
+    MeshConfig,
     Policy,
     Reward,
     RewardConfig,
+    Rollouts,
     Run,
     RunConfig,
     Sampler,
     Task,
     group_advantages,
     publish,
-    rollout,
+    rollouts,
 )
 from meshrl.engines.loop import RankLoop
 from meshrl.scripts import find_config, load_job
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 LONGEST: Final = 256
+FILLING: Final = 2
+"""Steps of an overlapped turn that do not count."""
 
 
 class Case(Config):
@@ -86,6 +106,8 @@ class Job(Config):
     betas: tuple[float, float]
     warmup_steps: int
     max_grad_norm: float
+    ahead: int
+    engine: Literal["local", "ray"]
     seed: int = 0
 
 
@@ -94,6 +116,8 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="numbers of threads to measure with (default: 1,2)")
     parser.add_argument("--cases", default="short,long", help="which cases (default: both)")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "JOB"), help="be the contestant meshrl")
+    parser.add_argument("--ahead", type=int, default=0, help="versions that our rollouts may be behind (default: 0)")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where we run (default: local)")
     options = parser.parse_args()
     if options.worker:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
@@ -107,9 +131,13 @@ def main() -> None:
         figures: list[Figure] = []
         for name in options.cases.split(","):
             job = Path(folder) / f"{name}.json"
-            job.write_text(make_job(CASES[name]).model_dump_json())
+            case = CASES[name]
+            made = make_job(case, options.ahead, options.engine)
+            job.write_text(made.model_dump_json())
+            if options.ahead:
+                case = overlapped(case, made)
             for threads in map(int, options.threads.split(",")):
-                figures += compare(CASES[name], options.rounds or CASES[name].rounds, threads, model, job)
+                figures += compare(case, options.rounds or case.rounds, threads, model, job)
         report("grpo", figures, options.json)
 
 
@@ -121,13 +149,25 @@ def warmed_up_model(folder: Path) -> Path:
     return folder / "warm/model"
 
 
-def quickstart(model: str) -> Any:
+def overlapped(case: Case, job: Job) -> Case:
+    """More is wanted, and a turn has all the lengths, whichever of them a step has."""
+    where = ", Ray" if job.engine == "ray" else ""
+    return case.model_copy(
+        update={
+            "name": f"{case.name}, ahead={job.ahead}{where}",
+            "steps": max(case.steps, len(job.lengths)),
+            "target": max(case.target, 2.0),
+        }
+    )
+
+
+def quickstart(model: str, *settings: str) -> Any:
     """The settings of grpo/quickstart, starting from this model."""
-    overrides = [f"policy.model={model}", "policy.optimizer.schedule=constant"]
+    overrides = [f"policy.model={model}", "policy.optimizer.schedule=constant", *settings]
     return load_job(find_config("grpo/quickstart"), overrides, RunConfig).config
 
 
-def make_job(case: Case) -> Job:
+def make_job(case: Case, ahead: int, engine: Literal["local", "ray"]) -> Job:
     """The quickstart's prompts and numbers; in the long case also a length for each row of a step."""
     config = quickstart("")
     train = Task.load(config.task).train.select(np.arange(64 * 64))
@@ -148,6 +188,8 @@ def make_job(case: Case) -> Job:
         betas=optimizer.betas,
         warmup_steps=optimizer.warmup_steps,
         max_grad_norm=optimizer.max_grad_norm or 0.0,
+        ahead=ahead,
+        engine=engine,
     )
 
 
@@ -176,7 +218,7 @@ def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> li
     return [
         at_least(f"speed, {label}", rates[0], "samples/s", rates[1], case.target),
         both("wall", "s/step", lambda answer: answer["wall"] / case.steps),
-        both("CPU", "s/step", lambda answer: answer["cpu"] / case.steps),
+        *([both("CPU", "s/step", lambda answer: answer["cpu"] / case.steps)] if "cpu" in turns["meshrl"][0] else []),
         both("completion", "tokens/sample", lambda answer: answer["tokens"] / answer["rows"]),
         both("reward", "of 1", lambda answer: answer["reward"]),
     ]
@@ -184,53 +226,58 @@ def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> li
 
 async def contest(model: str, job: Job) -> None:
     """The contestant meshrl: GRPO as in algorithms/grpo.py, some steps for each question on standard input."""
-    config = quickstart(model)
-    sampling = config.sampling.model_copy(
-        update={"max_tokens": job.max_tokens, "ignore_eos": bool(job.lengths), "seed": job.seed}
-    )
+    config = quickstart(model, *(["sampler.mesh=rollout"] if job.ahead else []))
+    # A row has a length of its own in the long case, so it is drawn on its own.
+    forced = {"ignore_eos": True, "n": 1} if job.lengths else {}
+    sampling = config.sampling.model_copy(update={"max_tokens": job.max_tokens, "seed": job.seed, **forced})
     scores = RewardConfig(function=f"{ROOT}/bench/peers/score.py:share") if job.lengths else config.reward
-    async with Run(RunConfig(folder=str(Path(model).parent), name="contest")) as run:
+    each = MeshConfig(cpus=max(1, machine_cores() // 2))
+    meshes = {"main": each, "rollout": each} if job.ahead else {}
+    run_config = RunConfig(folder=str(Path(model).parent), name="contest", engine=job.engine, meshes=meshes)
+    async with Run(run_config) as run:
         policy = await run.spawn(Policy, config.policy)
         sampler = await run.spawn(Sampler, config.sampler)
         reward = await run.spawn(Reward, scores)
         await publish(policy, sampler)
-        prompts = step_prompts(job)
-        print('{"ready": true}', flush=True)
-        for question in sys.stdin:
-            done: list[Batch] = []
-            wall, cpu = time.perf_counter(), time.process_time()
-            for _ in range(json.loads(question)["steps"]):
-                batch = next(prompts)
-                n = job.completions * job.prompts_per_step // len(batch)
-                batch = await rollout(sampler, batch, sampling.model_copy(update={"n": n}))
-                batch = await reward.score(batch)
-                advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
-                await policy.update(batch.assign(advantages=advantages), config.loss)
-                await publish(policy, sampler)
-                done.append(batch)
-            answer = {
-                "wall": time.perf_counter() - wall,
-                "cpu": time.process_time() - cpu,
-                "rows": sum(map(len, done)),
-                "tokens": sum(int(batch.loss_mask.values.sum()) for batch in done),
-                "reward": float(np.mean([batch.rewards.mean() for batch in done])),
-            }
-            print(json.dumps(answer), flush=True)
+
+        async def step(stream: Rollouts) -> Batch:
+            batch = await (await anext(stream)).load("rewards", "asked")
+            advantages = group_advantages(batch.rewards, batch.row("asked"), scale=config.scale)
+            await policy.update(batch.assign(advantages=advantages), config.loss)
+            await publish(policy, stream)
+            return batch
+
+        async with rollouts(sampler, step_prompts(job), sampling, ahead=job.ahead, score=reward.score) as stream:
+            print('{"ready": true}', flush=True)
+            for question in sys.stdin:
+                for _ in range(FILLING if job.ahead else 0):
+                    await step(stream)
+                wall, cpu = time.perf_counter(), time.process_time()
+                done = [await step(stream) for _ in range(json.loads(question)["steps"])]
+                answer = {"wall": time.perf_counter() - wall, "rows": float(sum(map(len, done)))}
+                if job.engine == "local":  # else the ranks are not in this process
+                    answer["cpu"] = time.process_time() - cpu
+                masks = [(await batch.load("loss_mask")).loss_mask.values for batch in done]
+                answer["tokens"] = float(sum(map(np.count_nonzero, masks)))
+                answer["reward"] = float(np.mean([batch.rewards.mean() for batch in done]))
+                while stream.ledger.running:  # what runs on would take the other's time
+                    await asyncio.sleep(0.01)  # noqa: ASYNC110 -- a stream tells the trainer alone of its changes
+                print(json.dumps(answer), flush=True)
 
 
 def step_prompts(job: Job) -> Iterator[Batch]:
-    """The prompts of each step; where lengths are forced, a row of its own for each completion."""
+    """The prompts of each step, numbered in `asked`; where lengths are forced, a row for each completion."""
     step = 0
     while True:
         here = np.arange(job.prompts_per_step) + step * job.prompts_per_step
         rows = here % len(job.prompts)
         batch = Batch.of(
-            prompt=[job.prompts[row] for row in rows], answer=[job.answers[row] for row in rows], groups=here
+            prompt=[job.prompts[row] for row in rows], answer=[job.answers[row] for row in rows], asked=here
         )
         if job.lengths:
             limits = np.array(job.lengths[step % len(job.lengths)])
             batch = batch.repeat(job.completions).assign(max_tokens=limits)
-        yield batch
+        yield batch.assign(groups=np.arange(len(batch)) + step * len(batch))
         step += 1
 
 
