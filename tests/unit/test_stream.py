@@ -68,8 +68,8 @@ async def streamed(steps: int, size: int = 4, sampler: Sampler | None = None, **
 
 
 def same(one: Batch, other: Batch) -> bool:
-    """Whether all columns have the same bits."""
-    return one.names == other.names and one.to_wire() == other.to_wire()
+    """Whether all columns have the same bits, in whatever order they stand."""
+    return set(one.names) == set(other.names) and one.to_wire() == other.only(*one.names).to_wire()
 
 
 def groups(batches: list[Batch]) -> list[int]:
