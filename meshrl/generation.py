@@ -24,7 +24,6 @@ Swap: TypeAlias = Literal["in_flight", "drain", "abort"]
 first, and none begins meanwhile; or they stop, and go on from where they were with the new weights."""
 
 
-
 @dataclass(eq=False)
 class Call:
     """One call of `generate`."""

@@ -29,7 +29,6 @@ ROLES = {"Reward": "meshrl.rewards:FunctionReward"}
 """What the backend `function` offers to the registry."""
 
 
-
 class RewardConfig(RoleConfig):
     """Which function judges the completions."""
 
