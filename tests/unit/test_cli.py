@@ -148,7 +148,7 @@ def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Pat
         (("count.toml", "steps"), "command line: 'steps' is no override; write key.sub=value"),
         (("count.toml", "algorithm=grop"), "no algorithm 'grop' is shipped; did you mean 'grpo'?"),
         (("count.toml", "algorithm=other.py"), "count.toml: algorithm = 'other.py': there is no file /"),
-        (("count.toml", "algorithm=3"), 'count.toml: algorithm is missing: write algorithm = "NAME" (of grpo, ppo, sft)'),
+        (("count.toml", "algorithm=3"), 'algorithm is missing: write algorithm = "NAME" (of grpo, ppo, sft)'),
     ],
 )
 def test_what_is_not_there(meshrl: Meshrl, tmp_path: Path, arguments: Sequence[str], message: str) -> None:
