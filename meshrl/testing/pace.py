@@ -40,12 +40,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Pace:
-    """What the calls of each endpoint cost, and what each step costs beside them, in seconds."""
+    """What the calls of each endpoint cost, and what steps cost beside them, in the order of the record."""
 
     works: Mapping[Endpoint, Sequence[Work]]
-    own: float = 0.0
+    own: Sequence[Work] = ()
     """The script's own work in a step: between its calls, on the way to the ranks and back, the recorder's."""
-    latency: float = 0.0
+    latency: Sequence[Work] = ()
     """From the end of a call of `generate` to the script's batch, in which no rank works."""
     stretches: int = 1
     """Into how many stretches of steps the record is cut, to be drawn from."""
@@ -99,6 +99,10 @@ class Pace:
             )
         return found
 
+    def draws(self, works: Sequence[Work], rank: int, seed: int) -> "Draws":
+        """The seconds of one endpoint's calls on one rank."""
+        return Draws(works, rank, seed, self.stretches)
+
 
 class Draws:
     """The seconds of one endpoint's calls on one rank, drawn from its works, which stand in the order of the record.
@@ -127,7 +131,8 @@ class Draws:
         some = self._near[key]
         stretch, passed = divmod(self._drawn[key] * self._stretches / len(some), 1.0)
         self._drawn[key] += 1
-        place = (_start(self._seed, int(stretch)) + passed / self._stretches) % 1.0
+        turn, number = divmod(int(stretch), self._stretches)
+        place = (_starts(self._seed, turn, self._stretches)[number] + passed / self._stretches) % 1.0
         work = some[int(place * len(some))]
         seconds = work.seconds[self._rank % len(work.seconds)]
         return seconds * self._cost(rows) / self._cost(work.rows) if rows and work.rows else seconds
@@ -144,8 +149,11 @@ class Draws:
 
 
 @lru_cache(64)
-def _start(seed: int, stretch: int) -> float:
-    return Random(f"{seed} {stretch}").random()
+def _starts(seed: int, turn: int, stretches: int) -> Sequence[float]:
+    """Where in the record, from 0 to 1, each of its stretches begins: in each turn all of it is drawn once."""
+    random = Random(f"{seed} {turn}")
+    shift = random.random()
+    return [(number + shift) / stretches for number in random.sample(range(stretches), stretches)]
 
 
 def _line(works: Sequence[Work]) -> tuple[float, float]:
@@ -195,8 +203,8 @@ def _costs(spans: Sequence[Span]) -> list[float]:
     return costs
 
 
-def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) -> tuple[float, float]:
-    """Medians over the steps: when the script neither waited nor had a call run, and when it waited and nothing ran."""
+def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) -> tuple[list[Work], list[Work]]:
+    """Of each step: when the script neither waited nor had a call run, and when it waited and nothing ran."""
     waits = union([(each.began, each.ended) for each in events if isinstance(each, Wait) and each.who in _SCRIPT])
     everything = union([(span.began, span.ended) for span in spans])
     streams = any(isinstance(each, Delivery) for each in events)
@@ -205,4 +213,4 @@ def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) ->
     busy = union([*called, *map(tuple, waits.tolist())])
     own = windows[:, 1] - windows[:, 0] - seconds_in(busy, windows)
     latency = seconds_in(subtract(waits, everything), windows)
-    return float(np.median(own)), float(np.median(latency))
+    return [Work([each]) for each in own.tolist()], [Work([each]) for each in latency.tolist()]

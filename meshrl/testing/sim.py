@@ -172,8 +172,7 @@ class SimRole:
     def _seconds(self, endpoint: str, rows: int | None = None) -> float:
         if endpoint not in self._draws:
             pace = self._timing.pace
-            works = pace.works_of(self.role, endpoint)
-            self._draws[endpoint] = Draws(works, self._rank, self._timing.seed, pace.stretches)
+            self._draws[endpoint] = pace.draws(pace.works_of(self.role, endpoint), self._rank, self._timing.seed)
         return self._draws[endpoint].next(rows)
 
     async def _work(self, endpoint: str, rows: int | None = None) -> None:
@@ -273,6 +272,7 @@ class SimSampler(SimRole, Sampler):
     def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
         super().__init__(config, timing)
         self._version = 0
+        self._latency = self._timing.pace.draws(self._timing.pace.latency, 0, self._timing.seed)
         self._calls = Calls()
         self._jobs: set[Job] = set()
 
@@ -285,7 +285,7 @@ class SimSampler(SimRole, Sampler):
             going_on = await call.step()
             left = await self._run(share * self._seconds("generate", len(rows))) if going_on else 1.0
             if not left:
-                await asyncio.sleep(self._timing.pace.latency)
+                await asyncio.sleep(self._latency.next(None))
         yield self._rollouts(rows, version, sampling, left * share)
 
     async def load(self, weights: Weights) -> Batch:

@@ -29,7 +29,7 @@ from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Run, RunConfig
 from meshrl.scripts import Job
 from meshrl.testing.clock import simulate
-from meshrl.testing.pace import Pace, step_windows
+from meshrl.testing.pace import Draws, Pace, step_windows
 from meshrl.testing.sim import SimEngine
 
 _WARM_UP = 2
@@ -122,7 +122,7 @@ def simulate_job(
 
         async def main() -> Path:
             async with _SimRun(config, job.resolved, SimEngine(pace, seed)) as run:
-                run.own = pace.own
+                run.own = pace.draws(pace.own, 0, seed)
                 await job.script.function(run, _simulated(job.config))
                 return run.folder
 
@@ -137,11 +137,11 @@ def simulate_job(
 class _SimRun(Run):
     """A run whose script takes time of its own."""
 
-    own = 0.0
+    own: Draws
     """Seconds a step."""
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
-        await asyncio.sleep(self.own)
+        await asyncio.sleep(self.own.next(None))
         await super().record(metrics, batch, **numbers)
 
 
