@@ -260,8 +260,9 @@ async def contest(model: str, job: Job) -> None:
                 masks = [(await batch.load("loss_mask")).loss_mask.values for batch in done]
                 answer["tokens"] = float(sum(map(np.count_nonzero, masks)))
                 answer["reward"] = float(np.mean([batch.rewards.mean() for batch in done]))
-                while stream.ledger.running:  # what runs on would take the other's time
-                    await asyncio.sleep(0.01)  # noqa: ASYNC110 -- a stream tells the trainer alone of its changes
+                # What runs on would take the other's time.
+                while stream.ledger.running:  # noqa: ASYNC110 -- a stream tells the trainer alone of its changes
+                    await asyncio.sleep(0.01)
                 print(json.dumps(answer), flush=True)
 
 

@@ -142,7 +142,7 @@ class SlotSampler(FakeSampler):
         done = 0
         async with self._calls.begin() as call:
             while done < len(rows) and await call.step():
-                await asyncio.sleep(ends[order[done]] + self._load.grain - loop.time())
+                await asyncio.sleep(float(ends[order[done]]) + self._load.grain - loop.time())
                 ended = max(done + 1, int(np.searchsorted(ends[order], loop.time(), side="right")))
                 some = order[done:ended]
                 yield self._completed(rows.select(some), begins[some])
