@@ -1,10 +1,9 @@
 """How long the calls of a simulated run take: as those of a recorded run did, or as somebody guesses."""
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from random import Random
 from typing import Self, TypeAlias
 
@@ -47,8 +46,8 @@ class Pace:
     """The script's own work in a step: between its calls, on the way to the ranks and back, the recorder's."""
     latency: Sequence[Work] = ()
     """From the end of a call of `generate` to the script's batch, in which no rank works."""
-    stretches: int = 1
-    """Into how many stretches of steps the record is cut, to be drawn from."""
+    steps: int = 1
+    """How many the record has."""
     strict: bool = False
     """Whether an endpoint that is not there is a mistake; else it takes no time."""
 
@@ -85,8 +84,7 @@ class Pace:
             if within[0, 0] <= call.began <= within[-1, 1]:
                 inside[role, call.endpoint].append(work)
         own, latency = _gaps(events, spans, windows)
-        stretches = max(1, len(windows) // _STRETCH)
-        return cls(everywhere | inside, own, latency, stretches, strict=True)
+        return cls(everywhere | inside, own, latency, len(windows), strict=True)
 
     def works_of(self, role: str, endpoint: str) -> Sequence[Work]:
         """What an endpoint's calls cost; DataError where the record should have one and does not."""
@@ -99,25 +97,46 @@ class Pace:
             )
         return found
 
-    def draws(self, works: Sequence[Work], rank: int, seed: int) -> "Draws":
-        """The seconds of one endpoint's calls on one rank."""
-        return Draws(works, rank, seed, self.stretches)
+
+class Tape:
+    """Where in the record a simulated step is: stretches of some steps, each from a place that the seed decides.
+
+    So what was slow together is slow together again. In each turn every part of the record is drawn once.
+    """
+
+    def __init__(self, steps: int, seed: int) -> None:
+        """`steps`: of the record."""
+        self.seed = seed
+        self.step = 0
+        """Of the simulated run."""
+        self._steps = steps
+        self._stretches = max(1, steps // _STRETCH)
+        self._turn = -1
+        self._starts: Sequence[float] = ()
+
+    @property
+    def place(self) -> float:
+        """From 0 to 1."""
+        turn, step = divmod(self.step, self._steps)
+        if turn != self._turn:
+            random = Random(f"{self.seed} {turn}")
+            shift, order = random.random(), random.sample(range(self._stretches), self._stretches)
+            self._turn, self._starts = turn, [(number + shift) / self._stretches for number in order]
+        number, passed = divmod(step * self._stretches, self._steps)
+        return (self._starts[number] + passed / self._steps / self._stretches) % 1.0
 
 
 class Draws:
-    """The seconds of one endpoint's calls on one rank, drawn from its works, which stand in the order of the record.
+    """The seconds of one endpoint's calls on one rank: those that the record has from the tape's place on."""
 
-    Stretches of some steps are drawn, each from a place in the record that the seed decides, the same one for every
-    endpoint: what was slow together is slow together again, and ranks that waited for each other do so again.
-    """
-
-    def __init__(self, works: Sequence[Work], rank: int, seed: int, stretches: int = 1) -> None:
-        """`stretches`: how many there are to the record's length."""
+    def __init__(self, works: Sequence[Work], rank: int, tape: Tape) -> None:
+        """`works`: in the order of the record."""
         self._works = works
         self._rank = rank
-        self._seed = seed
-        self._stretches = stretches
-        self._drawn: Counter[int] = Counter()
+        self._tape = tape
+        self._step = 0
+        self._drawn = 0
+        """In this step."""
         self._near: dict[int, Sequence[Work]] = {}
         self._fixed, self._slope = _line(works)
 
@@ -129,11 +148,10 @@ class Draws:
         if key not in self._near:
             self._near[key] = self._about_as_many(rows)
         some = self._near[key]
-        stretch, passed = divmod(self._drawn[key] * self._stretches / len(some), 1.0)
-        self._drawn[key] += 1
-        turn, number = divmod(int(stretch), self._stretches)
-        place = (_starts(self._seed, turn, self._stretches)[number] + passed / self._stretches) % 1.0
-        work = some[int(place * len(some))]
+        if self._tape.step != self._step:
+            self._step, self._drawn = self._tape.step, 0
+        work = some[(int(self._tape.place * len(some)) + self._drawn) % len(some)]
+        self._drawn += 1
         seconds = work.seconds[self._rank % len(work.seconds)]
         return seconds * self._cost(rows) / self._cost(work.rows) if rows and work.rows else seconds
 
@@ -146,14 +164,6 @@ class Draws:
             return self._works
         apart = [abs(math.log(work.rows / rows)) for work in self._works if work.rows]
         return [work for work, distance in zip(self._works, apart, strict=True) if distance <= min(apart) + 0.2]
-
-
-@lru_cache(64)
-def _starts(seed: int, turn: int, stretches: int) -> Sequence[float]:
-    """Where in the record, from 0 to 1, each of its stretches begins: in each turn all of it is drawn once."""
-    random = Random(f"{seed} {turn}")
-    shift = random.random()
-    return [(number + shift) / stretches for number in random.sample(range(stretches), stretches)]
 
 
 def _line(works: Sequence[Work]) -> tuple[float, float]:

@@ -26,7 +26,7 @@ from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
-from meshrl.testing.pace import Draws, Pace
+from meshrl.testing.pace import Draws, Pace, Tape
 from meshrl.weights import Weights
 
 ROLES = {name: f"meshrl.testing.sim:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")}
@@ -115,7 +115,7 @@ class Timing:
     """What tells a simulated role how long its calls take."""
 
     pace: Pace
-    seed: int
+    tape: Tape
     processors: Sequence[Processor]
     """One for each rank of its mesh, shared by the roles on it."""
 
@@ -128,8 +128,8 @@ class SimEngine(LocalEngine):
 
     def __init__(self, pace: Pace, seed: int = 0) -> None:
         super().__init__()
+        self.tape = Tape(pace.steps, seed)
         self._pace = pace
-        self._seed = seed
         self._processors: dict[LocalSlot, Processor] = {}
 
     async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
@@ -149,7 +149,7 @@ class SimEngine(LocalEngine):
         """Construct the actors; simulated roles are told how long their calls take."""
         if issubclass(create, SimRole):
             processors = [self._processors[slot] for slot in cast("Sequence[LocalSlot]", slots)]
-            keywords = {**keywords, "timing": Timing(self._pace, self._seed, processors)}
+            keywords = {**keywords, "timing": Timing(self._pace, self.tape, processors)}
         return await super().start(slots, ranks, create, arguments, keywords)
 
 
@@ -171,8 +171,8 @@ class SimRole:
 
     def _seconds(self, endpoint: str, rows: int | None = None) -> float:
         if endpoint not in self._draws:
-            pace = self._timing.pace
-            self._draws[endpoint] = pace.draws(pace.works_of(self.role, endpoint), self._rank, self._timing.seed)
+            works = self._timing.pace.works_of(self.role, endpoint)
+            self._draws[endpoint] = Draws(works, self._rank, self._timing.tape)
         return self._draws[endpoint].next(rows)
 
     async def _work(self, endpoint: str, rows: int | None = None) -> None:
@@ -251,7 +251,7 @@ class SimReward(SimRole, Reward):
 
     def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
         super().__init__(config, timing)
-        self._random = np.random.default_rng([self._timing.seed, self._rank])
+        self._random = np.random.default_rng([self._timing.tape.seed, self._rank])
 
     async def score(self, batch: Batch) -> Batch:
         """Draw rewards."""
@@ -272,7 +272,7 @@ class SimSampler(SimRole, Sampler):
     def __init__(self, config: RoleConfig, timing: Timing | None = None) -> None:
         super().__init__(config, timing)
         self._version = 0
-        self._latency = self._timing.pace.draws(self._timing.pace.latency, 0, self._timing.seed)
+        self._latency = Draws(self._timing.pace.latency, 0, self._timing.tape)
         self._calls = Calls()
         self._jobs: set[Job] = set()
 

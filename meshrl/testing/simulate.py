@@ -10,7 +10,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import cast
@@ -29,7 +29,7 @@ from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Run, RunConfig
 from meshrl.scripts import Job
 from meshrl.testing.clock import simulate
-from meshrl.testing.pace import Draws, Pace, step_windows
+from meshrl.testing.pace import Draws, Pace, Tape, step_windows
 from meshrl.testing.sim import SimEngine
 
 _WARM_UP = 2
@@ -121,8 +121,9 @@ def simulate_job(
         config = job.run.model_copy(update={"folder": str(folder or temporary), "engine": "local"})
 
         async def main() -> Path:
-            async with _SimRun(config, job.resolved, SimEngine(pace, seed)) as run:
-                run.own = pace.draws(pace.own, 0, seed)
+            engine = SimEngine(pace, seed)
+            async with _SimRun(config, job.resolved, engine) as run:
+                run.tape, run.own = engine.tape, Draws(pace.own, 0, engine.tape)
                 await job.script.function(run, _simulated(job.config))
                 return run.folder
 
@@ -139,6 +140,12 @@ class _SimRun(Run):
 
     own: Draws
     """Seconds a step."""
+    tape: Tape
+
+    def steps(self, count: int) -> Iterator[int]:
+        for step in super().steps(count):
+            self.tape.step = step
+            yield step
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
         await asyncio.sleep(self.own.next(None))

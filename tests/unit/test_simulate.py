@@ -13,7 +13,7 @@ from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.run import RunConfig
 from meshrl.scripts import Job, load_job
 from meshrl.testing.clock import simulate
-from meshrl.testing.pace import Draws, Pace, Work
+from meshrl.testing.pace import Draws, Pace, Tape, Work
 from meshrl.testing.sim import Job as RankJob
 from meshrl.testing.sim import Processor
 from meshrl.testing.simulate import Forecast, simulate_job
@@ -199,13 +199,16 @@ def test_jobs_share_a_rank_and_one_that_is_stopped_tells_what_is_left() -> None:
 
 
 def test_what_was_slow_together_is_slow_together_again() -> None:
+    tape = Tape(40, seed=3)
     works = [Work([float(number), 10.0 * number], 8) for number in range(40)]
-    others = [Work([float(number // 2)]) for number in range(80)]
-    first, second, twice = (Draws(each, rank, 3, 5) for each, rank in ((works, 0), (works, 1), (others, 0)))
-    drawn = [(first.next(8), second.next(8), (twice.next(None), twice.next(None))) for _ in range(400)]
-    assert all(other == 10 * one for one, other, _ in drawn)
-    assert all(abs(one - each) <= 1 or abs(one - each) == 39 for one, _, pair in drawn for each in pair)
-    assert {one for one, _, _ in drawn} == set(map(float, range(40)))
+    others = [Work([number / 2]) for number in range(80)]
+    first, second, twice = Draws(works, 0, tape), Draws(works, 1, tape), Draws(others, 0, tape)
+    drawn: list[float] = []
+    for tape.step in range(400):
+        drawn.append(first.next(8))
+        assert second.next(8) == 10 * drawn[-1]
+        assert {int(twice.next(None)), int(twice.next(None))} <= {drawn[-1], (drawn[-1] + 1) % 40}
+    assert sorted(drawn) == sorted(10 * [*map(float, range(40))])
     assert first.next(0) == 0.0
 
 
@@ -221,7 +224,7 @@ def test_what_was_slow_together_is_slow_together_again() -> None:
     ids=["in proportion", "along a line", "never less for more", "whatever the rows", "nothing"],
 )
 def test_time_grows_with_rows_as_the_record_tells(works: Sequence[Work], expected: float) -> None:
-    assert Draws(works, 0, seed=1).next(16) == pytest.approx(expected)
+    assert Draws(works, 0, Tape(1, seed=1)).next(16) == pytest.approx(expected)
 
 
 def test_the_same_seed_predicts_the_same(source: Path, tmp_path: Path) -> None:
