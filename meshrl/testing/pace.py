@@ -1,6 +1,7 @@
 """How long the calls of a simulated run take: as those of a recorded run did, or as somebody guesses."""
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Work:
     """Of each rank, if it had worked on this alone."""
     rows: float | None = None
     """Rows a rank; None: it takes as long for any number."""
+    step: int = 0
+    """The step of the record in which it began."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Pace:
             if role is None:
                 continue
             rows = None if call.rows is None else call.rows * (n if call.endpoint == "generate" else 1) / len(parts)
-            work = Work([cost for _, cost in sorted(parts)], rows)
+            step = max(0, int(np.searchsorted(windows[:, 0], call.began, "right")) - 1)
+            work = Work([cost for _, cost in sorted(parts)], rows, step)
             everywhere[role, call.endpoint].append(work)
             if within[0, 0] <= call.began <= within[-1, 1]:
                 inside[role, call.endpoint].append(work)
@@ -99,9 +103,9 @@ class Pace:
 
 
 class Tape:
-    """Where in the record a simulated step is: stretches of some steps, each from a place that the seed decides.
+    """Which step of the record a simulated step follows: stretches of some steps, in an order that the seed decides.
 
-    So what was slow together is slow together again. In each turn every part of the record is drawn once.
+    So what was slow together is slow together again. In each turn every stretch is followed once.
     """
 
     def __init__(self, steps: int, seed: int) -> None:
@@ -110,24 +114,25 @@ class Tape:
         self.step = 0
         """Of the simulated run."""
         self._steps = steps
-        self._stretches = max(1, steps // _STRETCH)
+        self._length = min(_STRETCH, steps)
         self._turn = -1
-        self._starts: Sequence[float] = ()
+        self._starts: Sequence[int] = ()
 
     @property
-    def place(self) -> float:
-        """From 0 to 1."""
-        turn, step = divmod(self.step, self._steps)
+    def place(self) -> int:
+        """The step of the record."""
+        stretch, passed = divmod(self.step, self._length)
+        turn, number = divmod(stretch, self._steps // self._length)
         if turn != self._turn:
             random = Random(f"{self.seed} {turn}")
-            shift, order = random.random(), random.sample(range(self._stretches), self._stretches)
-            self._turn, self._starts = turn, [(number + shift) / self._stretches for number in order]
-        number, passed = divmod(step * self._stretches, self._steps)
-        return (self._starts[number] + passed / self._steps / self._stretches) % 1.0
+            shift, count = int(random.random() * self._steps), self._steps // self._length
+            self._starts = [shift + each * self._length for each in random.sample(range(count), count)]
+            self._turn = turn
+        return (self._starts[number] + passed) % self._steps
 
 
 class Draws:
-    """The seconds of one endpoint's calls on one rank: those that the record has from the tape's place on."""
+    """The seconds of one endpoint's calls on one rank: those that the record has in the tape's place."""
 
     def __init__(self, works: Sequence[Work], rank: int, tape: Tape) -> None:
         """`works`: in the order of the record."""
@@ -150,7 +155,7 @@ class Draws:
         some = self._near[key]
         if self._tape.step != self._step:
             self._step, self._drawn = self._tape.step, 0
-        work = some[(int(self._tape.place * len(some)) + self._drawn) % len(some)]
+        work = some[(bisect_left(some, self._tape.place, key=lambda each: each.step) + self._drawn) % len(some)]
         self._drawn += 1
         seconds = work.seconds[self._rank % len(work.seconds)]
         return seconds * self._cost(rows) / self._cost(work.rows) if rows and work.rows else seconds
@@ -223,4 +228,5 @@ def _gaps(events: Sequence[Event], spans: Sequence[Span], windows: Intervals) ->
     busy = union([*called, *map(tuple, waits.tolist())])
     own = windows[:, 1] - windows[:, 0] - seconds_in(busy, windows)
     latency = seconds_in(subtract(waits, everything), windows)
-    return [Work([each]) for each in own.tolist()], [Work([each]) for each in latency.tolist()]
+    found = ([Work([each], step=step) for step, each in enumerate(some.tolist())] for some in (own, latency))
+    return next(found), next(found)
