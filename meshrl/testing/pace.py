@@ -22,8 +22,8 @@ Endpoint: TypeAlias = tuple[str, str]
 
 _OPTIONAL = frozenset({"save", "abort", "replay", "encode"})
 """Endpoints that take no time where the record has none of them."""
-_STRETCH = 8
-"""Steps that are drawn together."""
+_STRETCH = 32
+"""The least steps that are drawn together, where a record has as many."""
 _SCRIPT = frozenset({"trainer", "publish"})
 """Who waits in the script, of those that a stream names."""
 
@@ -114,7 +114,7 @@ class Tape:
         self.step = 0
         """Of the simulated run."""
         self._steps = steps
-        self._length = min(_STRETCH, steps)
+        self._length = steps // max(1, steps // _STRETCH)
         self._turn = -1
         self._starts: Sequence[int] = ()
 
