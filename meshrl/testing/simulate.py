@@ -175,7 +175,10 @@ def _pace(config: Config, record: Path | None, rollout: float | None, train: flo
     events = read_events(record / "events.jsonl", notes)
     if not events:
         raise DataError(f"{record}: there is nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}")
-    table = tomllib.loads((record / "config.toml").read_text("utf-8"))
+    source = record / "config.toml"
+    if not source.is_file():
+        raise DataError(f"{record}: there is no config.toml, which tells how many completions a prompt had")
+    table = tomllib.loads(source.read_text("utf-8"))
     first = _number(table, "ahead", 0) + _WARM_UP
     windows = step_windows(events, first)
     n = _number(cast("Mapping[str, object]", table.get("sampling", {})), "n", 1)
