@@ -249,7 +249,7 @@ def test_what_is_missing_is_told(source: Path, tmp_path: Path) -> None:
         simulate_job(job(source), record=empty)
     run = record(tmp_path / "recorded", synchronous(9))
     (short / "config.toml").unlink()
-    with pytest.raises(DataError, match="there is no config.toml"):
+    with pytest.raises(DataError, match=r"there is no config\.toml"):
         simulate_job(job(source), record=short)
     with capture_logs(), pytest.raises(RankFailed, match=r"no call of Reference\.logprobs; it has calls of Policy"):
         simulate_job(job(source, "loss.kl=0.1"), record=run)
