@@ -12,6 +12,7 @@ from meshrl.assembly import Assembly
 from meshrl.changes import Changes
 from meshrl.data import Batch
 from meshrl.errors import RankDied
+from meshrl.events import gauge
 from meshrl.handle import respawn
 from meshrl.ledger import Ledger
 from meshrl.prompts import Prompts
@@ -91,6 +92,7 @@ class Generation:
             call = Call(self._calls, prompts, resumed, self._life)
             self._calls += 1
             self._running[call.number] = call
+            gauge("groups running", it.ledger.running)
             it.start(self._generate(call))
 
     async def swap(self, weights: Weights) -> None:
