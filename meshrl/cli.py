@@ -1,4 +1,4 @@
-"""The command line: run, check, new, configs, report, trace."""
+"""The command line: run, check, report, trace, simulate, new, configs."""
 
 import asyncio
 import os
@@ -94,6 +94,34 @@ def report(run: RunArgument, out: Out = None) -> None:
     """Write a page about a run, one HTML file: timeline, what bounded each step, curves, samples."""
     folder = find_run(run)
     _write(out or folder / "report.html", render(read_run(folder)).encode())
+
+
+@app.command()
+def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="How many steps of the script.")] = 1000,
+    recorded: Annotated[
+        str | None, typer.Option("--from", metavar="RUN", help="A recorded run, whose calls tell what calls take.")
+    ] = None,
+    rollout: Annotated[float | None, typer.Option(help="Or a guess: seconds of one rank's rollouts of a step.")] = None,
+    train: Annotated[float | None, typer.Option(help="And: seconds of one rank's update on them.")] = None,
+    seed: Annotated[int, typer.Option(help="What is drawn of the recorded times.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,
+) -> None:
+    """Say what a configuration's steps would take: its script in virtual time, without models."""
+    from meshrl.testing.forecast import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
+
+    job = load_job(find_config(config), [*(overrides or []), f"steps={steps}"], RunConfig)
+    record = find_run(recorded) if recorded else None
+    forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)
+    table = Table(box=None, show_header=False)
+    for name, value in forecast.lines():
+        table.add_row(name, value)
+    Console().print(table)
+    if json:
+        _write(json, msgspec.json.encode(forecast))
 
 
 @app.command()

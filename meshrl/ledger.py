@@ -42,6 +42,8 @@ class Ledger:
         self.late = late
         self.groups: dict[int, Group] = {}
         """What is running or ready, by its label, in the order in which it was drawn."""
+        self.ready = 0
+        """Groups that are finished and not delivered."""
         self.drawn = 0
         self.batches = 0
         self.accepted = 0
@@ -69,11 +71,6 @@ class Ledger:
     def room(self) -> int:
         """Groups that may be drawn now."""
         return max(0, self.capacity - self.accepted - len(self.groups))
-
-    @property
-    def ready(self) -> int:
-        """Groups that are finished and not delivered."""
-        return sum(group.finished for group in self.groups.values())
 
     @property
     def running(self) -> int:
@@ -107,20 +104,24 @@ class Ledger:
         group = self.groups[label]
         group.version = max(group.version, self.version_of(oldest))
         group.finished = True
+        self.ready += 1
 
     def drop(self, labels: Iterable[int], why: str) -> None:
         """Groups will not be delivered: others may be drawn for them."""
         for label in labels:
-            del self.groups[label]
+            self._remove(label)
             self.dropped[why] += 1
 
     def restart(self, label: int) -> None:
         """A group was lost on its way, and is to be drawn again."""
-        del self.groups[label]
+        self._remove(label)
 
     def too_old(self) -> list[int]:
         """The finished groups that may not be trained on any more."""
-        return [label for label, group in self.groups.items() if group.finished and self._last(group) < self.trainer]
+        if not self.ready:
+            return []
+        oldest = self.trainer - self.ahead
+        return [label for label, group in self.groups.items() if group.finished and group.version < oldest]
 
     def take(self, *, rest: bool = False) -> list[int] | None:
         """The groups of the next batch, in the order they were drawn; None where it has to wait.
@@ -128,10 +129,10 @@ class Ledger:
         Those that will be too old soonest come first. With `late="wait"` a batch also waits where a group that runs
         would be too old for those that follow. `rest`: nothing more will be drawn, the last batch may be smaller.
         """
-        finished = [(self._last(group), group.number, label) for label, group in self.groups.items() if group.finished]
         size = min(self.size, len(self.groups)) if rest else self.size
-        if len(finished) < size or not size:
+        if self.ready < size or not size:
             return None
+        finished = [(self._last(group), group.number, label) for label, group in self.groups.items() if group.finished]
         chosen = {label for _, _, label in sorted(finished)[:size]}
         if self.late == "wait" and not self._in_time(chosen):
             return None
@@ -148,7 +149,7 @@ class Ledger:
 
     def _deliver(self, labels: Sequence[int]) -> None:
         for label in labels:
-            del self.groups[label]
+            self._remove(label)
         self.accepted += len(labels)
         self.batches += 1
 
@@ -156,6 +157,9 @@ class Ledger:
         """How many versions tokens sampled by weights of these numbers were behind the batch taken last."""
         trainer = max(self.version, self.batches - 1)
         return [trainer - self.version_of(each) for each in weights]
+
+    def _remove(self, label: int) -> None:
+        self.ready -= self.groups.pop(label).finished
 
     def _last(self, group: Group) -> int:
         """The last version of the trainer that may train it."""

@@ -96,7 +96,7 @@ def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
     for name, column in table.items():
         if isinstance(column, Remote):
             held[name] = column.left()
-        elif _bytes_of(column) > limit:
+        elif _is_larger(column, limit):
             key = id(column.offsets if isinstance(column, Ragged) else column)
             together.setdefault(key, {})[name] = kinds.private(column)
     if not together:
@@ -152,16 +152,24 @@ def _joined(lengths: Sequence[Rows | None]) -> Rows | None:
     return sealed(np.concatenate(known)) if len(known) == len(lengths) else None
 
 
-def _bytes_of(column: Column) -> int:
-    """The size of a column; of Python values about that of their text."""
+def _is_larger(column: Column, limit: int) -> bool:
+    """Whether a column has more than `limit` bytes; of Python values about those of their text."""
     if not isinstance(column, tuple):
-        return column.nbytes
-    return sum(map(_size, column))
+        return column.nbytes > limit
+    total = 0
+    for value in column:  # to the end only where it is small
+        total += _size(value)
+        if total > limit:
+            return True
+    return False
 
 
 def _size(value: object) -> int:
-    if isinstance(value, str | bytes):
-        return len(value)
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return len(cast("str | bytes", value))
+    if kind is int or kind is float or value is None:
+        return 8
     if isinstance(value, Mapping):
         return sum(map(_size, cast("Mapping[object, object]", value).values()))
     if isinstance(value, list | tuple):

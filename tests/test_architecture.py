@@ -59,7 +59,8 @@ LAYERS = (
     {"run", "generation", "check"},
     {"stream"},
     {"rollout"},
-    {"testing", "cli"},
+    {"testing"},
+    {"cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""
 

@@ -211,7 +211,7 @@ class LosesGroups(Ledger):
         super().publish(weights)
         ready = [label for label, group in self.groups.items() if group.finished]
         if len(ready) > 1:
-            del self.groups[ready[0]]
+            self.restart(ready[0])
 
 
 class SwapsWithinAStep(TellingSampler):

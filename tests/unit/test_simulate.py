@@ -8,15 +8,16 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from meshrl import cli
 from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.run import RunConfig
 from meshrl.scripts import Job, load_job
 from meshrl.testing.clock import simulate
+from meshrl.testing.forecast import Forecast, simulate_job
 from meshrl.testing.pace import Draws, Pace, Tape, Work
 from meshrl.testing.sim import Job as RankJob
 from meshrl.testing.sim import Processor
-from meshrl.testing.simulate import Forecast, simulate_job
 
 CONFIG = """
 algorithm = "grpo"
@@ -253,3 +254,13 @@ def test_what_is_missing_is_told(source: Path, tmp_path: Path) -> None:
         simulate_job(job(source), record=short)
     with capture_logs(), pytest.raises(RankFailed, match=r"no call of Reference\.logprobs; it has calls of Policy"):
         simulate_job(job(source, "loss.kl=0.1"), record=run)
+
+
+def test_the_command_prints_a_forecast_and_writes_it(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--rollout", "2", "--train", "1", "--steps", "12", "--json", "forecast.json"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["simulate", str(source), *options, "prompts=8"])
+    assert not ended.value.code
+    told = msgspec.json.decode(Path("forecast.json").read_bytes(), type=Forecast)
+    assert (told.steps, told.step_seconds) == (12, pytest.approx(3.0))
+    assert "step time, mean" in capsys.readouterr().out
