@@ -2,7 +2,7 @@
 
     python bench/overlap.py --json F [--rounds N] [--parts even,lengths,quickstart]
 
-even        Fakes that sleep, R = T = 0.25 s a step of 64 prompts x 4, on the local engine (two threads) and on Ray (two
+even        Fakes that sleep, R = T = 1 s a step of 64 prompts x 4, on the local engine (two threads) and on Ray (two
             processes): what the pipeline itself costs.
 lengths     Rows of lognormal length (sigma 1) on 64 slots, as a sampler with continuous batching has: rollouts a second
             of each way to take new weights, against slots / mean seconds of a row. Training takes no time.
@@ -86,7 +86,7 @@ class Load:
         return ROWS * self.mean / self.slots
 
 
-EVEN: Final = Load(slots=64, mean=0.25 * 64 / ROWS, sigma=0.0, grain=0.0, train=0.25)
+EVEN: Final = Load(slots=64, mean=64 / ROWS, sigma=0.0, grain=0.0, train=1.0)
 LENGTHS: Final = Load(slots=64, mean=0.08, sigma=1.0, grain=0.02, train=0.0)
 # The longest of a step's rows takes about 10 times the mean, 2.5 steps here: with a smaller bound it holds up the rest.
 WAYS: Final[Sequence[tuple[int, Swap]]] = (
@@ -244,8 +244,8 @@ def main() -> None:
 def even(runner: asyncio.Runner, name: str, engine: Engine, cpus: int, rounds: int) -> list[Figure]:
     """R = T."""
     main, rollout = (runner.run(Mesh.reserve(engine, 1, Resources(cpus=cpus))) for _ in range(2))
-    one_by_one = Pipeline(main, rollout, EVEN, ahead=0, steps=6)
-    overlapped = Pipeline(main, rollout, EVEN, ahead=1, steps=12)
+    one_by_one = Pipeline(main, rollout, EVEN, ahead=0, steps=4)
+    overlapped = Pipeline(main, rollout, EVEN, ahead=1, steps=8)
     turns = {str(each.ahead): partial(turn, runner, each) for each in (one_by_one, overlapped)}
     steps = {ahead: median(list(chain(*values))) for ahead, values in take_turns(turns, rounds).items()}
     runner.run(engine.close())
