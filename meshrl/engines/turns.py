@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
+from itertools import count
 from typing import Protocol, Self, cast
 
 
@@ -24,13 +25,15 @@ class Turns:
 
     Each begins in a task that no other call runs in meanwhile, so that `asyncio.timeout` and cancellation are what they
     always are. One that ends without a pause leaves its task to the next: with thousands of ranks, tasks and what hangs
-    on them would be most of what Python's garbage collector walks over.
+    on them would be most of what Python's garbage collector walks over. So a call must not have its task cancelled
+    after its end: with `call_soon(task.cancel)` and no pause it would cancel another one.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Turn] = deque()
         self._task: asyncio.Task[None] | None = None
         """The last one that was made to take turns, while it takes any."""
+        self._made = count(1)
 
     def add(self, turn: Turn) -> None:
         """Let a call begin after those that came before."""
@@ -40,7 +43,10 @@ class Turns:
 
     def _go_on(self, tasks: int) -> None:
         for _ in range(min(tasks, len(self._waiting))):
-            self._task = asyncio.get_running_loop().create_task(self._run(), context=Context())
+            # Not by the loop's task factory: an eager one would run calls before the task is known here.
+            self._task = asyncio.Task(
+                self._run(), loop=asyncio.get_running_loop(), name=f"turns {next(self._made)}", context=Context()
+            )
 
     async def _run(self) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
@@ -59,7 +65,8 @@ class Turns:
             await cast("Awaitable[None]", steps)
             if steps.paused:
                 return
-            if task.cancelling():  # the call did that to itself; it is not for the next
+            # The call did that to itself; it is not for the next. `uncancel` leaves a mark that only asyncio reads.
+            if task.cancelling() or task._must_cancel:  # type: ignore[attr-defined]  # noqa: SLF001
                 self._go_on(1)
                 return
 

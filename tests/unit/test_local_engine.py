@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from contextvars import Context
 
 import numpy as np
 import pytest
@@ -137,11 +138,15 @@ class Paced(Actor):
         self.seen: list[str] = []
 
     @endpoint
-    async def note(self, what: str, pause: float | None = None, *, cancels: bool = False) -> Gather[NDArray[np.int64]]:
+    async def note(
+        self, what: str, pause: float | None = None, *, cancels: bool = False, uncancels: bool = False
+    ) -> Gather[NDArray[np.int64]]:
         task = asyncio.current_task()
         assert task is not None
         if cancels:
             task.cancel()
+        if uncancels:
+            task.uncancel()
         self.seen.append(f"{what} begins")
         if pause is not None:
             try:
@@ -186,11 +191,37 @@ async def test_ranks_on_one_loop_are_cancelled_each_for_itself(paced: Paced) -> 
     await asyncio.sleep(0)  # it is sent; when the cancellation comes, the first rank has begun and the last has not
     long.cancel()
     await asyncio.wait({long})
-    await paced.note("itself", cancels=True)
-    await paced.note("after", 0)
+    for uncancels in (False, True):
+        calls = [paced.note("itself", cancels=True, uncancels=uncancels), paced.note("after", 0)]
+        await asyncio.gather(*calls)
     first, *_, last = await each(paced.said)()
-    assert first == ["long begins", "long is cancelled", "itself begins", "after begins"]
-    assert last == ["itself begins", "after begins"]
+    assert first == ["long begins", "long is cancelled", *["itself begins", "after begins"] * 2]
+    assert last == ["itself begins", "after begins"] * 2
+
+
+async def test_ranks_on_one_loop_begin_whatever_makes_the_loops_tasks(paced: Paced) -> None:
+    def eager(
+        loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, object], context: Context | None = None
+    ) -> asyncio.Task[object]:
+        """As Python 3.12's `eager_task_factory`: a task takes its first step at once."""
+        task = asyncio.Task(work, loop=loop, context=context)
+        first = loop._ready.pop()  # type: ignore[attr-defined]
+        current = asyncio.current_task()
+        assert current is not None
+        asyncio.tasks._leave_task(loop, current)
+        first._run()
+        asyncio.tasks._enter_task(loop, current)
+        return task
+
+    asyncio.get_running_loop().set_task_factory(eager)  # type: ignore[arg-type]
+    long = asyncio.create_task(paced.note("long", 3600))
+    try:
+        async with asyncio.timeout(10):
+            await paced.note("quick")
+    finally:
+        long.cancel()
+        await asyncio.wait({long})
+        asyncio.get_running_loop().set_task_factory(None)
 
 
 async def test_a_stop_reaches_calls_that_have_not_begun(paced: Paced) -> None:
