@@ -1,9 +1,9 @@
 """A call as events: what its caller saw, and what the ranks say of it."""
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, cast
 
 import numpy as np
 
@@ -24,9 +24,10 @@ class Observation:
         self._to = to
         self._mesh, self._actor, self._endpoint, self._members = mesh, actor, endpoint, members
         self._id = next(_numbers)
-        lengths = [found for found in map(_lengths, arguments) if found is not None]
-        self._rows = sum(map(len, lengths)) if lengths else None
-        self._tokens = sum(int(each.sum()) for each in lengths) if lengths else None
+        batches = [batch for batch in map(_batch, arguments) if batch is not None]
+        tokens = [int(batch.lengths.sum()) for batch in batches if _has_tokens(batch)]
+        self._rows = sum(map(len, batches)) if batches else None
+        self._tokens = sum(tokens) if tokens else None
         self._began = to.now()
         self._start = clock() - self._began
 
@@ -56,7 +57,22 @@ class Observation:
         self._to.emit(Call(self._id, self._actor, self._endpoint, self._began, ended, self._rows, self._tokens, failed))
 
 
-def _lengths(value: object) -> Rows | None:
-    """Tokens of each row, of a batch. What has no length, such as a handle, is not asked for attributes."""
-    found: object = getattr(value, "lengths", None) if isinstance(value, Sized) else None
-    return found if isinstance(found, np.ndarray) else None
+class _Batch(Sized, Protocol):
+    """What is looked at of a batch, which stands above this module."""
+
+    @property
+    def lengths(self) -> Rows: ...
+
+    @property
+    def stored(self) -> Mapping[str, object]: ...
+
+
+def _batch(value: object) -> _Batch | None:
+    """The value, if it is a batch. What has no length, such as a handle, is not asked for attributes."""
+    found: object = getattr(value, "stored", None) if isinstance(value, Sized) else None
+    return cast("_Batch", value) if isinstance(found, Mapping) else None
+
+
+def _has_tokens(batch: _Batch) -> bool:
+    """Whether any column is of tokens; `lengths` is 1 a row where none is."""
+    return any(isinstance(getattr(column, "lengths", None), np.ndarray) for column in batch.stored.values())
