@@ -100,7 +100,9 @@ def report(run: RunArgument, out: Out = None) -> None:
 def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     config: ConfigArgument,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(help="How many steps of the script.")] = 1000,
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps of the script; else as many as are configured.")
+    ] = None,
     recorded: Annotated[
         str | None, typer.Option("--from", metavar="RUN", help="A recorded run, whose calls tell what calls take.")
     ] = None,
@@ -113,7 +115,8 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     """Say what a configuration's steps would take: its script in virtual time, without models."""
     from meshrl.testing.forecast import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
 
-    job = load_job(find_config(config), [*(overrides or []), f"steps={steps}"], RunConfig)
+    given = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
+    job = load_job(find_config(config), given, RunConfig)
     record = find_run(recorded) if recorded else None
     forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)
     table = Table(box=None, show_header=False)

@@ -123,6 +123,19 @@ def test_control_c_ends_cleanly(tmp_path: Path) -> None:
     assert b'"interrupted"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [((), 9), (("steps=12",), 12), (("--steps", "15"), 15), (("steps=12", "--steps", "15"), 15)],
+)
+def test_simulate_takes_the_steps_that_are_asked_for(
+    meshrl: Meshrl, tmp_path: Path, arguments: Sequence[str], steps: int
+) -> None:
+    write(tmp_path, "steps = 9")
+    options = ("--rollout", "1", "--train", "1", "--json", "forecast.json")
+    assert meshrl("simulate", "count.toml", *arguments, *options)[0] == 0
+    assert msgspec.json.decode(Path("forecast.json").read_bytes(), type=dict[str, object])["steps"] == steps
+
+
 def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Path) -> None:
     write(tmp_path, "stepps = 3\nfail = 1\n[run]\nnam = 'mine'\n[runn]")
     status, _, err = meshrl("run", "count.toml", "steps=x")
