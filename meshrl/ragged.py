@@ -85,8 +85,8 @@ Role: TypeAlias = Literal["sampler", "trainer", "reference"]
 class Source(msgspec.Struct, frozen=True, array_like=True):
     """What computed a token column: `Source("sampler")`, `Source("reference")` or `Source.trainer(version)`.
 
-    `oldest` and `newest` are the trainer's policy versions among the rows; the other roles have none: which version
-    sampled a token stands in the column `versions`.
+    `oldest` and `newest` are the trainer's policy versions among the rows, as far as they are known; the other roles
+    have none: which version sampled a token stands in the column `versions`.
     """
 
     role: Role
@@ -107,7 +107,8 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 def joined(name: str, sources: Iterable[Source | None]) -> Source | None:
     """What computed the rows of several parts of the column `name`: of trainers, the range of their versions.
 
-    None, not known, if it is not known of one part: a source speaks for every row. DataError if the roles differ.
+    What is known of some rows is said of all, so that joining them with rows of an unknown source makes nothing
+    acceptable that a loss refuses; None if nothing is known. DataError if the roles differ.
     """
     found = set(sources)
     if len(found) <= 1:  # nearly always, and cheap
@@ -119,13 +120,9 @@ def joined(name: str, sources: Iterable[Source | None]) -> Source | None:
             f"column `{name}` was computed by the {' in one part and by the '.join(roles)} in another: log-probs of "
             "different models are different quantities; keep them in columns of their own names"
         )
-    if len(known) < len(found):
-        return None
     oldest = [source.oldest for source in known if source.oldest is not None]
     newest = [source.newest for source in known if source.newest is not None]
-    if min(len(oldest), len(newest)) < len(known):
-        return Source(known[0].role)
-    return Source(known[0].role, min(oldest), max(newest))
+    return Source(known[0].role, min(oldest, default=None), max(newest, default=None))
 
 
 class Ragged:
