@@ -15,7 +15,7 @@ Scale: TypeAlias = Literal["std", "none"]
 
 
 _EPSILON: Final = 1e-8
-"""Added to the standard deviation that `whiten` divides by: what differs by rounding alone stays near 0."""
+"""Added to the variance whose root `whiten` divides by: what differs by rounding alone stays near 0."""
 
 
 class Gae(Config):
@@ -75,7 +75,7 @@ def gae(
 ) -> tuple[Ragged, Ragged]:
     """Advantages and returns of each learned token, ragged float32, zero where `loss_mask` is False.
 
-    `rewards` float[rows] falls on the last learned token of its row; a row without one has no use for it. Entry t of
+    `rewards` float[rows] falls on the last learned token of its row; that of a row without one is not read. Entry t of
     `values`, as of a log-prob column, belongs to token t: it is the value of the state that token was drawn from, which
     the critic predicts at the token before. With `config.kl` = b > 0 each token's reward is lowered by
     `b (logprobs - reference)`, the k1 estimate of the KL. With gamma and lambda of `config`, over the learned tokens
@@ -89,14 +89,15 @@ def gae(
     column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
     (arXiv:1909.08593), equation 2.
     """
-    last = np.asarray(rewards, np.float64)
+    last = np.array(rewards, np.float64)
     if last.shape != (len(loss_mask),):
         raise DataError(f"gae: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one a row")
-    _check_finite("gae", last)
     mask = np.asarray(loss_mask.values, np.bool_)
     value = _learned("values", values, loss_mask)
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
     counts = np.bincount(row[mask], minlength=len(loss_mask))
+    last[counts == 0] = 0
+    _check_finite("gae", last)
     ends = np.cumsum(counts)
     reward = np.zeros(len(value))
     if config.kl:
@@ -115,14 +116,15 @@ def gae(
 def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
     """Advantages of mean 0 and standard deviation 1 over the learned tokens of the whole batch; 0 elsewhere.
 
-    Ragged float32. Where all are equal they become 0. PPO scripts do so before each update; see Huang et al. 2024
+    Ragged float32. Where all are equal they become 0, and where they nearly are they stay small: 1e-8 is added to the
+    variance. PPO scripts do so before each update; see Huang et al. 2024
     (arXiv:2403.17031), detail "Whiten advantages". Raises DataError where the columns do not fit each other.
     """
     values = _learned("advantages", advantages, loss_mask)
     if len(values):
         values = values - values[0]  # so that equal ones give exactly 0
         values -= values.mean()
-        values /= values.std() + _EPSILON
+        values /= np.sqrt(values.var() + _EPSILON)
     return _spread(values, loss_mask)
 
 

@@ -115,7 +115,7 @@ def like(mask: Ragged, values: NDArray[np.float64]) -> Ragged:
 
 def test_gae_by_hand_steps_over_what_is_not_learned() -> None:
     values = Ragged.of([[9, 0.5, 9, 0.25, 0], [9, 9], [9, 2]], np.float32)
-    advantages, returns = gae([1.0, 7.0, 3.0], values, MASK, Gae(discount=0.5, decay=0.5))
+    advantages, returns = gae([1.0, np.nan, 3.0], values, MASK, Gae(discount=0.5, decay=0.5))  # row 1 learns nothing
     # Row 0 backwards: 1 - 0 = 1; 0 + 0.5 x 0 - 0.25 + 0.25 x 1 = 0; 0 + 0.5 x 0.25 - 0.5 + 0.25 x 0 = -0.375.
     assert [row.tolist() for row in advantages] == [[0, -0.375, 0, 0, 1], [0, 0], [0, 1]]
     assert [row.tolist() for row in returns] == [[0, 0.125, 0, 0.25, 1], [0, 0], [0, 3]]
@@ -173,7 +173,7 @@ def test_a_decay_of_one_gives_the_reward_less_the_value(values: list[float], rew
     ("change", "message"),
     [
         ({"rewards": [1.0]}, r"rewards have shape \(1,\) and there are 3 rows"),
-        ({"rewards": [1.0, np.nan, 0.0]}, "1 of 3 rewards are not finite; the first is nan in row 1"),
+        ({"rewards": [1.0, 0.0, np.nan]}, "1 of 3 rewards are not finite; the first is nan in row 2"),
         ({"values": Ragged.of([[1, 2], [3]], np.float32)}, "`values` has 2 rows of 3 tokens and `loss_mask` 3 rows"),
         ({"config": Gae(kl=0.1)}, "kl = 0.1 lowers rewards .* call policy.logprobs and reference.logprobs before"),
     ],
@@ -189,4 +189,6 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_what_is_learn
     np.testing.assert_allclose(floats(found.values), np.array([0, -2, 0, -1, 0, 0, 0, 0, 3]) / 3.5**0.5, rtol=1e-6)
     equal = whiten(like(MASK, np.full(9, 0.1)), MASK)
     assert equal.values.tolist() == [0] * 9
+    rounded = like(MASK, np.where(np.arange(9) % 2, 0.3, np.nextafter(np.float32(0.3), np.float32(1))))
+    assert 0 < np.abs(floats(whiten(rounded, MASK).values)).max() < 1e-3, "rounding is no signal"
     assert whiten(Ragged.of([], np.float32), Ragged.of([], np.bool_)).values.tolist() == []
