@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
@@ -13,12 +14,29 @@ def minibatches(batch: Batch, epochs: int, count: int, seed: int | Sequence[int]
 
     The sizes differ by one row at most; a batch of fewer rows than `count` gives one mini-batch a row. `seed`, one
     number or several, (run.seed, step) for example, decides which rows meet; within a mini-batch they keep their order.
-    Raises DataError where `epochs` or `count` is below 1. Algorithm 1 of PPO (arXiv:1707.06347) draws so.
+    Rows without a learned token are left out first, so that no mini-batch has nothing to learn: where the batch has a
+    `loss_mask` that can be read here (one that lies elsewhere leaves all rows in). Raises DataError where `epochs` or
+    `count` is below 1 or no row has a learned token. Algorithm 1 of PPO (arXiv:1707.06347) draws so.
     """
     if epochs < 1 or count < 1:
         raise DataError(f"minibatches: {epochs} epochs of {count} mini-batches; give at least 1 of each")
+    if "loss_mask" in batch and "loss_mask" not in batch.elsewhere:
+        batch = batch.select(_learned(batch))
     generator = np.random.default_rng(seed)
     for _ in range(epochs):
         for rows in np.array_split(generator.permutation(len(batch)), min(count, len(batch)) or 1):
             if len(rows):
                 yield batch.select(np.sort(rows))
+
+
+def _learned(batch: Batch) -> NDArray[np.bool_]:
+    """Which rows have a learned token, bool[rows]; DataError if there are rows and none has one."""
+    mask = batch.loss_mask
+    row = np.repeat(np.arange(len(mask)), mask.lengths)[np.asarray(mask.values, np.bool_)]
+    learned = np.bincount(row, minlength=len(mask)) > 0
+    if len(mask) and not learned.any():
+        raise DataError(
+            f"minibatches: nothing to learn: `loss_mask` is False for all tokens of {len(mask)} rows; leave such a "
+            "batch out"
+        )
+    return learned

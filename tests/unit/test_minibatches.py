@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.minibatches import minibatches
+from meshrl.ragged import Ragged
 
 
 def numbered(rows: int) -> Batch:
@@ -38,6 +39,19 @@ def test_the_seed_decides_which_rows_meet_and_epochs_differ() -> None:
 
 def test_one_mini_batch_is_the_batch_itself() -> None:
     assert drawn(5, 2, 1, 0) == [[0, 1, 2, 3, 4]] * 2
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=12), st.integers(1, 5))
+def test_no_mini_batch_has_nothing_to_learn(masks: list[list[bool]], count: int) -> None:
+    batch = numbered(len(masks)).assign(loss_mask=Ragged.of(masks, np.bool_))
+    learned = [row for row, mask in enumerate(masks) if any(mask)]
+    if not learned:
+        with pytest.raises(DataError, match=f"nothing to learn: `loss_mask` is False for all tokens of {len(masks)}"):
+            list(minibatches(batch, 1, count, 0))
+        return
+    parts = [part.groups.tolist() for part in minibatches(batch, 2, count, 0)]
+    assert len(parts) == 2 * min(count, len(learned))
+    assert sorted(row for part in parts for row in part) == sorted(learned * 2)
 
 
 @pytest.mark.parametrize(("epochs", "count"), [(0, 1), (1, 0)])
