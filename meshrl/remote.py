@@ -231,6 +231,11 @@ def source_of(column: "Column | Remote") -> Source | None:
     return column.source if isinstance(column, Ragged | Remote) else None
 
 
+def is_ragged(column: "Column | Remote") -> bool:
+    """Whether a column has values by token."""
+    return isinstance(column, Ragged) or (isinstance(column, Remote) and column.form.kind == "ragged")
+
+
 def _whole(rows: int) -> Places:
     return Places.whole(rows)
 

@@ -9,7 +9,7 @@ from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
 from meshrl.data import Batch
 from meshrl.errors import ContractError
-from meshrl.losses import Loss, check_sources
+from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.roles import Critic, CriticConfig
 from meshrl_torch import checkpoint, training
@@ -47,9 +47,10 @@ class TorchCritic(Critic):
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step, which may be cancelled between micro-batches and then changes no weight.
 
-        DataError if there is nothing to learn or log-probs come from elsewhere than the loss says, ModelError if the
-        gradient is not finite.
+        DataError if there is nothing to learn, the loss is a policy's, or log-probs come from elsewhere than it says;
+        ModelError if the gradient is not finite.
         """
+        check_predicts(loss, "values")
         check_sources(batch, loss)
         self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
         async with self._updating:  # one at a time: gradients are gathered in the parameters

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshrl.actor import current_rank
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ContractError
-from meshrl.losses import Loss, check_sources
+from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
 from meshrl.roles import Policy, PolicyConfig
@@ -59,10 +59,11 @@ class TorchPolicy(Policy):
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step, which may be cancelled between micro-batches and then changes no weight.
 
-        DataError if there is nothing to learn or log-probs come from elsewhere than the loss says, ModelError if the
-        gradient is not finite.
+        DataError if there is nothing to learn, the loss is a critic's, or log-probs come from elsewhere than it says or
+        from later weights; ModelError if the gradient is not finite.
         """
-        check_sources(batch, loss)
+        check_predicts(loss, "logprobs")
+        check_sources(batch, loss, self._optimizer.steps)
         self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
         async with self._updating:  # one at a time: gradients are gathered in the parameters
             return await training.step(self._optimizer, self._predicted, batch, loss, self._config.micro_batch_tokens)

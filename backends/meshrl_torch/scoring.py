@@ -5,8 +5,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.columns import check_lengths
 from meshrl.data import Batch, Ragged
 from meshrl.ragged import Source
+from meshrl.sharding import Array
 from meshrl_torch.model import LanguageModel
 from meshrl_torch.packing import MicroBatch, micro_batches, whole
 
@@ -25,14 +27,24 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
 def spread(batch: Batch, name: str, target: NDArray[np.int64]) -> Tensor:
     """A column at these positions of the token column; a row column gives each token its row's value.
 
-    The reserved name `rows` gives each token the number of its row among those of these positions, int64.
+    Floating columns become float32, whatever numpy made them. The reserved name `rows` gives each token the number of
+    its row among those of these positions, int64. DataError where a token column has rows of other lengths than
+    `tokens`.
     """
+    offsets = batch.tokens.offsets
     if name != "rows" and isinstance(column := batch[name], Ragged):
-        return torch.from_numpy(column.values[target])
-    row = np.searchsorted(batch.tokens.offsets, target, side="right") - 1
+        if column.offsets is not offsets:
+            check_lengths(name, column.lengths, batch.tokens.lengths)
+        return _tensor(column.values[target])
+    row = np.searchsorted(offsets, target, side="right") - 1
     if name == "rows":
         return torch.from_numpy(np.unique(row, return_inverse=True)[1])
-    return torch.from_numpy(batch.row(name)[row])
+    return _tensor(batch.row(name)[row])
+
+
+def _tensor(values: Array) -> Tensor:
+    exact = values.dtype.kind in "biu"
+    return torch.from_numpy(values if exact else values.astype(np.float32, copy=False))
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """One optimizer step of a whole batch, for the policy and the critic alike."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -20,11 +20,15 @@ Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """What a model says of each target of a micro-batch, float32[targets] with a gradient: log-probs, or values."""
 
 
+_OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
+"""The metrics of the step itself."""
+
+
 async def step(optimizer: Optimizer, predict: Predict, batch: Batch, loss: Loss, budget: int) -> Metrics:
     """One step on the batch, in micro-batches of at most `budget` tokens; it may be cancelled between two of them.
 
-    Then, and where it raises, no weight has changed. DataError if there is nothing to learn, ModelError if the gradient
-    is not finite.
+    Then, and where it raises, no weight has changed. DataError if there is nothing to learn or the loss names a metric
+    as the step does, ModelError if the gradient is not finite.
     """
     tokens, mask = batch.tokens, batch.loss_mask
     rows, count = learnable(tokens, mask)
@@ -36,6 +40,7 @@ async def step(optimizer: Optimizer, predict: Predict, batch: Batch, loss: Loss,
         predicted = predict(batch, micro)
         columns = {name: spread(batch, name, micro.target) for name in loss.columns}
         judged = loss(predicted, columns)
+        _check_names(loss, judged.metrics)
         value = judged.values @ torch.from_numpy(weights[micro.target])
         value.backward()
         total += value.item()
@@ -52,6 +57,15 @@ async def step(optimizer: Optimizer, predict: Predict, batch: Batch, loss: Loss,
         tokens=(len(tokens.values), 1),
     )
     return own | Metrics({name: (value, count) for name, value in sums.items()})
+
+
+def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
+    """DataError where a loss tells what the step tells: before it, so that who tries again does not learn twice."""
+    if taken := sorted(_OWN.intersection(metrics)):
+        raise DataError(
+            f"{type(loss).__name__} names a metric `{'`, `'.join(taken)}`, which every update tells of itself: give it "
+            f"another name than {', '.join(sorted(_OWN))}"
+        )
 
 
 def learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:

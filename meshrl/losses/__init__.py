@@ -8,10 +8,11 @@ The core loads no torch: these functions call methods of the tensors that they a
 from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
 from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
 from meshrl.losses.likelihood import CrossEntropy, cross_entropy
-from meshrl.losses.loss import Loss, Normalised, TokenLoss
+from meshrl.losses.loss import Loss, Normalised, Predicts, TokenLoss, check_predicts
 from meshrl.losses.normalise import Normalise, token_weights
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, clipped_surrogate
+from meshrl.losses.value import ValueLoss, explained_variance
 
 __all__ = [
     "ClippedLoss",
@@ -21,11 +22,15 @@ __all__ = [
     "Loss",
     "Normalise",
     "Normalised",
+    "Predicts",
     "TokenLoss",
+    "ValueLoss",
+    "check_predicts",
     "check_sources",
     "clipped_surrogate",
     "cross_entropy",
     "effective_sample_size",
+    "explained_variance",
     "importance_weights",
     "kl_k1",
     "kl_k2",

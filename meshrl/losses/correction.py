@@ -23,7 +23,8 @@ class Correction(Config):
       Hilton et al. 2021 (arXiv:2110.00641); for language models AReaL (arXiv:2505.24298), whose code drops the tokens
       above its cap, as `how = "mask"` without `low` does.
     - `level = "token"`, `how = "mask"`, both bounds: IcePop. Ling Team 2025, "Every Step Evolves"
-      (arXiv:2510.18855), where M(k) is `masked`.
+      (arXiv:2510.18855), where M(k) is `masked`. It masks the surrogate alone: a masked token still learns from the KL
+      to the reference of a `ClippedLoss` with `kl` above 0.
     - `level = "sequence"`: the weight of a row is that of all its learned tokens together, which is unbiased for the
       row where a token's is not, and varies more.
     """
@@ -31,7 +32,7 @@ class Correction(Config):
     level: Literal["token", "sequence"] = "token"
     """Whether a token is weighted by its own ratio or by the product of its row's."""
     how: Literal["truncate", "mask"] = "truncate"
-    """Whether a weight outside the bounds becomes the nearest bound, or 0, so that the token is not learned."""
+    """Whether a weight outside the bounds becomes the nearest bound, or 0: the surrogate then teaches nothing."""
     low: float | None = Field(default=None, gt=0, le=1)
     """The lower bound; None: there is none."""
     high: float = Field(ge=1)

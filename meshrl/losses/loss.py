@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Final, Literal, Protocol, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from meshrl.config import Config
+from meshrl.errors import DataError
 from meshrl.losses.normalise import Normalise, constant_mistake
 
 if TYPE_CHECKING:
@@ -15,13 +16,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+Predicts: TypeAlias = Literal["logprobs", "values"]
+"""What a model gives of each token: a policy its log-prob, a critic the value of the state it was drawn from."""
+
+_MODELS: Final[Mapping[Predicts, tuple[str, str]]] = {
+    "logprobs": ("policy", "ClippedLoss"),
+    "values": ("critic", "ValueLoss"),
+}
+
 
 @dataclass(frozen=True)
 class TokenLoss:
     """What a loss says of each token.
 
     `values` is float[tokens] with a gradient; `metrics` are diagnostics, float[tokens] without one, which the
-    backend averages over the tokens that are learned.
+    backend averages over the tokens that are learned. Each has a name of its own: `loss`, `grad_norm`, `lr`, `rows` and
+    `tokens` are what every update tells.
     """
 
     values: Tensor
@@ -29,10 +39,15 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A loss that `Policy.update` minimises: any object with these, a frozen dataclass for example.
+    """A loss that `Policy.update` or `Critic.update` minimises: any object with these, a frozen dataclass for example.
 
     It is given the learned tokens of a micro-batch, some rows of the batch, each row whole.
     """
+
+    @property
+    def predicts(self) -> Predicts:
+        """What it is given first: a policy's log-probs, or a critic's values."""
+        ...
 
     @property
     def normalise(self) -> Normalise:
@@ -54,7 +69,7 @@ class Loss(Protocol):
         ...
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        """The loss of each token, from what the model predicts and the columns, one entry a token."""
         ...
 
 
@@ -66,8 +81,26 @@ class Normalised(Config):
     constant: int | None = Field(default=None, ge=1)
     """The divisor of `normalise="constant"`: the most tokens a completion may have."""
 
+    @property
+    def predicts(self) -> Predicts:
+        """A policy's log-probs."""
+        return "logprobs"
+
     @model_validator(mode="after")
     def _constant_where_it_is_used(self) -> Self:
         if mistake := constant_mistake(self.normalise, self.constant):
             raise ValueError(mistake)
         return self
+
+
+def check_predicts(loss: Loss, predicts: Predicts) -> None:
+    """Refuse the loss of another kind of model: every backend's `update` calls this with what its model predicts.
+
+    DataError where the loss is of values and the model a policy, or the other way round.
+    """
+    if loss.predicts != predicts:
+        (here, example), (there, _) = _MODELS[predicts], _MODELS[loss.predicts]
+        raise DataError(
+            f"{type(loss).__name__} is a loss of `{loss.predicts}`, which a {there} predicts, and this is a {here}: "
+            f"give it to {there}.update, and a loss of `{predicts}` to {here}.update, {example} for example"
+        )

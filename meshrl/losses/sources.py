@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 from meshrl.errors import DataError
+from meshrl.remote import is_ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from meshrl.columns import Column
     from meshrl.losses.loss import Loss
     from meshrl.ragged import Role, Source
+    from meshrl.remote import Remote
 
 _PROMISED: Final[Mapping[str, tuple[Role, str]]] = {
     "sampler_logprobs": ("sampler", "train on rows as `sampler.generate` returned them"),
@@ -27,17 +30,23 @@ class Sourced(Protocol):
         """Whether it has the column."""
         ...
 
+    @property
+    def stored(self) -> Mapping[str, Column | Remote]:
+        """Its columns, also those that lie elsewhere."""
+        ...
+
     def source(self, name: str) -> Source | None:
         """What computed the column; None where that is not known."""
         ...
 
 
-def check_sources(batch: Sourced, loss: Loss) -> None:
+def check_sources(batch: Sourced, loss: Loss, version: int | None = None) -> None:
     """Refuse log-probs of another model than the loss asks for: every backend's `update` calls this first.
 
-    `sampler_logprobs` must come from the sampler, `logprobs` from the trainer, at whatever version, and
-    `reference_logprobs` from the reference. A column without a source, made by hand, is accepted. DataError if one of
-    these columns is missing or has another source.
+    `sampler_logprobs` must come from the sampler, `logprobs` from the trainer, and `reference_logprobs` from the
+    reference. With `version`, the updates that the policy has made, the trainer's may not be of a later one. A token
+    column without a source, made by hand, is accepted. DataError if one of these columns is missing, has another
+    source, or has not one number a token.
     """
     for name in loss.columns:
         if name not in _PROMISED:
@@ -46,9 +55,18 @@ def check_sources(batch: Sourced, loss: Loss) -> None:
         reads = f"{type(loss).__name__} reads `{name}`"
         if name not in batch:
             raise DataError(f"{reads}, which the batch does not have: {remedy}")
+        if not is_ragged(batch.stored[name]):
+            raise DataError(f"{reads} of each token, but the batch's is no token column (a Ragged): {remedy}")
         source = batch.source(name)
-        if source is not None and source.role != role:
+        if source is None:
+            continue
+        if source.role != role:
             raise DataError(
                 f"{reads}, which must come from the {role}, but the batch's were computed by the {source.role}: "
                 f"{remedy}"
+            )
+        if role == "trainer" and version is not None and (source.newest or 0) > version:
+            raise DataError(
+                f"{reads}, which the trainer computed at version {source.newest}, and this policy is at version "
+                f"{version}: they are of weights that it has not had; {remedy}"
             )

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class ClippedLoss(Normalised):
     """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
 
+    The correction weighs the surrogate and not the KL, which a token learns whose surrogate is masked too.
+
     Reads `sampler_logprobs`, `advantages`; `logprobs` with anchor "trainer"; `reference_logprobs` where `kl` > 0.
 
     Diagnostics: `ratio` (of the policy to the anchor), `clip_fraction`, `kl` (k3, of the policy from the anchor) and

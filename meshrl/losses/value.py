@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
-from meshrl.losses.loss import Normalised, TokenLoss
+from meshrl.losses.loss import Normalised, Predicts, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +29,11 @@ class ValueLoss(Normalised):
 
     clip: float | None = Field(default=None, gt=0)
     """How far a value may move from the old one before it learns no more; None: any way."""
+
+    @property
+    def predicts(self) -> Predicts:
+        """A critic's values."""
+        return "values"
 
     @property
     def columns(self) -> tuple[str, ...]:

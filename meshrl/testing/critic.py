@@ -7,7 +7,7 @@ import numpy as np
 from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
 from meshrl.data import Batch
-from meshrl.losses import Loss
+from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged
 from meshrl.roles import Critic, CriticConfig
@@ -26,9 +26,15 @@ class FakeCritic(Critic):
         return with_advantages(batch, zeros, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn nothing, and say what `ValueLoss` says. DataError where the loss's columns are missing."""
+        """Learn nothing, and say what `ValueLoss` says.
+
+        DataError where the loss is a policy's, or a column of it is missing or from elsewhere than it says.
+        """
+        check_predicts(loss, "values")
+        check_sources(batch, loss)
         for name in loss.columns:
-            batch[name]
+            if name != "rows":
+                batch[name]
         self.updates.append(batch)
         returns = np.asarray(batch.ragged("returns").values, np.float64)
         tokens = float(np.sum(batch.loss_mask.values))

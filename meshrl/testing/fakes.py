@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshrl.calls import Calls
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.losses import Loss, check_sources
+from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig
@@ -52,7 +52,8 @@ class FakePolicy(Policy):
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """Learn if there is anything to learn from.
 
-        DataError where a column of the loss is missing, or a token is newer than the policy.
+        DataError where the loss is a critic's, a column of it is missing or from elsewhere than it says, or a token or
+        a log-prob is newer than the policy.
         """
         version = len(self.updates)
         newest = int(batch.row("oldest_version").max(initial=0)) if "oldest_version" in batch else 0
@@ -61,7 +62,8 @@ class FakePolicy(Policy):
                 f"`oldest_version` is {newest} in a row and this policy has made {version} updates: tokens of weights "
                 "that do not exist yet"
             )
-        check_sources(batch, loss)
+        check_predicts(loss, "logprobs")
+        check_sources(batch, loss, version)
         for name in loss.columns:
             if name != "rows":
                 batch[name]

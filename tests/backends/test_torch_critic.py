@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from meshrl import (
     Batch,
     CriticConfig,
+    CrossEntropy,
     Gae,
     NewModel,
     OptimizerConfig,
@@ -184,6 +185,8 @@ async def test_what_a_critic_cannot_learn_from() -> None:
     assert not np.any(batch.ragged("returns").values)
     with pytest.raises(DataError, match="nothing to learn"):
         await critic().update(batch, ValueLoss())
+    with pytest.raises(DataError, match="CrossEntropy is a loss of `logprobs`"):
+        await critic().update(batch, CrossEntropy())
     first = batch.assign(loss_mask=Ragged.of([[0, 1, 1], [1]], np.bool_))
     with pytest.raises(DataError, match="row 1 is True at the first token"):
         await critic().advantages(first, Gae())

@@ -25,10 +25,20 @@ from transformers import (
     PreTrainedModel,
 )
 
-from meshrl import Batch, ClippedLoss, CrossEntropy, NewModel, OptimizerConfig, PolicyConfig, Ragged, ReferenceConfig
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    CrossEntropy,
+    NewModel,
+    OptimizerConfig,
+    PolicyConfig,
+    Ragged,
+    ReferenceConfig,
+    ValueLoss,
+)
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ContractError, DataError, ModelError
-from meshrl.losses import Normalise, TokenLoss
+from meshrl.losses import Normalise, Predicts, TokenLoss
 from meshrl_torch.model import LanguageModel
 from meshrl_torch.optimizer import learning_rate
 from meshrl_torch.policy import TorchPolicy
@@ -301,6 +311,7 @@ async def test_the_same_seed_gives_the_same_bits() -> None:
 
 @dataclass(frozen=True)
 class Broken:
+    predicts: Predicts = "logprobs"
     normalise: Normalise = "token-mean"
     constant: None = None
     columns: tuple[str, ...] = ()
@@ -338,6 +349,45 @@ async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
     for trainer in (failed, fresh):
         await trainer.update(rollouts(), ClippedLoss())
     assert (await failed.weights()) == (await fresh.weights())
+
+
+@dataclass(frozen=True)
+class Named(Broken):
+    """Has a metric of this name."""
+
+    name: str = "loss"
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        return TokenLoss(-logprobs, {self.name: logprobs.detach()})
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "rows", "tokens"])
+async def test_a_metric_of_the_updates_own_name_is_refused_before_the_step(name: str) -> None:
+    trainer = policy()
+    with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update tells of itself"):
+        await trainer.update(rollouts(), Named(name=name))
+    assert (await trainer.weights()) == (await policy().weights())
+
+
+async def test_numpys_own_dtypes_are_taken() -> None:
+    trainer, wide = policy(), policy()
+    batch = rollouts()
+    advantages = np.asarray(batch.row("advantages"), np.float64)
+    assert await wide.update(batch.assign(advantages=advantages), ClippedLoss()) == await trainer.update(
+        batch, ClippedLoss()
+    )
+
+
+async def test_a_column_of_other_rows_than_the_tokens_is_refused() -> None:
+    batch = rollouts()
+    short = Ragged(np.zeros(len(batch), np.float32), np.arange(len(batch) + 1))
+    with pytest.raises(DataError, match=r"row 0 has \d+ tokens and 1 in `advantages`"):
+        await policy().update(batch.assign(advantages=short), ClippedLoss())
+
+
+async def test_a_critics_loss_is_refused() -> None:
+    with pytest.raises(DataError, match="ValueLoss is a loss of `values`"):
+        await policy().update(rollouts(), ValueLoss())
 
 
 async def test_a_cancelled_update_ends_between_micro_batches_and_changes_nothing() -> None:

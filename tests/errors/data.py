@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl import Batch, Metrics, Ragged, Task, TaskConfig, Weights, group_advantages
+from meshrl import Batch, Metrics, Ragged, Task, TaskConfig, Weights, group_advantages, minibatches
 from meshrl.ragged import Role, Source
 
 BATCH = Batch.of(tokens=Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"])
@@ -81,6 +81,10 @@ def metric_twice() -> None:
 
 def reward_that_is_not_finite() -> None:
     group_advantages([1.0, float("nan")], [0, 0])
+
+
+def mini_batches_of_nothing() -> None:
+    list(minibatches(BATCH.assign(loss_mask=Ragged.of([[0, 0, 0], [0]], np.bool_)), epochs=1, count=2, seed=0))
 
 
 # --- tasks ---------------------------------------------------------------------------------------

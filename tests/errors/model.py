@@ -1,9 +1,11 @@
 """Mistakes in a model's folder, and in what the torch backend is given. Each starts from a good tiny model."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from meshrl import (
     Batch,
@@ -12,6 +14,7 @@ from meshrl import (
     CriticConfig,
     CrossEntropy,
     Gae,
+    Loss,
     MeshConfig,
     NewModel,
     Policy,
@@ -22,14 +25,17 @@ from meshrl import (
     Sampler,
     SamplerConfig,
     Sampling,
+    ValueLoss,
     publish,
     rollout,
 )
 from meshrl.cli import app
+from meshrl.losses import TokenLoss
 from meshrl.ragged import Source
 
 TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")
+SOURCES = Source("sampler"), Source.trainer(7)
 BATCH = Batch.of(tokens=Ragged.of([[2, 3, 4], [5]], np.int32), loss_mask=Ragged.of([[0, 1, 1], [0]], np.bool_))
 
 
@@ -59,7 +65,7 @@ async def _spawn(model: str | NewModel = "tiny", *, chat: bool = False) -> None:
         await rollout(sampler, Batch.of(prompt=["cat>"]), Sampling(max_tokens=4))
 
 
-async def _update(loss: ClippedLoss | CrossEntropy, **columns: Ragged | np.ndarray) -> None:
+async def _update(loss: Loss, **columns: Ragged | np.ndarray) -> None:
     async with Run(RunConfig()) as run:
         policy = await run.spawn(Policy, PolicyConfig(model=TINY))
         await policy.update(BATCH.assign(**columns), loss)
@@ -197,6 +203,30 @@ async def log_probs_of_another_model() -> None:
     sampled = Ragged(_zeros().values, BATCH.tokens.offsets, source=Source("sampler"))
     advantages = np.ones(2, np.float32)
     await _update(ClippedLoss(anchor="trainer"), sampler_logprobs=sampled, logprobs=sampled, advantages=advantages)
+
+
+async def log_probs_of_later_weights() -> None:
+    sampled, later = (Ragged(_zeros().values, BATCH.tokens.offsets, source=source) for source in SOURCES)
+    advantages = np.ones(2, np.float32)
+    await _update(ClippedLoss(anchor="trainer"), sampler_logprobs=sampled, logprobs=later, advantages=advantages)
+
+
+async def log_probs_of_whole_rows() -> None:
+    columns = {"advantages": np.ones(2, np.float32), "logprobs": np.zeros(2, np.float32)}
+    await _update(ClippedLoss(anchor="trainer"), sampler_logprobs=_zeros(), **columns)
+
+
+async def loss_of_a_critic() -> None:
+    await _update(ValueLoss(), values=_zeros(), returns=_zeros())
+
+
+class Entropy(CrossEntropy):
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        return TokenLoss(-logprobs, {"loss": -logprobs.detach()})
+
+
+async def metric_named_as_the_updates_own() -> None:
+    await _update(Entropy())
 
 
 async def nothing_to_learn() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.config import validate
@@ -17,6 +18,8 @@ from meshrl.losses import (
     ClippedLoss,
     Correction,
     CrossEntropy,
+    ValueLoss,
+    check_predicts,
     check_sources,
     effective_sample_size,
     importance_weights,
@@ -186,6 +189,7 @@ def test_log_probs_of_the_models_a_loss_asks_for_are_taken() -> None:
     check_sources(scored(sampler_logprobs=None, logprobs=None, reference_logprobs=None), loss)
     check_sources(scored(sampler_logprobs=SAMPLER, logprobs=SAMPLER), ClippedLoss())
     check_sources(scored(), CrossEntropy())
+    check_sources(scored(sampler_logprobs=SAMPLER, logprobs=TRAINER), ClippedLoss(anchor="trainer"), 3)
 
 
 @pytest.mark.parametrize(
@@ -212,3 +216,43 @@ def test_log_probs_of_the_models_a_loss_asks_for_are_taken() -> None:
 def test_log_probs_of_another_model_are_refused(batch: Batch, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         check_sources(batch, ClippedLoss(anchor="trainer", kl=0.1))
+
+
+def test_a_masked_token_learns_from_the_kl_alone() -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    columns = {name: torch.tensor([at]) for name, at in (("logprobs", -1.0), ("sampler_logprobs", -9.0))}
+    columns |= {"advantages": torch.tensor([1.0]), "reference_logprobs": torch.tensor([-4.0])}
+    loss = ClippedLoss(anchor="trainer", kl=0.5, kl_estimator="k2", correction=Correction(how="mask", high=2.0))
+    loss(logprobs, columns).values.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.5 * 3.0]
+
+
+def test_joining_with_rows_of_an_unknown_source_makes_nothing_acceptable() -> None:
+    known, unknown = (scored(sampler_logprobs=SAMPLER, logprobs=source) for source in (SAMPLER, None))
+    later = scored(sampler_logprobs=SAMPLER, logprobs=Source.trainer(4))
+    for first, second in (known, unknown), (unknown, known), (later, unknown), (unknown, later):
+        with pytest.raises(DataError, match="ClippedLoss reads `logprobs`, which"):
+            check_sources(Batch.concat([first, second]), ClippedLoss(anchor="trainer"), 3)
+
+
+def test_log_probs_of_weights_that_a_policy_has_not_had_are_refused() -> None:
+    batch = scored(sampler_logprobs=SAMPLER, logprobs=Source("trainer", 1, 3))
+    with pytest.raises(DataError, match="which the trainer computed at version 3, and this policy is at version 2"):
+        check_sources(batch, ClippedLoss(anchor="trainer"), 2)
+
+
+@pytest.mark.parametrize("column", [np.zeros(1, np.float32), [[0.0, -1.0]]])
+def test_log_probs_must_be_those_of_tokens(column: NDArray[np.float32] | list[list[float]]) -> None:
+    batch = scored(sampler_logprobs=SAMPLER).assign(logprobs=column)
+    with pytest.raises(DataError, match=r"reads `logprobs` of each token, but the batch's is no token column"):
+        check_sources(batch, ClippedLoss(anchor="trainer"))
+
+
+def test_a_loss_says_what_it_is_of() -> None:
+    check_predicts(ClippedLoss(), "logprobs")
+    check_predicts(ValueLoss(), "values")
+    with pytest.raises(DataError, match=r"ValueLoss is a loss of `values`.* give it to critic.update"):
+        check_predicts(ValueLoss(), "logprobs")
+    with pytest.raises(DataError, match=r"CrossEntropy is a loss of `logprobs`.* give it to policy.update"):
+        check_predicts(CrossEntropy(), "values")
