@@ -75,8 +75,8 @@ async def ppo(run: Run, config: PpoConfig) -> None:
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await critic.advantages(batch, config.gae)
+            batch = await batch.load("advantages", "loss_mask")  # of minibatches and whiten
             if config.whiten:
-                batch = await batch.load("advantages", "loss_mask")
                 batch = batch.assign(advantages=whiten(batch.ragged("advantages"), batch.loss_mask))
             updates: list[tuple[Metrics, Metrics]] = []
             for part in minibatches(batch, config.epochs, config.minibatches, (run.seed, step)):
@@ -89,6 +89,7 @@ async def ppo(run: Run, config: PpoConfig) -> None:
 
     after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
+    await critic.save(str(run.folder / "critic"))
     run.summary(
         exact_match_before=before["greedy"],
         exact_match_after=after["greedy"],
