@@ -1,23 +1,27 @@
 """Where a run's seconds went: how far rollout and training overlapped, and why each rank was idle.
 
-An endpoint lies on one of three sides: `generate` is rollout; `weights`, `load` and `abort` bring new weights to a
-sampler; all else is training. R, T and S are the moments in which a rank runs something of that side.
+An endpoint lies on one of four sides: `generate` is rollout; `score` is scoring; `weights`, `load` and `abort` bring
+new weights to a sampler; all else is training. Calls that run at once on a rank share it: each of k has 1/k
+of its time.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from meshrl.events import Call, Delivery, Event, Span, Step, Swap, Wait
-from meshrl.report.intervals import Intervals, intersect, seconds, seconds_in, subtract, union
+from meshrl.report.intervals import Intervals, intersect, running, seconds, subtract, union, within
 
-Side: TypeAlias = Literal["rollout", "training", "sync"]
+Side: TypeAlias = Literal["rollout", "training", "scoring", "sync"]
+Values: TypeAlias = npt.NDArray[np.float64]
 
 ROLLOUT = frozenset({"generate"})
+SCORING = frozenset({"score"})
 SYNC = frozenset({"weights", "load", "abort"})
 SCRIPT = frozenset({"trainer", "script", "publish"})
 """Who waits in the script itself, and so keeps trainers idle; other names are parts of the stream of rollouts."""
@@ -30,6 +34,8 @@ def side(endpoint: str) -> Side:
     """Which side an endpoint lies on."""
     if endpoint in ROLLOUT:
         return "rollout"
+    if endpoint in SCORING:
+        return "scoring"
     return "sync" if endpoint in SYNC else "training"
 
 
@@ -37,20 +43,24 @@ def side(endpoint: str) -> Side:
 class Share:
     """Some seconds of a run, a step or all steps, and what ran in them.
 
-    `both`, `rollout_alone`, `training_alone`, `sync` and `other` add up to `seconds`.
+    `both`, `rollout_alone`, `training_alone`, `scoring_alone`, `sync` and `other` add up to `seconds`.
     """
 
     seconds: float
     rollout: float
-    """R: at least one sampler's rank was generating."""
+    """R: at least one rank was generating. Where ranks did so beside other calls, the largest share of one's time."""
     training: float
-    """T: at least one rank ran an endpoint of the training side."""
+    """T: the same of the training side."""
+    scoring: float
+    """C: the same of scoring."""
     both: float
-    """Of R and T: at the same time."""
+    """Of R and T: at the same time. Calls that share a rank take turns."""
     rollout_alone: float
     """The trainer waited for rollouts. Of a script without a stream: R without T."""
     training_alone: float
     """No sampler was generating."""
+    scoring_alone: float
+    """The trainer waited for rewards: nobody trained, and no rollout was waited for or none was being generated."""
     sync: float
     """New weights kept the trainer from going on: what of publishing was exposed."""
     other: float
@@ -58,15 +68,16 @@ class Share:
 
     @property
     def efficiency(self) -> float:
-        """Overlap efficiency: max(R, T) / seconds, from 0 to 1; 1 where nothing took time."""
-        return max(self.rollout, self.training) / self.seconds if self.seconds > 0 else 1.0
+        """Overlap efficiency: max(R, T) / seconds, or C / seconds where C is longer; 0 to 1, 1 where no time passed."""
+        return max(self.rollout, self.training, self.scoring) / self.seconds if self.seconds > 0 else 1.0
 
     @property
-    def bound(self) -> Literal["rollout", "training", "sync", "other"]:
-        """What made it as long as it was: the longer side, or what neither side ran for, where that is longer."""
-        parts: dict[Literal["rollout", "training", "sync", "other"], float] = {
+    def bound(self) -> Side | Literal["other"]:
+        """What made it as long as it was: the longest side, or what no side ran for, where that is longer."""
+        parts: dict[Side | Literal["other"], float] = {
             "rollout": self.rollout,
             "training": self.training,
+            "scoring": self.scoring,
             "sync": self.sync,
             "other": self.other,
         }
@@ -80,10 +91,12 @@ class Overlap:
     numbers: Sequence[int]
     steps: Sequence[Share]
     total: Share
+    busy: Mapping[Side, float]
+    """Of each side that ranks ran: the mean share of these ranks that ran it, over all steps."""
 
     @property
     def efficiency(self) -> float:
-        """Overlap efficiency of all steps together: the longer of the two sides' sums over the sum of step times."""
+        """Overlap efficiency of all steps together: the longest of the sides' sums over the sum of step times."""
         return self.total.efficiency
 
 
@@ -136,6 +149,44 @@ class Timeline:
         return union(pairs)
 
     @cached_property
+    def _on_ranks(self) -> Mapping[tuple[str, int], Mapping[Side, Intervals]]:
+        """What each rank ran of each side: pairs that may overlap. A call without spans has the ranks for itself."""
+        found: dict[tuple[str, int], dict[Side, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+        for span in self.spans:
+            found[span.mesh, span.rank][side(span.endpoint)].append((span.began, max(span.began, span.ended)))
+        if not self.spans:
+            for number, call in enumerate(self._calls):
+                found["", number][side(call.endpoint)].append((call.began, max(call.began, call.ended)))
+        return {rank: {of: np.array(own) for of, own in sides.items()} for rank, sides in found.items()}
+
+    @property
+    def moments(self) -> list[Intervals]:
+        """All in which something begins or ends, but for steps."""
+        return [self.starving, self.ran("sync"), *(each for own in self._on_ranks.values() for each in own.values())]
+
+    def shares(self, edges: Values) -> tuple[Mapping[Side, Values], Mapping[Side, Values]]:
+        """Which share of its time a rank gives to each side between the edges: the largest, and the mean of its ranks.
+
+        Float64[len(edges) - 1], from 0 to 1. `edges` have all `moments`. The mean only of sides that ranks ran.
+        """
+        every: tuple[Side, ...] = ("rollout", "training", "scoring", "sync")
+        largest = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
+        total = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
+        ranks = dict.fromkeys(every, 0)
+        for sides in self._on_ranks.values():
+            own = np.unique(np.concatenate(list(sides.values())))
+            counts = {of: running(pairs, own) for of, pairs in sides.items()}
+            everything = np.maximum(1, sum(counts.values()))
+            places = np.searchsorted(edges, own)
+            here = slice(places[0], places[-1])
+            for of, count in counts.items():
+                share = np.repeat(count / everything, np.diff(places))
+                largest[of][here] = np.maximum(largest[of][here], share)
+                total[of][here] += share
+                ranks[of] += 1
+        return largest, {of: total[of] / count for of, count in ranks.items() if count and self.spans}
+
+    @cached_property
     def window(self) -> Intervals:
         """All moments of steps; without a step, from the first event to the last: [1 or more, 2], or [0, 2]."""
         if self.steps:
@@ -146,7 +197,7 @@ class Timeline:
 
 
 def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
-    """What ran in each step and in all: R, T, what was exposed, and the overlap efficiency.
+    """What ran in each step and in all: R, T, C, what was exposed, and the overlap efficiency.
 
     `first`: the number of the first step that counts, so that a benchmark can leave out the filling of a pipeline.
     Without steps among the events, the whole of them counts as step 0.
@@ -159,16 +210,15 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
     else:
         windows = timeline.window
         numbers = list(range(len(windows)))
-    training, rollout, sync = (timeline.ran(each) for each in ("training", "rollout", "sync"))
-    free = subtract(timeline.window, training)
-    # Weights that go to the sampler while the trainer waits for rollouts, which are on their way, delay nobody.
-    exposed = subtract(intersect(free, sync), intersect(timeline.starving, rollout))
-    alone = subtract(intersect(free, timeline.starving if timeline.streams else rollout), exposed)
-    both = intersect(training, rollout)
-    sets = (rollout, training, both, alone, subtract(training, rollout), exposed)
+    edges = np.unique(np.concatenate([timeline.window.ravel(), *(each.ravel() for each in timeline.moments)]))
+    largest, mean = timeline.shares(edges)
+    parts = _parts(timeline, edges, largest)
     length = windows[:, 1] - windows[:, 0]
-    columns = np.stack([length, *(seconds_in(each, windows) for each in sets)])
-    return Overlap(numbers, [_share(column) for column in columns.T], _share(columns.sum(axis=1)))
+    sides = [largest["rollout"], largest["training"], largest["scoring"]]
+    columns = np.stack([length, *(_sums(each, edges, windows) for each in (*sides, *parts))])
+    total = _share(columns.sum(axis=1))
+    busy = {of: float(_sums(each, edges, windows).sum()) / (total.seconds or 1.0) for of, each in mean.items()}
+    return Overlap(numbers, [_share(column) for column in columns.T], total, busy)
 
 
 def idleness(events: Iterable[Event]) -> list[Idleness]:
@@ -207,10 +257,40 @@ def idleness(events: Iterable[Event]) -> list[Idleness]:
     return found
 
 
+def _parts(timeline: Timeline, edges: Values, largest: Mapping[Side, Values]) -> tuple[Values, ...]:
+    """Both, rollout alone, training alone, scoring alone, new weights: which share of the time between two edges."""
+    rollout, training, scoring = largest["rollout"], largest["training"], largest["scoring"]
+    middles = (edges[:-1] + edges[1:]) / 2
+    sync, starving = (within(each, middles) for each in (timeline.ran("sync"), timeline.starving))
+    both = np.maximum(0.0, rollout + training - 1.0)
+    free = 1.0 - training
+    # Where training shares its ranks, what they share with has the rest.
+    beside = rollout - both, np.minimum(scoring, np.maximum(0.0, free - rollout))
+    # Weights that go to the sampler while the trainer waits for a batch, which is on its way, delay nobody.
+    exposed = sync & ~(starving & (rollout + scoring > 0))
+    waited = starving if timeline.streams else rollout > 0
+    for_rollouts = np.where(waited, np.maximum(rollout, 1.0 - scoring), 0.0)
+    for_rewards = np.where(scoring > 0, 1.0 - for_rollouts, 0.0)
+    trains = training > 0
+    alone = np.where(trains, beside[0], np.where(exposed, 0.0, for_rollouts))
+    scoring_alone = np.where(trains, beside[1], np.where(exposed, 0.0, for_rewards))
+    rest = free - alone - scoring_alone
+    return both, alone, training - both, scoring_alone, np.where(exposed, rest, 0.0)
+
+
+def _sums(values: Values, edges: Values, windows: Intervals) -> Values:
+    """The integral over each window of what has these values between the edges."""
+    if not len(values):
+        return np.zeros(len(windows))
+    passed = np.append(0.0, np.cumsum(values * np.diff(edges)))
+    before: Values = np.interp(windows, edges, passed)
+    return before[:, 1] - before[:, 0]
+
+
 def _share(column: Sequence[float]) -> Share:
-    length, rollout, training, both, alone, training_alone, exposed = (float(value) for value in column)
-    other = max(0.0, length - both - alone - training_alone - exposed)
-    return Share(length, rollout, training, both, alone, training_alone, exposed, other)
+    length, rollout, training, scoring, both, alone, training_alone, scoring_alone, sync = map(float, column)
+    other = max(0.0, length - both - alone - training_alone - scoring_alone - sync)
+    return Share(length, rollout, training, scoring, both, alone, training_alone, scoring_alone, sync, other)
 
 
 def _waits_for_a_batch(wait: Wait) -> bool:

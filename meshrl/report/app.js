@@ -21,7 +21,7 @@ function header() {
       { class: "stats" },
       stat("steps", number(summary.steps)),
       stat("wall time", seconds(summary.wall_s)),
-      efficiency === null ? null : stat("overlap efficiency", percent(efficiency)),
+      efficiency === null ? null : stat("overlap efficiency", percent(efficiency), ranksBusy()),
       rewards === null
         ? null
         : stat("reward, first → last", `${short(summary.first_reward)} → ${short(summary.last_reward)}`),
@@ -30,6 +30,12 @@ function header() {
     summary.error ? make("p", { class: "lead" }, summary.error) : null,
     make("ul", { class: "notes" }, ...data.notes.map((note) => make("li", {}, note))),
   );
+}
+
+/** How many of its ranks each side kept busy: the efficiency counts one busy rank as all. */
+function ranksBusy() {
+  const found = ["rollout", "training", "scoring"].filter((side) => side in data.busy);
+  return found.length ? `ranks busy: ${found.map((side) => `${side} ${percent(data.busy[side])}`).join(", ")}` : null;
 }
 
 /** What the script itself put into its summary: X_before and X_after become one. */
@@ -141,11 +147,12 @@ function verdict() {
   const { total, bound } = data;
   const steps = data.steps.length || 1;
   const longest = Object.entries(bound).sort((one, other) => other[1] - one[1])[0];
-  const words = { rollout: "rollout", training: "training", sync: "new weights", other: "the script's own work" };
-  const ideal = Math.max(total.rollout, total.training) / steps;
+  const words = { sync: "new weights", other: "the script's own work" };
+  const ideal = Math.max(total.rollout, total.training, total.scoring) / steps;
+  const scoring = total.scoring > 0 ? `, ${seconds(total.scoring / steps)} of scoring` : "";
   return (
-    `${words[longest[0]]} bounded ${longest[1]} of ${number(steps)} steps. ` +
-    `A step took ${seconds(total.seconds / steps)} on average, with ${seconds(total.rollout / steps)} of rollout and ` +
+    `${words[longest[0]] ?? longest[0]} bounded ${longest[1]} of ${number(steps)} steps. ` +
+    `A step took ${seconds(total.seconds / steps)} on average, with ${seconds(total.rollout / steps)} of rollout${scoring} and ` +
     `${seconds(total.training / steps)} of training; perfectly overlapped it would take ${seconds(ideal)}: ` +
     `overlap efficiency ${percent(data.efficiency)}.`
   ).replace(/^./, (first) => first.toUpperCase());

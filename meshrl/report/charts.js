@@ -126,6 +126,7 @@ const PARTS = [
   ["both", "both at once", "both"],
   ["rollout_alone", "rollout alone: the trainer waited for a batch", "rollout"],
   ["training_alone", "training alone: no sampler was generating", "training"],
+  ["scoring_alone", "scoring: the trainer waited for rewards", "scoring"],
   ["sync", "new weights", "sync"],
   ["other", "other: the script's own work", "other"],
 ];

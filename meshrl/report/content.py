@@ -1,5 +1,6 @@
 """What the page shows, as one plain value that becomes its JSON."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Bounds:
     both: list[float]
     rollout_alone: list[float]
     training_alone: list[float]
+    scoring_alone: list[float]
     sync: list[float]
     other: list[float]
     efficiency: list[float]
@@ -77,13 +79,15 @@ class Content:
     summary: Line
     names: list[str]
     sides: list[str]
-    """The side of each name: rollout, training, sync or wait."""
+    """The side of each name: rollout, training, scoring, sync or wait."""
     texts: list[str]
     lanes: list[Lane]
     steps: list[tuple[int, float, float]]
     swaps: list[tuple[float, int]]
     total: Share | None
     efficiency: float | None
+    busy: dict[str, float]
+    """The mean share of each side's ranks that ran it."""
     bound: dict[str, int]
     """How many steps each side bounded."""
     bounds: Bounds | None
@@ -124,6 +128,7 @@ def make_content(record: Record) -> Content:
         swaps=[(rounded(event.ended), event.version) for event in events if isinstance(event, Swap)],
         total=shares.total if known else None,
         efficiency=shares.efficiency if known else None,
+        busy={str(of): share for of, share in shares.busy.items()} if known else {},
         bound=dict(Counter(step.bound for step in shares.steps)),
         bounds=_bounds(shares, notes) if known else None,
         idle=[_idle_row(each) for each in idle[:RANKS]],
@@ -166,6 +171,7 @@ def _bounds(shares: Overlap, notes: list[str]) -> Bounds:
         both=mean("both"),
         rollout_alone=mean("rollout_alone"),
         training_alone=mean("training_alone"),
+        scoring_alone=mean("scoring_alone"),
         sync=mean("sync"),
         other=mean("other"),
         efficiency=mean("efficiency"),
@@ -191,7 +197,15 @@ def _curves(metrics: Sequence[Line], notes: list[str]) -> list[Curve]:
 
 
 def _numbers(values: Sequence[object]) -> npt.NDArray[np.float64]:
-    return np.array([value if isinstance(value, float | int) else np.nan for value in values], np.float64)
+    return np.array([_number(value) for value in values])
+
+
+def _number(value: object) -> float:
+    """NaN, a gap in the curve, for what is no number and for an integer that no float64 reaches."""
+    try:
+        return float(value) if isinstance(value, float | int) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Curve:

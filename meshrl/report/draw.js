@@ -71,7 +71,7 @@ function ink(name) {
 }
 
 // How many colours the style sheet has for each side: --training, --training-2, ...
-const SHADES = { rollout: 2, training: 6, sync: 2, wait: 3 };
+const SHADES = { rollout: 2, training: 6, scoring: 2, sync: 2, wait: 3 };
 const FIRST = [/[Pp]olicy\.update$/, /\.update$/, /\.generate$/, /\.load$/, /^trainer waits/, /[Pp]olicy\./];
 
 /** The names of the legend, a side after the other; what trains and generates first, whatever ran first. */

@@ -51,6 +51,24 @@ def seconds_in(one: Intervals, windows: Intervals) -> npt.NDArray[np.float64]:
     return before[:, 1] - before[:, 0]
 
 
+def running(pairs: Intervals, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """How many of the pairs run between each edge and the next: int64[len(edges) - 1]. All their ends are edges."""
+    began, ended = (np.bincount(np.searchsorted(edges, ends), minlength=len(edges)) for ends in pairs.T)
+    count: npt.NDArray[np.int64] = np.cumsum(began - ended)[:-1]
+    return count
+
+
+def alone(pairs: Intervals) -> npt.NDArray[np.float64]:
+    """The seconds that each pair would last if it had its rank for itself, float64[n]: of k at a time each has 1/k."""
+    edges = np.unique(pairs)
+    count = running(pairs, edges)
+    share = np.divide(np.diff(edges), count, out=np.zeros(len(count)), where=count > 0)
+    served = np.append(0.0, np.cumsum(share))
+    began, ended = (served[np.searchsorted(edges, ends)] for ends in pairs.T)
+    lasted: npt.NDArray[np.float64] = ended - began
+    return lasted
+
+
 def within(one: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Which of these moments lie in it: bool[n]."""
     if not len(one):

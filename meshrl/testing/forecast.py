@@ -60,10 +60,10 @@ class Forecast(msgspec.Struct, frozen=True):
     step_seconds_median: float
     steps_per_hour: float
     efficiency: float
-    """Overlap efficiency: max(R, T) / step time."""
+    """Overlap efficiency: max(R, T) / step time, or C / step time where scoring is the longest."""
     bound: dict[str, float]
-    """The share of the steps that rollout, training, sync (new weights) or other (the script itself) made as long as
-    they were."""
+    """The share of the steps that rollout, training, scoring, sync (new weights) or other (the script itself) made as
+    long as they were."""
     staleness: list[int]
     """How many rows were 0, 1, 2, ... versions behind."""
     dropped: dict[str, int]

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshrl.errors import DataError
 from meshrl.events import Call, Delivery, Event, Span, Step, Wait
-from meshrl.report.intervals import Intervals, seconds_in, subtract, union
+from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
 
 ROLES = ("Policy", "Reference", "Critic", "Sampler", "Reward")
 """The roles that are simulated. What a recorded call belongs to is told by the end of its actor's class name."""
@@ -205,15 +205,7 @@ def _costs(spans: Sequence[Span]) -> list[float]:
         of_rank[span.mesh, span.rank].append(index)
     for indices in of_rank.values():
         ends = np.array([(spans[index].began, spans[index].ended) for index in indices])
-        times, which = np.unique(ends, return_inverse=True)
-        which = which.reshape(ends.shape)
-        changes = np.zeros(len(times))
-        np.add.at(changes, which[:, 0], 1.0)
-        np.add.at(changes, which[:, 1], -1.0)
-        running = np.round(np.cumsum(changes))[:-1]
-        share = np.divide(np.diff(times), running, out=np.zeros(len(running)), where=running > 0)
-        served = np.append(0.0, np.cumsum(share))
-        for index, cost in zip(indices, (served[which[:, 1]] - served[which[:, 0]]).tolist(), strict=True):
+        for index, cost in zip(indices, alone(ends).tolist(), strict=True):
             costs[index] = cost
     return costs
 
