@@ -276,6 +276,12 @@ def test_a_run_without_events_has_its_curves(tmp_path: Path) -> None:
     assert data_of(render(Record(tmp_path)))["curves"] == []
 
 
+def test_an_integer_that_no_float_reaches_is_a_gap_in_its_curve(tmp_path: Path) -> None:
+    folder = write(tmp_path / "huge", a_run())
+    (folder / "metrics.jsonl").write_text(f'{{"step":0,"reward":{"9" * 400}}}\n{{"step":1,"reward":1}}\n', "utf-8")
+    assert make_content(read_run(folder)).curves[0].y == [None, 1]
+
+
 def test_before_the_first_step_ends_there_is_a_timeline_and_no_efficiency() -> None:
     content = make_content(Record(Path("begun"), events=a_run()[:3]))
     assert [lane.label for lane in content.lanes] == ["script", "rank 0"]

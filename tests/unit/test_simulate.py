@@ -135,7 +135,9 @@ def test_one_step_ahead_on_two_meshes_a_step_takes_the_longer_of_both(
 
 
 def test_one_step_ahead_on_one_mesh_nothing_is_gained(source: Path) -> None:
-    assert forecast(source, "ahead=1").step_seconds == pytest.approx(3.0, rel=0.02)
+    found = forecast(source, "ahead=1")
+    assert found.step_seconds == pytest.approx(3.0, rel=0.02)
+    assert found.efficiency == pytest.approx(2 / 3, abs=0.03)
 
 
 def test_guesses_are_of_one_rank(source: Path) -> None:
@@ -150,6 +152,32 @@ def test_an_aborted_rollout_goes_on_where_it_was(source: Path, tmp_path: Path) -
     found = forecast(source, "sampler.mesh=rollout", rollout=2.0, train=1.5)
     assert found.step_seconds == pytest.approx(2.0, rel=0.02)
     assert sum(found.staleness) == 24 * 8
+
+
+def test_a_slow_judge_bounds_the_steps(source: Path, tmp_path: Path) -> None:
+    slow = [
+        msgspec.structs.replace(each, mesh="judge", ended=each.began + 3)
+        if isinstance(each, Span) and each.endpoint == "score"
+        else each
+        for each in synchronous(9)
+    ]
+    run = record(tmp_path / "recorded", slow)
+    with capture_logs():
+        found = simulate_job(job(source, "ahead=1", "sampler.mesh=rollout", "reward.mesh=judge"), record=run)
+    assert found.bound == {"scoring": 1.0}
+    assert found.step_seconds == pytest.approx(3.0, rel=0.1)
+    assert found.efficiency > 0.9
+
+
+def test_an_update_refuses_log_probs_that_its_loss_must_not_read(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        ABORTING.replace("CrossEntropy()", 'ClippedLoss(anchor="trainer")').replace("CrossEntropy", "ClippedLoss"),
+        "utf-8",
+    )
+    text = CONFIG.replace('"grpo"', '"mine.py"').replace('[reward]\nfunction = "exact_match"', "")
+    source.write_text(text, "utf-8")
+    with pytest.raises(RankFailed, match="`logprobs`, which the batch does not have: call `batch = await policy"):
+        forecast(source)
 
 
 def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Path) -> None:
