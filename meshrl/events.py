@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +119,11 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """A file of events, JSON lines. A run that is killed leaves whole lines, all but those of its last second."""
+    """A file of events, JSON lines, written each second by the loop that it is made on.
+
+    A run that is killed leaves whole lines, all but those of its last second. Calls and waits are events when they end;
+    the waits that go on when the log is closed end with it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.began = clock()
@@ -127,29 +131,49 @@ class EventLog:
         self._file = path.open("wb")
         self._encoder = msgspec.json.Encoder()
         self._kept: deque[Event] = deque()
-        self._written = time.monotonic()
+        self._loop = asyncio._get_running_loop()  # noqa: SLF001 -- None where none runs, without an exception
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = False
+        """Whether the timer runs or was asked for, maybe from another thread."""
 
     def now(self) -> float:
         """Seconds since the start of the run."""
         return clock() - self.began
 
     def emit(self, event: Event) -> None:
-        """Keep an event; it is written within a second or with the next. `Span`s may come from any thread."""
+        """Keep an event; it is written within a second, while the loop runs. From any thread."""
         self._kept.append(event)
-        if type(event) is not Span and time.monotonic() > self._written + _FLUSH_SECONDS:
-            self.flush()
+        if not self._due and self._loop is not None:
+            self._due = True
+            if asyncio._get_running_loop() is self._loop:  # noqa: SLF001
+                self._start_timer()
+            else:
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._start_timer)
+
+    def _start_timer(self) -> None:
+        # Only while something is kept: in virtual time, where nothing else can happen, a timer would hide that.
+        if self._kept and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(_FLUSH_SECONDS, self.flush)
 
     def flush(self) -> None:
         """Write what is kept."""
-        self._written = time.monotonic()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._due = False
         kept = [self._kept.popleft() for _ in range(len(self._kept))]
-        if not self._file.closed:
+        if kept:
             self._file.write(self._encoder.encode_lines(kept))
             self._file.flush()
 
     def close(self) -> None:
-        """Write the rest. Nothing is kept from here on."""
+        """Write the rest, with the waits that go on, up to now. Nothing is kept from here on."""
+        for pending in list(Pending.table.values()):
+            if pending.to is self:
+                pending.note()
         self.flush()
+        self._kept = deque(maxlen=0)
         self._file.close()
 
 
@@ -165,12 +189,22 @@ class Pending:
     what: str
     on: "str | Blocked"
     loop: asyncio.AbstractEventLoop = field(repr=False)
+    to: Sink | None = field(repr=False)
+    began: float
+    """On the clock of `to`."""
+    at_first: str
+    """What `on` said in the beginning."""
 
     table: ClassVar[dict[int, "Pending"]] = {}
     """Everybody who waits, in the order in which they began."""
 
     def __str__(self) -> str:
         return f"{self.who} waits for {self.what}: {self.on if isinstance(self.on, str) else self.on()}"
+
+    def note(self) -> None:
+        """Emit the wait, up to now. One that took no time was none."""
+        if self.to and (ended := self.to.now()) > self.began:
+            self.to.emit(Wait(self.who, self.what, self.at_first, self.began, ended))
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> list["Pending"]:
@@ -189,18 +223,15 @@ class Blocked(Protocol):
 @contextmanager
 def waiting(who: str, what: str, on: str | Blocked) -> Generator[None]:
     """Say that `who` waits for `what` while the block lasts: an event, and a line of the wait-for graph."""
-    loop = asyncio.get_running_loop()
-    pending = Pending(who, what, on, loop)
-    Pending.table[id(pending)] = pending
+    at_first = on if isinstance(on, str) else on()
     to = sink.get()
-    began = to.now() if to else 0.0
-    text = on if isinstance(on, str) else on()
+    pending = Pending(who, what, on, asyncio.get_running_loop(), to, to.now() if to else 0.0, at_first)
+    Pending.table[id(pending)] = pending
     try:
         yield
     finally:
         del Pending.table[id(pending)]
-        if to and (ended := to.now()) > began:
-            to.emit(Wait(who, what, text, began, ended))
+        pending.note()
 
 
 def gauge(name: str, value: float) -> None:

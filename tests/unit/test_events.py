@@ -31,8 +31,8 @@ from meshrl import (
     each,
     endpoint,
 )
-from meshrl.events import Call, Event, EventLog, Span, Step, sink
-from meshrl.testing.clock import simulate
+from meshrl.events import Call, Event, EventLog, Gauge, Pending, Span, Step, Wait, gauge, sink, waiting
+from meshrl.testing.clock import Deadlock, simulate
 
 
 class Clocked(Actor):
@@ -156,6 +156,69 @@ async def test_the_last_step_of_a_script_that_breaks_off_ends_with_the_run(tmp_p
                 if step == 1:
                     break
     assert [event.step for event in read(run.folder) if isinstance(event, Step)] == [0, 1]
+
+
+async def test_events_are_written_while_the_script_waits(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        clocked = await (await run.mesh(2)).spawn(Clocked)
+        await clocked.now()
+        hung = asyncio.create_task(clocked.fail(3600))
+        found: list[Event] = []
+        async with asyncio.timeout(30):
+            while len(found) < 3:
+                await asyncio.sleep(0.05)
+                found = read(run.folder)
+        hung.cancel()
+        await asyncio.wait({hung})
+    call, spans = calls(found)["now"]
+    assert [call.endpoint, *(span.rank for span in spans)] == ["now", 0, 1]
+
+
+def test_what_is_unwritten_keeps_no_simulation_alive(tmp_path: Path) -> None:
+    async def script() -> None:
+        async with Run(config(tmp_path)):
+            gauge("depth", 1.0)
+            await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match="no timer will change that"):
+        simulate(script)
+    assert [event.name for event in read(tmp_path / "mine") if isinstance(event, Gauge)] == ["depth"]
+
+
+def test_a_wait_that_goes_on_ends_with_the_log(tmp_path: Path) -> None:
+    async def waits() -> None:
+        with waiting("trainer", "a batch", lambda: "3 of 64 groups are ready"):
+            await asyncio.Event().wait()
+
+    async def script() -> None:
+        logs: list[EventLog] = []
+        tasks: set[asyncio.Task[None]] = set()
+        for name in ("cancelled", "left"):
+            (tmp_path / name).mkdir()
+            logs.append(EventLog(tmp_path / name / "events.jsonl"))
+            sink.set(logs[-1])
+            tasks.add(asyncio.create_task(waits()))
+        await asyncio.sleep(2)
+        logs[1].close()
+        await asyncio.sleep(2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        logs[0].close()
+
+    simulate(script)
+    wait = Wait("trainer", "a batch", "3 of 64 groups are ready", 0, 4)
+    assert read(tmp_path / "cancelled") == [wait]
+    assert read(tmp_path / "left") == [msgspec.structs.replace(wait, ended=2)]
+
+
+async def test_a_wait_that_cannot_say_why_has_not_begun() -> None:
+    def fail() -> str:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), waiting("trainer", "a batch", fail):
+        pass
+    assert Pending.of(asyncio.get_running_loop()) == []
 
 
 async def test_outside_of_a_run_nothing_is_noted(tmp_path: Path) -> None:
