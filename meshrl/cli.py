@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Annotated, cast
 
 import msgspec
@@ -50,9 +53,10 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             runner.run(_run(job))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Terminated) as ending:
         typer.echo(f"Interrupted. What was recorded so far is in {folder}", err=True)
-        raise typer.Exit(130) from None
+        number = signal.SIGTERM if isinstance(ending, _Terminated) else signal.SIGINT
+        raise typer.Exit(128 + number) from None
     _show_summary(folder)
 
 
@@ -155,9 +159,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+class _Terminated(Exception):
+    """SIGTERM ended the run."""
+
+
 async def _run(job: Job[RunConfig]) -> None:
-    async with Run(job.run, job.resolved) as under_way:
-        await job.script.function(under_way, job.config)
+    with _cancelled_by_sigterm():
+        async with Run(job.run, job.resolved) as under_way:
+            await job.script.function(under_way, job.config)
+
+
+@contextmanager
+def _cancelled_by_sigterm() -> Generator[None]:
+    """SIGTERM cancels the task that the block is in, as Ctrl-C does, and a second one ends the process at once.
+
+    Raises `_Terminated` when the block has ended by that.
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or current_thread() is not main_thread():
+        yield  # whoever has a handler wants it
+        return
+    loop, task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
+    came = False
+
+    def cancel(*_: object) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        loop.call_soon_threadsafe(task.cancel)  # which wakes the loop
+
+    # Not the loop's own handler, with which it would wait on files from here on: see RankLoop.
+    signal.signal(signal.SIGTERM, cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if came:
+            raise _Terminated from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _show_summary(folder: Path) -> None:

@@ -25,6 +25,7 @@ SCRIPT = '''
 
 import asyncio
 from meshrl import Config, DataError, Metrics, Run
+from meshrl.events import waiting
 
 
 class CountConfig(Config):
@@ -39,8 +40,9 @@ async def count(run: Run, config: CountConfig) -> None:
     if config.fail:
         raise DataError("the data is [bad]")
     if config.wait:
-        print("waiting", flush=True)
-        await asyncio.sleep(60)
+        with waiting("the script", "nothing", "itself"):
+            print("waiting", flush=True)
+            await asyncio.sleep(60)
     run.summary(exact_match_after=0.5)
 '''
 
@@ -102,7 +104,8 @@ def test_a_bug_in_a_script_keeps_its_traceback(meshrl: Meshrl, tmp_path: Path) -
         meshrl("run", "count.toml", "fail=true")
 
 
-def test_control_c_ends_cleanly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals, status: int) -> None:
     write(tmp_path)
     # Whoever runs the tests in the background may have them ignore interrupts, and their children too.
     code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
@@ -113,14 +116,15 @@ def test_control_c_ends_cleanly(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         began = time.monotonic()
         _, err = process.communicate(timeout=20)
     assert time.monotonic() - began < 10
-    assert process.returncode == 130
+    assert process.returncode == status
     assert err.endswith("Interrupted. What was recorded so far is in runs/run\n")
     assert "Traceback" not in err
     assert b'"interrupted"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
+    assert b'"what":"nothing"' in (tmp_path / "runs" / "run" / "events.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
