@@ -170,12 +170,12 @@ class Timeline:
         Float64[len(edges) - 1], from 0 to 1. `edges` have all `moments`. The mean only of sides that ranks ran.
         """
         every: tuple[Side, ...] = ("rollout", "training", "scoring", "sync")
-        largest = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
-        total = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
-        ranks = dict.fromkeys(every, 0)
+        largest: dict[Side, Values] = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
+        total: dict[Side, Values] = {of: np.zeros(max(0, len(edges) - 1)) for of in every}
+        ranks: dict[Side, int] = dict.fromkeys(every, 0)
         for sides in self._on_ranks.values():
             own = np.unique(np.concatenate(list(sides.values())))
-            counts = {of: running(pairs, own) for of, pairs in sides.items()}
+            counts: dict[Side, npt.NDArray[np.int64]] = {of: running(pairs, own) for of, pairs in sides.items()}
             everything = np.maximum(1, sum(counts.values()))
             places = np.searchsorted(edges, own)
             here = slice(places[0], places[-1])
@@ -217,7 +217,9 @@ def overlap(events: Iterable[Event], first: int = 0) -> Overlap:
     sides = [largest["rollout"], largest["training"], largest["scoring"]]
     columns = np.stack([length, *(_sums(each, edges, windows) for each in (*sides, *parts))])
     total = _share(columns.sum(axis=1))
-    busy = {of: float(_sums(each, edges, windows).sum()) / (total.seconds or 1.0) for of, each in mean.items()}
+    busy: dict[Side, float] = {
+        of: float(_sums(each, edges, windows).sum()) / (total.seconds or 1.0) for of, each in mean.items()
+    }
     return Overlap(numbers, [_share(column) for column in columns.T], total, busy)
 
 

@@ -22,7 +22,7 @@ from meshrl.engine import Resources, Slot
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
-from meshrl.losses import Loss, check_sources
+from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
@@ -191,7 +191,8 @@ class SimPolicy(SimRole, Policy):
         return batch.assign(**_tokens(len(batch)))
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """One version more. DataError as of every policy, where log-probs are missing or of another model."""
+        """One version more. DataError, as of every policy, for a loss of a critic's or log-probs of another model."""
+        check_predicts(loss, "logprobs")
         check_sources(batch, loss)
         await self._work("update", len(batch))
         self._version += 1
@@ -235,7 +236,8 @@ class SimCritic(SimRole, Critic):
         return batch.assign(values=zeros, advantages=zeros, returns=zeros)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
-        """Learn nothing. DataError as of every critic, where log-probs are missing or of another model."""
+        """Learn nothing. DataError, as of every critic, for a loss of a policy's."""
+        check_predicts(loss, "values")
         check_sources(batch, loss)
         await self._work("update", len(batch))
         zeros = dict.fromkeys(("value", "return", "value_error", "value_clip_fraction"), (0.0, 1.0))
