@@ -59,6 +59,8 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
         for _ in run.steps(config.steps):
             batch = await anext(stream)
+            if config.loss.anchor == "trainer":
+                batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups")

@@ -1,6 +1,6 @@
 """Rollouts as they come, some rows at a time, into whole groups, and these into batches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,22 +48,14 @@ class Assembly:
         where a group gets more rows than it has.
         """
         complete: dict[int, int] = {}
-        if not len(batch):
-            return complete
-        chunk = _Chunk(call, batch)
-        labels = batch.groups
-        order = np.argsort(labels, kind="stable")
-        starts = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0))
-        oldest = np.minimum.reduceat(batch.row("oldest_version")[order], starts)
-        for label, rows, version in zip(
-            labels[order[starts]].tolist(), np.split(order, starts[1:]), oldest.tolist(), strict=True
-        ):
+        chunk, versions = _Chunk(call, batch), batch.row("oldest_version")
+        for label, rows in _by_label(batch.groups):
             group = self._groups.get(label)
             if group is None:
                 continue
             group.pieces.append((chunk, rows))
             group.rows += len(rows)
-            group.oldest = min(group.oldest, version)
+            group.oldest = min(group.oldest, int(versions[rows].min()))
             if group.rows > self._size:
                 raise DataError(
                     f"group {label} got {group.rows} rows and has {self._size}: the sampler yielded a row twice, or "
@@ -77,8 +69,7 @@ class Assembly:
         """Take complete groups again, scored: their rows together, as `batch` gave them."""
         self._scored += 1
         chunk = _Chunk(-self._scored, batch)
-        bounds = np.flatnonzero(np.append(True, np.diff(batch.groups) != 0))
-        for label, rows in zip(batch.groups[bounds].tolist(), np.split(np.arange(len(batch)), bounds[1:]), strict=True):
+        for label, rows in _by_label(batch.groups):
             self._groups[label].pieces = [(chunk, rows)]
 
     def lose(self, labels: Iterable[int]) -> Batch:
@@ -86,19 +77,30 @@ class Assembly:
         prompts = [self._groups.pop(label).prompt for label in labels]
         return Batch.concat([batch.select([row]) for batch, row in prompts])
 
-    def missing(self, label: int) -> int:
-        """Rows of a group that have not come; 0 for one that is not expected."""
-        return self._size - self._groups[label].rows if label in self._groups else 0
+    def incomplete(self, labels: Iterable[int]) -> list[int]:
+        """Those of which rows have not come, each once."""
+        expected = (label for label in dict.fromkeys(labels) if label in self._groups)
+        return [label for label in expected if self._groups[label].rows < self._size]
+
+    def elsewhere(self) -> list[int]:
+        """The groups of which columns lie on the ranks that made them."""
+        return [
+            label for label, group in self._groups.items() if any(chunk.batch.elsewhere for chunk, _ in group.pieces)
+        ]
+
+    def attempts(self, labels: Iterable[int]) -> dict[int, object]:
+        """What tells a group from a later one of the same label, which is drawn where the first is lost."""
+        return {label: self._groups.get(label) for label in labels}
 
     def batch(self, labels: Sequence[int]) -> Batch:
         """The rows of complete groups, in the order of these labels, each group's together in the sampler's order."""
-        rows_of: dict[_Chunk, list[Rows]] = {}
+        pieces: dict[_Chunk, list[Rows]] = {}
         for label in labels:
             for chunk, rows in self._groups[label].pieces:
-                rows_of.setdefault(chunk, []).append(rows)
+                pieces.setdefault(chunk, []).append(rows)
         calls: dict[int, list[Batch]] = {}
-        for chunk, rows in rows_of.items():
-            calls.setdefault(chunk.call, []).append(chunk.batch.select(np.sort(np.concatenate(rows))))
+        for chunk, parts in pieces.items():
+            calls.setdefault(chunk.call, []).append(chunk.batch.select(np.sort(np.concatenate(parts))))
         # Each call's rows know their order in the call.
         whole = Batch.concat([Batch.join(parts) for _, parts in sorted(calls.items())])
         by_label = np.argsort(labels)
@@ -109,3 +111,11 @@ class Assembly:
         """Let go of groups, complete or not."""
         for label in labels:
             del self._groups[label]
+
+
+def _by_label(labels: Rows) -> Iterator[tuple[int, Rows]]:
+    """The rows of each label, ascending."""
+    if len(labels):
+        order = np.argsort(labels, kind="stable")
+        starts = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0))
+        yield from zip(labels[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)

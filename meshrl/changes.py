@@ -23,6 +23,13 @@ class Changes:
         self._error = self._error or error
         self.tell()
 
+    async def when(self, ready: Callable[[], bool]) -> None:
+        """Wait until something holds, without a word: for what waits most of the time."""
+        while not ready():
+            if self._error is not None:
+                raise self._error
+            await self._happened.wait()
+
     async def until(self, ready: Callable[[], bool], who: str, what: str, why: Callable[[], str]) -> None:
         """Wait until something holds: `who` waits for `what`, and `why` tells what that is blocked by.
 
@@ -31,7 +38,4 @@ class Changes:
         if ready():
             return
         with waiting(who, what, why):
-            while not ready():
-                if self._error is not None:
-                    raise self._error
-                await self._happened.wait()
+            await self.when(ready)

@@ -11,8 +11,7 @@ from meshrl import log
 from meshrl.assembly import Assembly
 from meshrl.changes import Changes
 from meshrl.data import Batch
-from meshrl.errors import RankDied
-from meshrl.events import gauge
+from meshrl.errors import DataError, RankDied
 from meshrl.handle import respawn
 from meshrl.ledger import Ledger
 from meshrl.prompts import Prompts
@@ -24,6 +23,9 @@ Swap: TypeAlias = Literal["in_flight", "drain", "abort"]
 """What publishing does to rollouts that run: they go on, with the new weights from their next token; they are finished
 first, and none begins meanwhile; or they stop, and go on from where they were with the new weights."""
 
+_LOT = 8
+"""While calls run, the next one begins where this part of a batch has room: many small calls decode slowly."""
+
 
 @dataclass(eq=False)
 class Call:
@@ -31,12 +33,22 @@ class Call:
 
     number: int
     prompts: Batch
-    resumed: bool
-    """Its rows had begun, and go on: one row each, not `sampling.n`."""
+    sampling: Sampling
     life: int
     """Which life of the sampler it runs in."""
+    rows: int = 0
+    """How many came."""
     aborted: list[Batch] = field(default_factory=list)
     """What it did not finish."""
+
+    def check(self) -> None:
+        """DataError where it ended well and lacks rows."""
+        wanted = len(self.prompts) * self.sampling.n
+        if self.rows != wanted:
+            raise DataError(
+                f"the sampler returned {self.rows} rollouts for {len(self.prompts)} prompts x {self.sampling.n} "
+                "completions"
+            )
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Generation:
         """Rows that came and, at the end of a call, None or what it raised."""
         self.demand = False
         """Whether the trainer waits for a batch."""
-        self._sampler = sampler
+        self.sampler = sampler
         self._sampling = sampling
         self._mode = swap
         self._retries = retries
@@ -71,7 +83,8 @@ class Generation:
         self._calls = 0
         self._halted = 0
         """How many want that no call begins."""
-        self._reviving = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Held by who changes the sampler: its weights, or its life."""
         self._life = 0
         self._weights: Weights | None = None
 
@@ -81,36 +94,47 @@ class Generation:
         while True:
             await it.changes.until(self._may_draw, "rollout", "capacity", self._why_not)
             if self._resumable:
-                prompts, resumed = self._resumable.pop(min(self._resumable)), True
+                prompts = self._resumable.pop(min(self._resumable))
+                sampling = self._sampling.model_copy(update={"n": 1})
             else:
                 decided = it.script.next("draw")
-                prompts, resumed = it.prompts.take(decided.count if decided else it.ledger.room), False
+                prompts, sampling = it.prompts.take(decided.count if decided else it.ledger.room), self._sampling
                 for label in prompts.groups.tolist():
                     it.ledger.draw(label)
                 it.assembly.expect(prompts)
             it.script.note("draw", len(prompts))
-            call = Call(self._calls, prompts, resumed, self._life)
+            call = Call(self._calls, prompts, sampling, self._life)
             self._calls += 1
             self._running[call.number] = call
-            gauge("groups running", it.ledger.running)
             it.start(self._generate(call))
 
     async def swap(self, weights: Weights) -> None:
         """Give the sampler new weights, in this stream's way."""
-        life = self._life
         self._weights = weights
+        if self._mode == "in_flight":
+            await self._change(lambda: self._load(weights))
+            return
+        self._halted += 1
         try:
-            await self._swap(weights)
-        except RankDied as error:
-            await self._revive(life, error)
+            if self._mode == "abort":
+                await self._change(self.sampler.abort)
+            await self._shared.changes.until(
+                lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
+            )
+            await self._change(lambda: self._load(weights))
+        finally:
+            self._halted -= 1
+            self._shared.changes.tell()
 
     async def end(self, call: Call, error: Exception | None) -> None:
         """A call is over, and all that it yielded is counted: what it stopped goes on, what it lost is drawn again."""
-        if call.aborted:
-            self._resumable[call.number] = Batch.join(call.aborted).drop("aborted")
-        elif error is not None:
-            self._lose(call)
-            await self._revive(call.life, error)
+        if error is not None:
+            self._lose(self._shared.assembly.incomplete(call.prompts.groups.tolist()))
+            await self._recover(call.life, error)
+        else:
+            call.check()
+            if call.aborted:
+                self._resumable[call.number] = Batch.join(call.aborted).drop("aborted")
         del self._running[call.number]
         self._shared.changes.tell()
 
@@ -120,7 +144,7 @@ class Generation:
         if self._halted or not it.script.is_turn("draw") or not (it.ledger.ahead or self.demand):
             return False
         decided = it.script.next("draw")
-        least = decided.count if decided else 1
+        least = decided.count if decided else max(1, it.ledger.size // _LOT) if self._running else 1
         return bool(self._resumable or (it.ledger.room >= least and it.prompts))
 
     def _why_not(self) -> str:
@@ -139,9 +163,8 @@ class Generation:
 
     async def _generate(self, call: Call) -> None:
         """Run a call to its end, whatever that is."""
-        sampling = self._sampling.model_copy(update={"n": 1}) if call.resumed else self._sampling
         ended: Exception | None = None
-        chunks = self._sampler.generate(call.prompts.part(np.arange(len(call.prompts))), sampling)
+        chunks = self.sampler.generate(call.prompts.part(np.arange(len(call.prompts))), call.sampling)
         try:
             async for chunk in chunks:
                 self.arrived.append((call, chunk))
@@ -154,46 +177,51 @@ class Generation:
         self.arrived.append((call, ended))
         self._shared.changes.tell()
 
-    async def _swap(self, weights: Weights) -> None:
-        if self._mode == "in_flight":
-            await load_into(self._sampler, weights)
-            return
+    async def _load(self, weights: Weights) -> None:
+        await load_into(self.sampler, weights)
+
+    async def _change(self, change: Callable[[], Coroutine[Never, Never, None]]) -> None:
+        """Change the sampler; one that dies of it, or had died, is given a new life with the newest weights."""
+        async with self._changing:
+            try:
+                await change()
+            except RankDied as error:
+                await self._revive(error)
+
+    async def _recover(self, life: int, error: Exception) -> None:
+        """After a call has failed."""
         self._halted += 1
         try:
-            if self._mode == "abort":
-                await self._sampler.abort()
-            await self._shared.changes.until(
-                lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
-            )
-            await load_into(self._sampler, weights)
+            async with self._changing:
+                if life == self._life:  # else what ended that life has been seen to
+                    await self._revive(error)
         finally:
             self._halted -= 1
             self._shared.changes.tell()
 
-    def _lose(self, call: Call) -> None:
-        """What a call has not completed is drawn again from its prompts."""
+    async def _revive(self, error: Exception) -> None:
+        """Begin a new life: of a sampler that died with the weights that were published last, as often as it takes."""
+        while True:
+            if not self._retries or (isinstance(error, RankDied) and self._weights is None):
+                raise error  # also where nobody here knows the weights that it had
+            self._retries -= 1
+            self._life += 1
+            log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
+            if not isinstance(error, RankDied) or self._weights is None:
+                return
+            self._lose(self._shared.assembly.elsewhere())
+            try:
+                await respawn(self.sampler)
+                await load_into(self.sampler, self._weights)
+            except RankDied as again:
+                error = again
+            else:
+                return
+
+    def _lose(self, labels: list[int]) -> None:
+        """Draw groups again, from their prompts."""
         it = self._shared
-        lost = [label for label in dict.fromkeys(call.prompts.groups.tolist()) if it.assembly.missing(label)]
-        if lost:
-            for label in lost:
+        if labels:
+            for label in labels:
                 it.ledger.restart(label)
-            it.prompts.put_back(it.assembly.lose(lost))
-
-    async def _revive(self, life: int, error: Exception) -> None:
-        """After a failure: a sampler that died begins a new life, with the weights that were published last."""
-        self._halted += 1
-        try:
-            async with self._reviving:
-                if life != self._life:
-                    return  # another call of that life has seen to it
-                if not self._retries or (isinstance(error, RankDied) and self._weights is None):
-                    raise error  # also where nobody here knows the weights it had
-                self._retries -= 1
-                self._life += 1
-                log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
-                if isinstance(error, RankDied) and self._weights is not None:
-                    await respawn(self._sampler)
-                    await load_into(self._sampler, self._weights)
-        finally:
-            self._halted -= 1
-            self._shared.changes.tell()
+            it.prompts.put_back(it.assembly.lose(labels))

@@ -32,7 +32,8 @@ class Ledger:
 
     Prompts are drawn while `accepted + running <= (ahead + version + 1) * size`, where what is ready or delivered has
     been accepted (AReaL, arXiv:2505.24298, equation 3). What is delivered has no token that is more than `ahead`
-    versions older than the trainer's weights.
+    versions older than the trainer's weights. A publication counts for that as soon as it is announced, so that one
+    that is still on its way does not loosen the bound.
     """
 
     def __init__(self, size: int, ahead: int, late: Late = "wait") -> None:
@@ -50,6 +51,9 @@ class Ledger:
         """Groups that were delivered."""
         self.dropped: Counter[str] = Counter()
         self._published: list[int] = []
+        self._announced = 0
+        self._last_trained = -1
+        """The version that the batch taken last trains."""
         self._begun = False
 
     @property
@@ -59,13 +63,16 @@ class Ledger:
 
     @property
     def trainer(self) -> int:
-        """The version that the next batch trains: also where the weights of the last one are still on their way."""
-        return max(self.version, self.batches)
+        """The version that the next batch trains: also where nobody has begun to publish what the last one made."""
+        return max(self.version + self._announced, self._last_trained + 1)
 
     @property
     def capacity(self) -> int:
-        """Groups that may have been drawn by now, without those that were dropped."""
-        return (self.ahead + self.version + 1) * self.size
+        """Groups that may have been drawn by now, without those that were dropped.
+
+        Publishing more often than once a batch gives no room.
+        """
+        return (self.ahead + min(self.version, self.batches) + 1) * self.size
 
     @property
     def room(self) -> int:
@@ -77,15 +84,27 @@ class Ledger:
         """Groups that are not finished."""
         return len(self.groups) - self.ready
 
-    def publish(self, weights: int) -> None:
-        """Weights of this number go to the sampler. What comes before the first draw is where the count begins."""
+    def announce(self) -> bool:
+        """New weights will be published. Whether they count: what comes before the first draw is where that begins."""
+        self._announced += self._begun
+        return self._begun
+
+    def withdraw(self) -> None:
+        """Weights that were announced, and count, will not be published."""
+        self._announced -= 1
+
+    def check(self, weights: int) -> None:
+        """DataError if weights of this number cannot follow those that were published."""
         if self._published and weights < self._published[-1]:
             raise DataError(
                 f"weights of version {weights} were published after those of version {self._published[-1]}: versions "
                 "may not fall, or the age of a token would mean nothing"
             )
-        if self._begun:
-            self._published.append(weights)
+
+    def publish(self, weights: int) -> None:
+        """Weights of this number, which were announced and count, have been given to the sampler."""
+        self._announced -= 1
+        self._published.append(weights)
 
     def version_of(self, weights: int) -> int:
         """How often weights had been published when those of this number were."""
@@ -102,7 +121,7 @@ class Ledger:
     def finish(self, label: int, oldest: int) -> None:
         """A group is complete; its oldest token was sampled by weights of this number."""
         group = self.groups[label]
-        group.version = max(group.version, self.version_of(oldest))
+        group.version = self.version_of(oldest)
         group.finished = True
         self.ready += 1
 
@@ -148,6 +167,7 @@ class Ledger:
         return True
 
     def _deliver(self, labels: Sequence[int]) -> None:
+        self._last_trained = self.trainer
         for label in labels:
             self._remove(label)
         self.accepted += len(labels)
@@ -155,8 +175,7 @@ class Ledger:
 
     def staleness(self, weights: Sequence[int]) -> list[int]:
         """How many versions tokens sampled by weights of these numbers were behind the batch taken last."""
-        trainer = max(self.version, self.batches - 1)
-        return [trainer - self.version_of(each) for each in weights]
+        return [self._last_trained - self.version_of(each) for each in weights]
 
     def _remove(self, label: int) -> None:
         self.ready -= self.groups.pop(label).finished

@@ -1,7 +1,7 @@
 """The prompts that a stream of rollouts still has to draw."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from meshrl.errors import DataError
 class Prompts:
     """Batches of prompts of one size, dealt out some rows at a time. False when there are no more."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = iter(batches)
         self._next: deque[Batch] = deque()
         self.size = len(self._next[0]) if self else 0
         """Rows of a batch."""
@@ -25,6 +25,8 @@ class Prompts:
                     "a stream of rollouts needs prompts with `groups`, another number for each: take them from "
                     "`Task.batches`, or assign them"
                 )
+            if not len(batch):
+                raise DataError("a stream of rollouts got a batch of no prompts: leave it out")
             self._next.append(batch)
         return bool(self._next)
 

@@ -1,5 +1,6 @@
 """What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
 
+from contextlib import ExitStack
 from math import nan
 from typing import cast
 
@@ -21,6 +22,11 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
     tagged = prompts.part(np.arange(len(prompts)))
     chunks = [chunk async for chunk in sampler.generate(tagged, sampling)]
     done = Batch.join(chunks)
+    if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
+        raise DataError(
+            'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '
+            "open, or from a sampler of their own"
+        )
     if len(done) != len(prompts) * sampling.n:
         raise DataError(
             f"the sampler returned {len(done)} rollouts for {len(prompts)} prompts x {sampling.n} completions"
@@ -31,20 +37,27 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
 async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
     """Give the samplers the policy's weights; returns them. Later tokens carry their version.
 
-    While rollouts stream, give the stream: `await publish(policy, stream)`. It counts the versions, and hands the
-    weights on to its sampler.
+    While rollouts stream, give the stream, once a batch: `await publish(policy, stream)`. It counts the versions, and
+    hands the weights on to its sampler. DataError where the sampler of an open stream is given instead.
     """
     to = sink.get()
     asked = to.now() if to else 0.0
-    weights = await policy.weights()
     for sampler in samplers:
-        began = to.now() if to else 0.0
-        if isinstance(sampler, Rollouts):
-            await sampler.load(weights)
-        else:
-            await load_into(sampler, weights)
-        if to:
-            to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
+        if any(stream.feeds_on(sampler) for stream in Rollouts.live):
+            raise DataError("the sampler feeds a stream of rollouts, which counts versions: publish to the stream")
+    with ExitStack() as announced:
+        for sampler in samplers:
+            if isinstance(sampler, Rollouts):
+                announced.enter_context(sampler.announced())
+        weights = await policy.weights()
+        for sampler in samplers:
+            began = to.now() if to else 0.0
+            if isinstance(sampler, Rollouts):
+                await sampler.load(weights)
+            else:
+                await load_into(sampler, weights)
+            if to:
+                to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
     return weights
 
 

@@ -5,7 +5,7 @@ differ in speed.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -30,6 +30,16 @@ class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, om
     groups: list[int] = []
 
 
+class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
+    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt."""
+
+    size: int
+    ahead: int
+    n: int
+    late: str
+    swap: str
+
+
 class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
     """Where the calls on a sampler's ranks stood when new weights came: what its `load` returned."""
 
@@ -37,7 +47,7 @@ class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
     places: Mapping[str, list[int]]
 
 
-Entry: TypeAlias = Decision | Load
+Entry: TypeAlias = Decision | Opened | Load
 _decoder = msgspec.json.Decoder(Entry)
 
 
@@ -45,11 +55,21 @@ class Script:
     """The decisions of one stream: written down where a run keeps a schedule, and read first where it repeats one."""
 
     def __init__(
-        self, write: Callable[[Decision], None] | None = None, number: int = 0, decided: Iterable[Decision] = ()
+        self,
+        write: Callable[[Decision], None] | None = None,
+        number: int = 0,
+        decided: Iterable[Decision] = (),
+        begin: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._write = write
         self._number = number
         self._decided = deque(decided)
+        self._begin = begin
+
+    async def begin(self) -> None:
+        """Before the first decision: tell the sampler what it is to repeat."""
+        if self._begin is not None:
+            await self._begin()
 
     @property
     def is_free(self) -> bool:
@@ -82,21 +102,31 @@ class Schedule:
         self._streams = 0
         self._samplers: list[Sampler] = []
 
-    def script(self) -> Script:
-        """The decisions of the next stream."""
+    def script(self, sampler: Sampler, opened: Opened) -> Script:
+        """The decisions of the next stream. DataError where it is not configured as the one that is repeated."""
         number, self._streams = self._streams, self._streams + 1
+        before = [each for each in self._replayed or () if isinstance(each, Opened)][number : number + 1]
+        if self._replayed is not None and before != [opened]:
+            raise DataError(
+                f"a schedule of another stream cannot be followed: this one is {opened}, and the one that is replayed "
+                f"{before[0] if before else 'was never opened'}; use the configuration of that run"
+            )
+        self.write(opened)
         decided = [each for each in self._replayed or () if isinstance(each, Decision) and each.stream == number]
-        return Script(self.write, number, decided)
+        return Script(self.write, number, decided, lambda: self._number(sampler))
 
     async def load(self, sampler: Sampler, weights: Weights) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
+        await self._number(sampler)
+        places = await sampler.load(weights)
+        self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in places.names}))
+
+    async def _number(self, sampler: Sampler) -> None:
+        """Know the sampler; in a replay tell it, before anything else, where its weights came."""
         if sampler not in self._samplers:
             self._samplers.append(sampler)
             if self._replayed is not None:
                 await sampler.replay(self._record(len(self._samplers) - 1, self._replayed))
-        number = self._samplers.index(sampler)
-        places = await sampler.load(weights)
-        self.write(Load(number, {name: places.row(name).tolist() for name in places.names}))
 
     def write(self, entry: Entry) -> None:
         """Add a line."""

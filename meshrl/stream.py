@@ -10,24 +10,28 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Never, Self, TypeAlias
+from typing import Final, Never, Self, TypeAlias, get_args
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from meshrl import log
 from meshrl.assembly import Assembly
 from meshrl.changes import Changes
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.events import Delivery, gauge, sink
+from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.generation import Call, Generation, Shared, Swap
 from meshrl.ledger import Late, Ledger
 from meshrl.prompts import Prompts
 from meshrl.roles import Sampler, Sampling
-from meshrl.schedule import Script, schedule
+from meshrl.schedule import Opened, Script, schedule
+from meshrl.table import lengths
 from meshrl.weights import Weights
 
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
@@ -35,6 +39,8 @@ Keep: TypeAlias = Callable[[Batch], ArrayLike]
 
 _MOST_FILTERED: Final = 100
 """Batches of groups that `keep` may drop between two batches."""
+_PATIENCE: Final = 60.0
+"""Seconds that a batch is waited for before who waits for whom is logged."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class _Plan:
 
 def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     sampler: Sampler,
-    prompts: Iterator[Batch],
+    prompts: Iterable[Batch],
     sampling: Sampling,
     *,
     ahead: int = 0,
@@ -66,21 +72,34 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     in `staleness`, int32, how many it is.
 
     `prompts`: batches of one size, with `groups`, another number for each prompt.
-    `score`: applied to groups as they finish, as in `score=reward.score`.
-    `keep`: from such groups, scored, to bool[rows]; one with a False is dropped, and another prompt drawn for it
-    (`keep=has_signal`).
+    `score`: applied to groups as they finish, some at a time and several times at once, as in `score=reward.score`.
+    `keep`: from such groups, scored, all but token columns loaded, to bool[rows]; a group with a False is dropped, and
+    another prompt drawn for it (`keep=has_signal`).
     `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
     `swap`: what publishing does to the rollouts that run.
     `retries`: how often rollouts that a failing sampler lost are drawn again. A sampler that died is respawned.
     """
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
+    for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(Swap))):
+        if value not in known:
+            raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
     source = Prompts(prompts)
     return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
 
 
+@dataclass(eq=False)
+class _Ticket:
+    """A publication that was announced."""
+
+    counts: bool
+
+
 class Rollouts:
     """What `rollouts` returns: an asynchronous iterator of batches, used with `async with`."""
+
+    live: Final[WeakSet["Rollouts"]] = WeakSet()
+    """Those that are open."""
 
     def __init__(self, plan: _Plan, prompts: Prompts, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -89,23 +108,29 @@ class Rollouts:
         self._assembly = Assembly(plan.sampling.n)
         self._changes = Changes()
         kept = schedule.get()
-        self._script = kept.script() if kept else Script()
+        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap)
+        self._script = kept.script(plan.sampler, opened) if kept else Script()
         shared = Shared(ledger, self._assembly, prompts, self._changes, self._script, self._start)
         self._generation = Generation(plan.sampler, plan.sampling, plan.swap, plan.retries, shared)
         self._begun = False
         self._swapping = asyncio.Lock()
+        self._announced: list[_Ticket] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._gauges: dict[str, int] = {}
         self._told = ledger.dropped.copy()
         self._filtered = 0
         """Groups that `keep` dropped since the last batch."""
 
     async def __aenter__(self) -> Self:
+        Rollouts.live.add(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancel what is being generated."""
+        Rollouts.live.discard(self)
+        self._changes.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -116,8 +141,11 @@ class Rollouts:
 
     async def __anext__(self) -> Batch:
         """The next batch. Ends when the prompts do; the last batch may then be smaller."""
+        if self not in Rollouts.live:
+            raise DataError("a stream of rollouts is used inside its `async with` alone")
         if not self._begun:
             self._begun = True
+            await self._script.begin()
             self._start(self._generation.run())
             self._start(self._collect())
         labels: list[int] = []
@@ -128,22 +156,53 @@ class Rollouts:
 
         self._generation.demand = True
         self._changes.tell()
-        await self._changes.until(ready, "trainer", "a batch", self._why_no_batch)
-        self._generation.demand = False
+        impatient = asyncio.get_running_loop().call_later(_PATIENCE, self._say_who_waits)
+        try:
+            await self._changes.until(ready, "trainer", "a batch", self._why_no_batch)
+        finally:
+            impatient.cancel()
+            self._generation.demand = False
         if labels:
             return self._deliver(labels)
-        raise StopAsyncIteration
+        raise StopAsyncIteration("the prompts have ended")
+
+    def feeds_on(self, sampler: object) -> bool:
+        """Whether its rollouts come from this sampler, and have begun."""
+        return self._begun and self._plan.sampler is sampler
+
+    @contextmanager
+    def announced(self) -> Generator[None]:
+        """New weights will be given to `load` before the block ends: the trainer has moved on already."""
+        ticket = _Ticket(self.ledger.announce())
+        self._announced.append(ticket)
+        try:
+            yield
+        finally:
+            if ticket in self._announced:
+                self._announced.remove(ticket)
+                self._withdraw(ticket)
 
     async def load(self, weights: Weights) -> None:
-        """Give the sampler new weights, as `publish` does."""
-        async with self._swapping:
-            await self._changes.until(
-                lambda: self._script.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
-            )
-            self._script.note("publish")
-            await self._generation.swap(weights)
+        """Give the sampler new weights, as `publish` does: once a batch. DataError where their version falls."""
+        ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
+        try:
+            async with self._swapping:
+                self.ledger.check(weights.version)
+                await self._changes.until(
+                    lambda: self._script.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
+                )
+                self._script.note("publish")
+                await self._generation.swap(weights)
+        except BaseException:
+            self._withdraw(ticket)
+            raise
+        if ticket.counts:
             self.ledger.publish(weights.version)
-            self._changes.tell()
+        self._changes.tell()
+
+    def _withdraw(self, ticket: "_Ticket") -> None:
+        if ticket.counts:
+            self.ledger.withdraw()
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -154,6 +213,8 @@ class Rollouts:
 
     def _take(self) -> list[int]:
         if old := self.ledger.too_old():
+            if self.ledger.late == "wait":
+                log.warning("groups are too old and are dropped: publish once a batch", groups=len(old))
             self.ledger.drop(old, "stale")
             self._assembly.forget(old)
             self._changes.tell()
@@ -174,6 +235,7 @@ class Rollouts:
             self._told = self.ledger.dropped.copy()
             number = self.ledger.batches - 1
             to.emit(Delivery(number, to.now(), len(batch), np.bincount(staleness).tolist(), dropped))
+        self._note_gauges()
         self._changes.tell()
         return batch.assign(staleness=staleness)
 
@@ -183,52 +245,82 @@ class Rollouts:
     def _why_no_batch(self) -> str:
         return f"{self.ledger.ready} of {self.ledger.size} groups are ready, {self.ledger.running} run"
 
+    def _say_who_waits(self) -> None:
+        lines = [str(each) for each in Pending.of(asyncio.get_running_loop())]
+        log.info(f"no batch for {_PATIENCE:g} s: {'; '.join(lines)}")
+
     # --- from the sampler ----------------------------------------------------------------------------
 
     async def _collect(self) -> None:
-        """Score what has come, all of it at a time, and put it into groups."""
+        """Put what has come to its groups; those that are whole are scored, while others come."""
         generation = self._generation
         while True:
-            await self._changes.until(
-                lambda: bool(generation.arrived), "scoring", "rollouts", lambda: f"{self.ledger.running} groups run"
-            )
+            await self._changes.when(lambda: bool(generation.arrived))
             arrived, generation.arrived = generation.arrived, []
-            await self._add([(call, each) for call, each in arrived if isinstance(each, Batch) and len(each)])
+            whole: dict[int, int] = {}
+            for call, rows in arrived:
+                if isinstance(rows, Batch) and len(rows):
+                    whole |= await self._add(call, rows)
+            if whole:
+                self._start(self._finish(whole))
             for call, ended in arrived:
                 if not isinstance(ended, Batch):
-                    self._check(call, ended)
                     await generation.end(call, ended)
-            gauge("groups ready", self.ledger.ready)
-            gauge("groups running", self.ledger.running)
+            self._note_gauges()
             self._changes.tell()
 
-    async def _add(self, arrived: list[tuple[Call, Batch]]) -> None:
-        """Put rows to their groups; score those that are whole now."""
-        whole: dict[int, int] = {}
-        for call, chunk in arrived:
-            rows = await chunk.load("groups", "aborted", "oldest_version")
-            aborted = np.asarray(rows.row("aborted"), np.bool_)
-            if aborted.any():
-                call.aborted.append(rows.select(aborted))
-                rows = rows.select(np.logical_not(aborted))
-            whole |= self._assembly.add(call.number, rows.drop("aborted"))
-        if not whole:
-            return
-        groups = self._assembly.batch(list(whole))
-        if self._plan.score is not None:
-            groups = await (await self._plan.score(groups)).load("groups", "oldest_version")
-        self._assembly.put(groups)
-        unwanted = await self._unwanted(groups)
-        for label in whole.keys() - unwanted:
+    async def _add(self, call: Call, chunk: Batch) -> dict[int, int]:
+        """Put rows to their groups; those that are whole now."""
+        rows = await chunk.load("groups", "aborted", "oldest_version")
+        call.rows += len(rows)
+        aborted = np.asarray(rows.row("aborted"), np.bool_)
+        if aborted.any():
+            call.aborted.append(rows.select(aborted))
+            rows = rows.select(np.logical_not(aborted))
+        return self._assembly.add(call.number, rows.drop("aborted"))
+
+    async def _finish(self, whole: Mapping[int, int]) -> None:
+        """Score groups, drop those that are not wanted, and have the others ready."""
+        attempts = self._assembly.attempts(whole)
+
+        def lost() -> set[int]:
+            """Groups that were lost with the sampler meanwhile, and are drawn again."""
+            now = self._assembly.attempts(whole)
+            return {label for label in whole if now[label] is not attempts[label]}
+
+        try:
+            scored = await self._scored(self._assembly.batch(list(whole)))
+            unwanted = await self._unwanted(scored)
+        except Exception:
+            if lost():  # perhaps because of that
+                return
+            raise
+        gone = lost()
+        here = np.logical_not(np.isin(scored.groups, list(gone)))
+        self._assembly.put(scored.select(here))
+        for label in whole.keys() - unwanted - gone:
             self.ledger.finish(label, whole[label])
-        self.ledger.drop(unwanted, "filtered")
-        self._assembly.forget(unwanted)
+        self.ledger.drop(unwanted - gone, "filtered")
+        self._assembly.forget(unwanted - gone)
+        self._note_gauges()
+        self._changes.tell()
+
+    async def _scored(self, groups: Batch) -> Batch:
+        if self._plan.score is None:
+            return groups
+        scored = await (await self._plan.score(groups)).load("groups", "oldest_version")
+        if not np.array_equal(scored.groups, groups.groups):
+            raise DataError(
+                f"`score` was given {len(groups)} rows and returned {len(scored)}, or in another order: return what it "
+                "is given, with columns assigned"
+            )
+        return scored
 
     async def _unwanted(self, groups: Batch) -> set[int]:
         """Which of these groups `keep` does not want."""
         if self._plan.keep is None:
             return set()
-        groups = await groups.load(*({"rewards", "groups"} & set(groups.names)))
+        groups = await groups.load(*(name for name, column in groups.stored.items() if lengths(column) is None))
         wanted = np.asarray(self._plan.keep(groups), np.bool_)
         unwanted = set(groups.groups[np.logical_not(wanted)].tolist())
         self._filtered += len(unwanted)
@@ -239,14 +331,12 @@ class Rollouts:
             )
         return unwanted
 
-    def _check(self, call: Call, error: Exception | None) -> None:
-        """DataError where a call ended well and lacks rows."""
-        lacking = [self._assembly.missing(label) for label in set(call.prompts.groups.tolist())]
-        if error is None and not call.aborted and not call.resumed and any(lacking):
-            raise DataError(
-                f"the sampler ended {sum(lacking)} rollouts short of {len(call.prompts)} prompts x "
-                f"{self._plan.sampling.n} completions"
-            )
+    def _note_gauges(self) -> None:
+        now = {"groups ready": self.ledger.ready, "groups running": self.ledger.running}
+        for name, value in now.items():
+            if self._gauges.get(name) != value:
+                gauge(name, value)
+        self._gauges = now
 
     # --- tasks ---------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 python -m meshrl.testing FILE.py:SCENARIO --seed 1234
 """
 
+import asyncio
 import importlib
 import inspect
 import logging
@@ -59,7 +60,7 @@ def explore(
     name, command = _name(scenario), _command(scenario, seed, time_limit)
     try:
         replay(scenario, seed, time_limit=time_limit)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ScheduleFailed(seed, f"{name} fails under seed {seed}: {what}\nTo replay it: {command}") from error
     raise ScheduleFailed(
@@ -79,7 +80,7 @@ def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -
         for seed in seeds:
             try:
                 replay(scenario, seed, time_limit=time_limit)
-            except Exception:  # noqa: BLE001 -- whatever it is, it is the finding
+            except (Exception, asyncio.CancelledError):  # noqa: BLE001 -- whatever it is, it is the finding
                 return seed
     return None
 

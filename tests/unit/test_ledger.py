@@ -17,6 +17,12 @@ def drawn(ledger: Ledger, first: int) -> list[int]:
     return labels
 
 
+def publish(ledger: Ledger, weights: int) -> None:
+    ledger.check(weights)
+    if ledger.announce():
+        ledger.publish(weights)
+
+
 @given(
     size=st.integers(1, 4),
     ahead=st.integers(0, 4),
@@ -59,7 +65,7 @@ def test_whatever_finishes_when_nothing_trained_is_older_than_the_bound(
                 weights - started[label] for label in taken
             ]
             weights += 1
-            ledger.publish(weights)
+            publish(ledger, weights)
     assert len(set(trained)) == len(trained) == 12 * size
     assert len(trained) + ledger.dropped.total() + len(ledger.groups) + restarted == labels
 
@@ -76,7 +82,7 @@ def test_a_ledger_whose_groups_are_all_finished_never_waits(size: int, ahead: in
             if not ledger.groups[label].finished:
                 ledger.finish(label, weights - 1)
         assert ledger.take() is not None
-        ledger.publish(weights)
+        publish(ledger, weights)
 
 
 def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
@@ -85,7 +91,7 @@ def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
     for label in first[1:]:
         ledger.finish(label, 0)
     assert ledger.take() == [1, 2]
-    ledger.publish(1)
+    publish(ledger, 1)
     for label in drawn(ledger, 4):
         ledger.finish(label, 1)
     assert ledger.take() is None
@@ -98,11 +104,11 @@ def test_a_batch_that_may_drop_waits_for_nobody() -> None:
     for label in drawn(ledger, 0)[1:]:
         ledger.finish(label, 0)
     assert ledger.take() == [1, 2]
-    ledger.publish(1)
+    publish(ledger, 1)
     for label in drawn(ledger, 4):
         ledger.finish(label, 1)
     assert ledger.take() == [3, 4]
-    ledger.publish(2)
+    publish(ledger, 2)
     ledger.finish(0, 0)
     assert ledger.too_old() == [0]
     ledger.drop([0], "stale")
@@ -112,16 +118,16 @@ def test_a_batch_that_may_drop_waits_for_nobody() -> None:
 
 def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
     ledger = Ledger(size=1, ahead=1)
-    ledger.publish(7)
+    publish(ledger, 7)
     drawn(ledger, 0)
     ledger.finish(0, 7)
     ledger.take()
-    ledger.publish(11)
+    publish(ledger, 11)
     assert ledger.version == 1
     assert ledger.version_of(7) == 0
     assert ledger.version_of(11) == 1
     with pytest.raises(DataError, match="version 9 were published after those of version 11"):
-        ledger.publish(9)
+        publish(ledger, 9)
 
 
 def test_a_prompt_drawn_twice_is_refused() -> None:
@@ -129,3 +135,24 @@ def test_a_prompt_drawn_twice_is_refused() -> None:
     ledger.draw(5)
     with pytest.raises(DataError, match="group 5 was drawn again"):
         ledger.draw(5)
+
+
+def test_a_publication_that_is_on_its_way_counts_for_the_bound_and_not_for_room() -> None:
+    ledger = Ledger(size=1, ahead=0)
+    ledger.draw(0)
+    ledger.finish(0, 0)
+    assert ledger.announce()
+    assert ledger.too_old() == [0]
+    assert ledger.room == 0
+    ledger.withdraw()
+    assert ledger.take() == [0]
+
+
+def test_publishing_twice_a_batch_gives_no_more_room() -> None:
+    ledger = Ledger(size=2, ahead=1)
+    for label in drawn(ledger, 0):
+        ledger.finish(label, 0)
+    ledger.take()
+    for weights in (1, 2, 3):
+        publish(ledger, weights)
+    assert ledger.room == 2

@@ -11,7 +11,6 @@ import pytest
 from meshrl import (
     Batch,
     ClippedLoss,
-    CrossEntropy,
     DataError,
     LocalEngine,
     Mesh,
@@ -203,13 +202,23 @@ def test_what_a_reward_raises_reaches_the_script() -> None:
         simulate(script)
 
 
-def test_who_publishes_to_the_sampler_instead_of_the_stream_is_told_who_waits_for_whom() -> None:
+def test_publishing_to_the_sampler_instead_of_the_stream_is_refused() -> None:
     async def script() -> None:
         policy, sampler = FakePolicy(POLICY), FakeSampler(SAMPLER)
+        await publish(policy, sampler)
         async with rollouts(sampler, prompts(2), SAMPLING, ahead=1) as stream:
-            async for batch in stream:
-                await policy.update(batch, CrossEntropy())
-                await publish(policy, sampler)
+            await anext(stream)
+            await publish(policy, sampler)
+
+    with pytest.raises(DataError, match="publish to the stream"):
+        simulate(script)
+
+
+def test_who_does_not_publish_is_told_who_waits_for_whom() -> None:
+    async def script() -> None:
+        async with rollouts(FakeSampler(SAMPLER), prompts(2), SAMPLING, ahead=1) as stream:
+            async for _ in stream:
+                pass
 
     with pytest.raises(Deadlock, match="trainer waits for a batch: 0 of 2 groups are ready") as caught:
         simulate(script)
@@ -229,12 +238,39 @@ class Forgetful(FakeSampler):
     ("wrong", "message"),
     [
         (lambda: streamed(1, ahead=-1), "ahead = -1"),
-        (lambda: streamed(1, sampler=Forgetful(SAMPLER)), "ended 1 rollouts short of 4 prompts x 3"),
+        (lambda: streamed(1, late="never"), "late = 'never': it is one of 'wait', 'drop'"),
+        (lambda: streamed(1, size=0), "a batch of no prompts"),
+        (lambda: streamed(1, sampler=Forgetful(SAMPLER)), "returned 11 rollouts for 4 prompts x 3"),
     ],
 )
 def test_mistakes_are_told(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         simulate(wrong)  # type: ignore[arg-type]
+
+
+def test_a_score_that_loses_a_row_is_told() -> None:
+    async def score(batch: Batch) -> Batch:
+        return batch.select(np.arange(len(batch) - 1)).assign(rewards=np.zeros(len(batch) - 1))
+
+    async def script() -> None:
+        async with rollouts(FakeSampler(SAMPLER), prompts(4), SAMPLING, score=score) as stream:
+            await anext(stream)
+
+    with pytest.raises(DataError, match="`score` was given 3 rows and returned 2"):
+        simulate(script)
+
+
+def test_a_stream_is_used_inside_its_block_alone() -> None:
+    async def script() -> None:
+        stream = rollouts(FakeSampler(SAMPLER), prompts(2), SAMPLING)
+        with pytest.raises(DataError, match="inside its `async with`"):
+            await anext(stream)
+        async with stream:
+            await anext(stream)
+        with pytest.raises(DataError, match="inside its `async with`"):
+            await anext(stream)
+
+    simulate(script)
 
 
 def test_prompts_without_groups_are_refused() -> None:
