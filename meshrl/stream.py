@@ -262,7 +262,7 @@ class Rollouts:
                 if isinstance(rows, Batch) and len(rows):
                     whole |= await self._add(call, rows)
             if whole:
-                self._start(self._finish(whole))
+                self._start(self._finish(whole, self._assembly.batch(list(whole)), self._assembly.attempts(whole)))
             for call, ended in arrived:
                 if not isinstance(ended, Batch):
                     await generation.end(call, ended)
@@ -279,9 +279,8 @@ class Rollouts:
             rows = rows.select(np.logical_not(aborted))
         return self._assembly.add(call.number, rows.drop("aborted"))
 
-    async def _finish(self, whole: Mapping[int, int]) -> None:
+    async def _finish(self, whole: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
         """Score groups, drop those that are not wanted, and have the others ready."""
-        attempts = self._assembly.attempts(whole)
 
         def lost() -> set[int]:
             """Groups that were lost with the sampler meanwhile, and are drawn again."""
@@ -289,7 +288,7 @@ class Rollouts:
             return {label for label in whole if now[label] is not attempts[label]}
 
         try:
-            scored = await self._scored(self._assembly.batch(list(whole)))
+            scored = await self._scored(groups)
             unwanted = await self._unwanted(scored)
         except Exception:
             if lost():  # perhaps because of that

@@ -92,6 +92,18 @@ class MortalEngine(LocalEngine):
             await values.aclose()
 
 
+class DeadlyEngine(MortalEngine):
+    """Also a crash while weights are loaded, or calls aborted, is a death."""
+
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
+        try:
+            return await super().call(endpoint, requests, seen)
+        except RankFailed as error:
+            if isinstance(error.__cause__, Crash) and endpoint in ("load", "abort"):
+                raise RankDied(error.actor, error.rank, error.axes, endpoint, 7, "here", "crashed") from error
+            raise
+
+
 class TellingSampler(FakeSampler):
     """Says of each row which weights there were when it was sampled, besides what it claims."""
 
@@ -161,7 +173,8 @@ class World:
         await publish(witness, stream)
         async with stream, asyncio.TaskGroup() as tasks:
             async for batch in stream:
-                assert np.all(np.less_equal(batch.row("oldest_version"), batch.row("sampled_by"))), _CLAIM
+                told = await batch.load("sampled_by")
+                assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by"))), _CLAIM
                 await witness.update(batch, CrossEntropy())
                 if overlapping:
                     tasks.create_task(publish(witness, stream))
@@ -173,9 +186,18 @@ async def anything(seed: int) -> None:
     await World(seed).run()
 
 
+async def deaths(seed: int) -> None:
+    """Samplers that die in whatever they do, also while calls are aborted or weights are on their way."""
+    world = World(seed)
+    world.mortal = world.on_meshes = True
+    world.sampler = crashing(TellingSampler, seed=seed, generate=0.05, load=0.05, abort=0.05)
+    world.engine = DeadlyEngine(inline_bytes=world.random.choice([0, 65536]))
+    await world.run()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("scenario", "seeds"), [(small, 2000), (anything, 8000)], ids=["small", "anything"])
+@pytest.mark.parametrize(("scenario", "seeds"), [(small, 2000), (anything, 6000), (deaths, 2000)])
 def test_the_stream_keeps_its_promises_under_any_schedule(scenario: Scenario, seeds: int) -> None:
     explore(scenario, seeds=seeds, workers=2)
 
