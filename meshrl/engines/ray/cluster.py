@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import os
+import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import floor
+from threading import current_thread, main_thread
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
@@ -101,15 +103,28 @@ async def _connect(address: str | None) -> _Link:
         log.info("starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Not in a thread of its own: Ray's processes would end with that.
-        ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
+        with _own_sigterm():
+            ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
         return "started"
     if ":" in address:
         await _reach(address)
     try:
-        ray.init(address, logging_level=logging.ERROR)
+        with _own_sigterm():
+            ray.init(address, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise _unreachable(address, error) from error
     return "joined"
+
+
+@contextmanager
+def _own_sigterm() -> Generator[None]:
+    """Keep the handler of SIGTERM, where there is one: Ray puts its own in its place, which ends the process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not signal.SIG_DFL and current_thread() is main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 async def _reach(address: str) -> None:
