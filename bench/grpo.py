@@ -51,7 +51,6 @@ from meshrl import (
     MeshConfig,
     Policy,
     Reward,
-    RewardConfig,
     Rollouts,
     Run,
     RunConfig,
@@ -226,13 +225,14 @@ def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> li
 
 async def contest(model: str, job: Job) -> None:
     """The contestant meshrl: GRPO as in algorithms/grpo.py, some steps for each question on standard input."""
-    config = quickstart(model, *(["sampler.mesh=rollout"] if job.ahead else []))
+    config = quickstart(model, *(["sampler.mesh=rollout", "reward.mesh=reward"] if job.ahead else []))
     # A row has a length of its own in the long case, so it is drawn on its own.
     forced = {"ignore_eos": True, "n": 1} if job.lengths else {}
     sampling = config.sampling.model_copy(update={"max_tokens": job.max_tokens, "seed": job.seed, **forced})
-    scores = RewardConfig(function=f"{ROOT}/bench/peers/score.py:share") if job.lengths else config.reward
+    share = f"{ROOT}/bench/peers/score.py:share"
+    scores = config.reward.model_copy(update={"function": share}) if job.lengths else config.reward
     each = MeshConfig(cpus=max(1, machine_cores() // 2))
-    meshes = {"main": each, "rollout": each} if job.ahead else {}
+    meshes = {"main": each, "rollout": each, "reward": MeshConfig(cpus=0)} if job.ahead else {}
     run_config = RunConfig(folder=str(Path(model).parent), name="contest", engine=job.engine, meshes=meshes)
     async with Run(run_config) as run:
         policy = await run.spawn(Policy, config.policy)

@@ -96,7 +96,10 @@ WAYS: Final[Sequence[tuple[int, Swap]]] = (
     (2, "in_flight"),
     (4, "in_flight"),
 )
-APART: Final = ("sampler.mesh=rollout", "run.meshes.main.cpus=1", "run.meshes.rollout.cpus=1")
+APART: Final = (
+    *("sampler.mesh=rollout", "run.meshes.main.cpus=1", "run.meshes.rollout.cpus=1"),
+    *("reward.mesh=reward", "run.meshes.reward.cpus=0"),
+)
 RUNS: Final = {
     "ahead=0, one mesh of 2 threads": ("ahead=0",),
     "ahead=0, two meshes of 1 thread": ("ahead=0", *APART),
