@@ -115,7 +115,9 @@ class Assembly:
 
 def _by_label(labels: Rows) -> Iterator[tuple[int, Rows]]:
     """The rows of each label, ascending."""
-    if len(labels):
+    if len(labels) == 1:
+        yield int(labels[0]), np.zeros(1, np.int64)
+    elif len(labels):
         order = np.argsort(labels, kind="stable")
         starts = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0))
         yield from zip(labels[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)

@@ -201,22 +201,31 @@ class Generation:
 
     async def _revive(self, error: Exception) -> None:
         """Begin a new life: of a sampler that died with the weights that were published last, as often as it takes."""
-        while True:
-            if not self._retries or (isinstance(error, RankDied) and self._weights is None):
-                raise error  # also where nobody here knows the weights that it had
-            self._retries -= 1
-            self._life += 1
-            log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
-            if not isinstance(error, RankDied) or self._weights is None:
-                return
-            self._lose(self._shared.assembly.elsewhere())
-            try:
-                await respawn(self.sampler)
-                await load_into(self.sampler, self._weights)
-            except RankDied as again:
+        self._halted += 1
+        try:
+            while (again := await self._new_life(error)) is not None:
                 error = again
-            else:
-                return
+        finally:
+            self._halted -= 1
+            self._shared.changes.tell()
+
+    async def _new_life(self, error: Exception) -> RankDied | None:
+        """What ended the new life before it had its weights, or None."""
+        died = isinstance(error, RankDied)
+        if not self._retries or (died and self._weights is None):
+            raise error  # also where nobody here knows the weights that it had
+        self._retries -= 1
+        self._life += 1
+        log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
+        if not died or self._weights is None:
+            return None
+        self._lose(self._shared.assembly.elsewhere())
+        try:
+            await respawn(self.sampler)
+            await load_into(self.sampler, self._weights)
+        except RankDied as again:
+            return again
+        return None
 
     def _lose(self, labels: list[int]) -> None:
         """Draw groups again, from their prompts."""

@@ -207,7 +207,7 @@ class Ragged:
     @property
     def lengths(self) -> Rows:
         """Tokens of each row, `int64[rows]`."""
-        return np.diff(self._offsets)
+        return self._offsets[1:] - self._offsets[:-1]
 
     @property
     def dtype(self) -> Dtype:

@@ -141,6 +141,10 @@ def row_numbers(rows: ArrayLike, count: int) -> Rows:
         if len(given) != count:
             raise DataError(f"a mask of {len(given)} bools for a batch of {count} rows: give one for each row")
         return np.flatnonzero(given)
+    if not given.size:
+        return np.empty(0, np.int64)
+    if given.min() >= 0 and given.max() < count:
+        return given.astype(np.int64)
     wrong = given[(given < -count) | (given >= count)]
     if len(wrong):
         raise DataError(f"there is no row {wrong[0]} in {count} rows (0 to {count - 1}, or from -1 down)")
