@@ -65,7 +65,8 @@ def speed(model: LanguageModel, limits: NDArray[np.int64], slots: int, refill: i
     prompts = ["".join(rng.choice(letters, rng.integers(3, 9))) for _ in range(ROWS // 8)]
     ids = encode_prompts(model.tokenizer, prompts, chat=False)
     numbers = np.arange(ROWS)
-    request = Request(ids, numbers // 8, limits, numbers, ends=frozenset(), stop=())
+    starts = np.array(list(map(len, ids)))[numbers // 8]
+    request = Request(ids, numbers // 8, numbers, starts, limits, numbers, ends=frozenset(), stop=())
     decoder = Decoder(model, Cache(), request, Draw(Sampling(), key(0)), slots, refill)
     start = time.process_time()
     while decoder.busy:
