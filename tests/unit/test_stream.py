@@ -119,7 +119,7 @@ def test_no_row_is_staler_than_the_bound(ahead: int, late: str, swap: str) -> No
     slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0))(SAMPLER)
     batches = simulate(lambda: streamed(12, ahead=ahead, late=late, swap=swap, sampler=slow))
     for step, batch in enumerate(batches):
-        assert np.array_equal(batch.row("oldest_version") + batch.row("staleness"), np.full(len(batch), step))
+        assert np.add(batch.row("oldest_version"), batch.row("staleness")).tolist() == [step] * len(batch)
         assert 0 <= batch.row("staleness").min() <= batch.row("staleness").max() <= ahead
     assert any(batch.row("staleness").any() for batch in batches)
     assert len(set(groups(batches))) == 12 * 4
