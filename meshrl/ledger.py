@@ -50,6 +50,9 @@ class Ledger:
         self.accepted = 0
         """Groups that were delivered."""
         self.dropped: Counter[str] = Counter()
+        self.waited = 0
+        """Batches that were full, and waited for a group that would have been too old for the next."""
+        self._waits = False
         self._published: list[int] = []
         self._announced = 0
         self._last_trained = -1
@@ -154,6 +157,7 @@ class Ledger:
         finished = [(self._last(group), group.number, label) for label, group in self.groups.items() if group.finished]
         chosen = {label for _, _, label in sorted(finished)[:size]}
         if self.late == "wait" and not self._in_time(chosen):
+            self._waits = True
             return None
         taken = [label for label in self.groups if label in chosen]
         self._deliver(taken)
@@ -168,6 +172,8 @@ class Ledger:
 
     def _deliver(self, labels: Sequence[int]) -> None:
         self._last_trained = self.trainer
+        self.waited += self._waits
+        self._waits = False
         for label in labels:
             self._remove(label)
         self.accepted += len(labels)

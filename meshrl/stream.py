@@ -209,6 +209,11 @@ class Rollouts:
         """Groups that were not delivered, by why: `stale`, or `filtered` by `keep`."""
         return dict(self.ledger.dropped)
 
+    @property
+    def waited(self) -> int:
+        """Batches that were full, and waited for a group that would have been too old for the next."""
+        return self.ledger.waited
+
     # --- to the trainer ------------------------------------------------------------------------------
 
     def _take(self) -> list[int]:

@@ -97,6 +97,7 @@ def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
     assert ledger.take() is None
     ledger.finish(0, 0)
     assert ledger.take() == [0, 3]
+    assert ledger.waited == 1
 
 
 def test_a_batch_that_may_drop_waits_for_nobody() -> None:
