@@ -1,10 +1,7 @@
 """The torch policy: packed training equals what transformers computes row by row."""
 
-import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -34,15 +31,17 @@ from meshrl import (
     PolicyConfig,
     Ragged,
     ReferenceConfig,
-    ValueLoss,
 )
 from meshrl.actor import Rank, rank_context
-from meshrl.errors import ConfigError, ContractError, DataError, ModelError
-from meshrl.losses import Normalise, Predicts, TokenLoss
+from meshrl.errors import ConfigError, ContractError, DataError
+from meshrl.losses import Normalise
 from meshrl_torch.model import LanguageModel
 from meshrl_torch.optimizer import learning_rate
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SHAPE: dict[str, Any] = {
@@ -309,98 +308,6 @@ async def test_the_same_seed_gives_the_same_bits() -> None:
     assert (await policy(seed=4).weights()).fingerprint() != (await policy(seed=3).weights()).fingerprint()
 
 
-@dataclass(frozen=True)
-class Broken:
-    predicts: Predicts = "logprobs"
-    normalise: Normalise = "token-mean"
-    constant: None = None
-    columns: tuple[str, ...] = ()
-
-    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        return TokenLoss(logprobs / 0, {})
-
-
-async def test_a_gradient_that_is_not_finite_makes_no_step() -> None:
-    trainer = policy()
-    before = (await trainer.weights()).fingerprint()
-    with pytest.raises(ModelError, match=r"step 0 is not finite: its norm is (nan|inf)"):
-        await trainer.update(rollouts(), Broken())
-    assert (await trainer.weights()).fingerprint() == before
-    await trainer.update(rollouts(), ClippedLoss())
-
-
-@dataclass(frozen=True)
-class Late(Broken):
-    """Fails after the first micro-batch has left its gradient."""
-
-    calls: list[int] = field(default_factory=list)
-
-    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        self.calls.append(1)
-        if len(self.calls) == 2:
-            raise ZeroDivisionError
-        return TokenLoss(-logprobs, {})
-
-
-async def test_an_update_that_failed_leaves_nothing_to_the_next() -> None:
-    failed, fresh = policy(micro_batch_tokens=40), policy(micro_batch_tokens=40)
-    with pytest.raises(ZeroDivisionError):
-        await failed.update(rollouts(), Late())
-    for trainer in (failed, fresh):
-        await trainer.update(rollouts(), ClippedLoss())
-    assert (await failed.weights()) == (await fresh.weights())
-
-
-@dataclass(frozen=True)
-class Named(Broken):
-    """Has a metric of this name."""
-
-    name: str = "loss"
-
-    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        return TokenLoss(-logprobs, {self.name: logprobs.detach()})
-
-
-@pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "rows", "tokens"])
-async def test_a_metric_of_the_updates_own_name_is_refused_before_the_step(name: str) -> None:
-    trainer = policy()
-    with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update tells of itself"):
-        await trainer.update(rollouts(), Named(name=name))
-    assert (await trainer.weights()) == (await policy().weights())
-
-
-async def test_numpys_own_dtypes_are_taken() -> None:
-    trainer, wide = policy(), policy()
-    batch = rollouts()
-    advantages = np.asarray(batch.row("advantages"), np.float64)
-    assert await wide.update(batch.assign(advantages=advantages), ClippedLoss()) == await trainer.update(
-        batch, ClippedLoss()
-    )
-
-
-async def test_a_column_of_other_rows_than_the_tokens_is_refused() -> None:
-    batch = rollouts()
-    short = Ragged(np.zeros(len(batch), np.float32), np.arange(len(batch) + 1))
-    with pytest.raises(DataError, match=r"row 0 has \d+ tokens and 1 in `advantages`"):
-        await policy().update(batch.assign(advantages=short), ClippedLoss())
-
-
-async def test_a_critics_loss_is_refused() -> None:
-    with pytest.raises(DataError, match="ValueLoss is a loss of `values`"):
-        await policy().update(rollouts(), ValueLoss())
-
-
-async def test_a_cancelled_update_ends_between_micro_batches_and_changes_nothing() -> None:
-    trainer, fresh = policy(micro_batch_tokens=40), policy(micro_batch_tokens=40)
-    cancelled, next_ = (asyncio.create_task(trainer.update(rollouts(), ClippedLoss())) for _ in range(2))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
-    assert await next_ == await fresh.update(rollouts(), ClippedLoss())
-    assert await trainer.weights() == await fresh.weights()
-
-
 def test_learning_rates() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=4, total_steps=14)
     assert [learning_rate(config, step) for step in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
@@ -419,19 +326,6 @@ def test_several_ranks_are_refused() -> None:
     rank_context.set(Rank(index=0, size=2, axes={"dp": 0}, shape={"dp": 2}, threads=1))
     with pytest.raises(ContractError, match="one rank"):
         policy()
-
-
-@pytest.mark.parametrize(
-    ("mask", "text"),
-    [
-        ([[1, 1, 1], [0]], "row 0 is True at the first token"),
-        ([[0, 0, 0], [0]], "nothing to learn: `loss_mask` is False for all 4 tokens of 2 rows"),
-    ],
-)
-async def test_masks_that_cannot_be_learned(mask: list[list[int]], text: str) -> None:
-    tokens = Ragged.of([[2, 3, 4], [5]], np.int32)
-    with pytest.raises(DataError, match=text):
-        await policy().update(Batch.of(tokens=tokens, loss_mask=Ragged.of(mask, np.bool_)), CrossEntropy())
 
 
 async def test_a_row_that_is_too_long() -> None:

@@ -169,10 +169,10 @@ def test_other_threads_and_real_files_are_refused_in_words() -> None:
 
     with pytest.raises(Deadlock, match=r"meshrl-rank.*Resources\(cpus=0\)"):
         simulate(threads)
-    for thread in threading.enumerate():
-        if thread.name == "meshrl-rank":
-            engine._slots[0]._loop.call_soon_threadsafe(engine._slots[0]._loop.stop)  # type: ignore[union-attr]
-            thread.join()
+    slot = engine._slots[0]
+    if slot._loop is not None and slot._thread is not None:  # else it has ended with the simulation
+        slot._loop.call_soon_threadsafe(slot._loop.stop)
+        slot._thread.join()
     with pytest.raises(Deadlock, match="a file, a socket or a process"):
         simulate(files)
 
