@@ -166,7 +166,11 @@ def private(column: Column) -> Column:
 
 def _private(value: object) -> object:
     if type(value) is dict:
-        return {key: _private(item) for key, item in value.items()}
+        copied = value.copy()
+        for key, item in value.items():
+            if type(item) not in _SCALARS:
+                copied[key] = _private(item)
+        return copied
     if type(value) is list:
         return [_private(item) for item in value]
     return value if type(value) in _SCALARS else copy.deepcopy(value)

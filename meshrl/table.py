@@ -174,7 +174,7 @@ def _size(value: object) -> int:
         return len(cast("str | bytes", value))
     if kind is int or kind is float or value is None:
         return 8
-    if isinstance(value, Mapping):
+    if kind is dict or isinstance(value, Mapping):
         return sum(map(_size, cast("Mapping[object, object]", value).values()))
     if isinstance(value, list | tuple):
         return sum(map(_size, cast("Sequence[object]", value)))
