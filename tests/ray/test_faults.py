@@ -106,8 +106,9 @@ async def pids_of(probe: Probe) -> list[int]:
 
 async def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    with suppress(psutil.NoSuchProcess):  # it may go between the two questions
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: Mesh, tmp_path: Path) -> None:
