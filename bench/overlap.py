@@ -53,7 +53,7 @@ from meshrl import (
 from meshrl.engine import Engine
 from meshrl.engines.loop import RankLoop
 from meshrl.engines.ray import RayEngine
-from meshrl.generation import Swap
+from meshrl.generation import SwapMode
 from meshrl.losses import Loss
 from meshrl.report.analysis import overlap
 from meshrl.report.reading import read_events
@@ -89,7 +89,7 @@ class Load:
 EVEN: Final = Load(slots=64, mean=64 / ROWS, sigma=0.0, grain=0.0, train=1.0)
 LENGTHS: Final = Load(slots=64, mean=0.08, sigma=1.0, grain=0.02, train=0.0)
 # The longest of a step's rows takes about 10 times the mean, 2.5 steps here: with a smaller bound it holds up the rest.
-WAYS: Final[Sequence[tuple[int, Swap]]] = (
+WAYS: Final[Sequence[tuple[int, SwapMode]]] = (
     (0, "in_flight"),
     (1, "drain"),
     (1, "in_flight"),
@@ -194,7 +194,7 @@ class Pipeline:
     load: Load
     ahead: int
     steps: int
-    swap: Swap = "in_flight"
+    swap: SwapMode = "in_flight"
 
     async def run(self) -> list[float]:
         """Seconds of each step, without those that fill the pipeline."""

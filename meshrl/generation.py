@@ -19,7 +19,7 @@ from meshrl.roles import Sampler, Sampling
 from meshrl.schedule import Script, load_into
 from meshrl.weights import Weights
 
-Swap: TypeAlias = Literal["in_flight", "drain", "abort"]
+SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
 """What publishing does to rollouts that run: they go on, with the new weights from their next token; they are finished
 first, and none begins meanwhile; or they stop, and go on from where they were with the new weights."""
 
@@ -67,7 +67,7 @@ class Shared:
 class Generation:
     """The side of a stream that faces the sampler."""
 
-    def __init__(self, sampler: Sampler, sampling: Sampling, swap: Swap, retries: int, shared: Shared) -> None:
+    def __init__(self, sampler: Sampler, sampling: Sampling, swap: SwapMode, retries: int, shared: Shared) -> None:
         self.arrived: list[tuple[Call, Batch | Exception | None]] = []
         """Rows that came and, at the end of a call, None or what it raised."""
         self.demand = False
@@ -157,7 +157,7 @@ class Generation:
             return "with ahead=0 nothing is drawn before a batch is asked for"
         return (
             f"capacity waits for version {ledger.version + 1}: with ahead={ledger.ahead}, {ledger.capacity} prompts "
-            f"may be drawn by version {ledger.version}; {ledger.accepted} are delivered, {ledger.ready} ready, "
+            f"may be drawn by version {ledger.version}; {ledger.delivered} are delivered, {ledger.ready} ready, "
             f"{ledger.running} run"
         )
 

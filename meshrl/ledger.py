@@ -20,8 +20,6 @@ Late: TypeAlias = Literal["wait", "drop"]
 class Group:
     """The completions of one prompt, from when it is drawn."""
 
-    number: int
-    """How many were drawn before it."""
     version: int
     """What its oldest token cannot be older than; once it is finished, the version of that token."""
     finished: bool = False
@@ -45,10 +43,9 @@ class Ledger:
         """What is running or ready, by its label, in the order in which it was drawn."""
         self.ready = 0
         """Groups that are finished and not delivered."""
-        self.drawn = 0
         self.batches = 0
-        self.accepted = 0
-        """Groups that were delivered."""
+        self.delivered = 0
+        """Groups of all batches."""
         self.dropped: Counter[str] = Counter()
         self.waited = 0
         """Batches that were full, and waited for a group that would have been too old for the next."""
@@ -80,7 +77,7 @@ class Ledger:
     @property
     def room(self) -> int:
         """Groups that may be drawn now."""
-        return max(0, self.capacity - self.accepted - len(self.groups))
+        return max(0, self.capacity - self.delivered - len(self.groups))
 
     @property
     def running(self) -> int:
@@ -118,8 +115,7 @@ class Ledger:
         if label in self.groups:
             raise DataError(f"group {label} was drawn again while it was under way: each prompt needs its own `groups`")
         self._begun = True
-        self.groups[label] = Group(self.drawn, self.version)
-        self.drawn += 1
+        self.groups[label] = Group(self.version)
 
     def finish(self, label: int, oldest: int) -> None:
         """A group is complete; its oldest token was sampled by weights of this number."""
@@ -154,8 +150,8 @@ class Ledger:
         size = min(self.size, len(self.groups)) if rest else self.size
         if self.ready < size or not size:
             return None
-        finished = [(self._last(group), group.number, label) for label, group in self.groups.items() if group.finished]
-        chosen = {label for _, _, label in sorted(finished)[:size]}
+        finished = [label for label, group in self.groups.items() if group.finished]
+        chosen = set(sorted(finished, key=lambda label: self._last(self.groups[label]))[:size])
         if self.late == "wait" and not self._in_time(chosen):
             self._waits = True
             return None
@@ -176,7 +172,7 @@ class Ledger:
         self._waits = False
         for label in labels:
             self._remove(label)
-        self.accepted += len(labels)
+        self.delivered += len(labels)
         self.batches += 1
 
     def staleness(self, weights: Sequence[int]) -> list[int]:

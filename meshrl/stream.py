@@ -26,7 +26,7 @@ from meshrl.changes import Changes
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
-from meshrl.generation import Call, Generation, Shared, Swap
+from meshrl.generation import Call, Generation, Shared, SwapMode
 from meshrl.ledger import Late, Ledger
 from meshrl.prompts import Prompts
 from meshrl.roles import Sampler, Sampling
@@ -47,7 +47,7 @@ _PATIENCE: Final = 60.0
 class _Plan:
     sampler: Sampler
     sampling: Sampling
-    swap: Swap
+    swap: SwapMode
     retries: int
     score: Score | None
     keep: Keep | None
@@ -62,7 +62,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     score: Score | None = None,
     keep: Keep | None = None,
     late: Late = "wait",
-    swap: Swap = "in_flight",
+    swap: SwapMode = "in_flight",
     retries: int = 0,
 ) -> "Rollouts":
     """A stream of batches of rollouts, each of as many groups as a batch of `prompts` has rows.
@@ -81,7 +81,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     """
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
-    for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(Swap))):
+    for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
             raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
     source = Prompts(prompts)

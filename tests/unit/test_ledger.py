@@ -41,7 +41,7 @@ def test_whatever_finishes_when_nothing_trained_is_older_than_the_bound(
         new = drawn(ledger, labels)
         labels += len(new)
         started |= dict.fromkeys(new, weights)
-        assert ledger.accepted + len(ledger.groups) == ledger.capacity
+        assert ledger.delivered + len(ledger.groups) == ledger.capacity
         running = [label for label, group in ledger.groups.items() if not group.finished]
         if running and (chance.random() < 0.7 or ledger.ready < size):
             label = chance.choice(running)

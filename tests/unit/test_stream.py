@@ -26,7 +26,7 @@ from meshrl import (
     rollout,
     rollouts,
 )
-from meshrl.generation import Swap
+from meshrl.generation import SwapMode
 from meshrl.schedule import Schedule, read_schedule, schedule
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 from meshrl.testing.clock import Deadlock, simulate
@@ -172,7 +172,7 @@ def test_a_group_has_a_signal_where_its_rewards_differ() -> None:
 
 
 @pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
-def test_what_publishing_does_to_rollouts_that_run(swap: Swap) -> None:
+def test_what_publishing_does_to_rollouts_that_run(swap: SwapMode) -> None:
     slow = delayed(FakeSampler, generate=1.0)(SAMPLER)
     whole = Batch.concat(simulate(lambda: streamed(8, ahead=2, swap=swap, sampler=slow)))
     per_call = [set(whole.select(whole.groups // 4 == call).row("oldest_version").tolist()) for call in range(5)]
@@ -279,7 +279,7 @@ def test_prompts_without_groups_are_refused() -> None:
 
 
 @pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
-def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: Swap) -> None:
+def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode) -> None:
     def run(name: str, seed: int, replayed: str | None = None) -> list[Batch]:
         slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)(SAMPLER)
 
