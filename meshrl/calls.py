@@ -91,10 +91,7 @@ class Calls:
             yield call
         finally:
             self._begun = max(self._begun, call.number + 1)  # also where it was cancelled before it began
-            self._running.pop(call.number, None)
-            if self._interruptions < len(self._record):
-                self._ended[call.number] = call.steps
-            self._tell()
+            self.end(call)
 
     @asynccontextmanager
     async def loading(self) -> AsyncGenerator[Batch]:
@@ -151,6 +148,8 @@ class Calls:
     def end(self, call: Call) -> None:
         """The call makes no more steps."""
         self._running.pop(call.number, None)
+        if self._interruptions < len(self._record):
+            self._ended[call.number] = call.steps
         self._tell()
 
     async def until(self, ready: Callable[[], bool]) -> None:
