@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,14 +49,14 @@ class Assembly:
         where a group gets more rows than it has.
         """
         complete: dict[int, int] = {}
-        chunk, versions = _Chunk(call, batch), batch.row("oldest_version")
+        chunk, versions = _Chunk(call, batch), batch.row("oldest_version").tolist()
         for label, rows in _by_label(batch.groups):
             group = self._groups.get(label)
             if group is None:
                 continue
             group.pieces.append((chunk, rows))
             group.rows += len(rows)
-            group.oldest = min(group.oldest, int(versions[rows].min()))
+            group.oldest = min(group.oldest, *[versions[row] for row in rows.tolist()])
             if group.rows > self._size:
                 raise DataError(
                     f"group {label} got {group.rows} rows and has {self._size}: the sampler yielded a row twice, or "
@@ -119,5 +120,7 @@ def _by_label(labels: Rows) -> Iterator[tuple[int, Rows]]:
         yield int(labels[0]), np.zeros(1, np.int64)
     elif len(labels):
         order = np.argsort(labels, kind="stable")
-        starts = np.flatnonzero(np.append(True, np.diff(labels[order]) != 0))
-        yield from zip(labels[order[starts]].tolist(), np.split(order, starts[1:]), strict=True)
+        sorted_labels = labels[order]
+        starts = [0, *(np.flatnonzero(sorted_labels[1:] != sorted_labels[:-1]) + 1).tolist(), len(order)]
+        for start, end in pairwise(starts):
+            yield int(sorted_labels[start]), order[start:end]

@@ -74,8 +74,8 @@ class Engine(Protocol):
     """
 
     @property
-    def inline_bytes(self) -> int:
-        """The largest column that travels with a call."""
+    def inline_bytes(self) -> int | None:
+        """The largest column that travels with a call; None: all do."""
         ...
 
     def put(self, value: object) -> Held:

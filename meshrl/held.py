@@ -49,12 +49,13 @@ class Later:
     held: Held
 
 
-def hold(value: T, put: Put, limit: int, *, arrays: bool = False) -> T:
+def hold(value: T, put: Put, limit: int | None, *, arrays: bool = False) -> T:
     """The value with the large parts of what it contains held; with `arrays`, arrays of more than `limit` bytes too.
 
-    Looks into dicts, lists and tuples. What is held is sent once, whatever the number of ranks that fetch it.
+    Looks into dicts, lists and tuples. What is held is sent once, whatever the number of ranks that fetch it. A `limit`
+    of None holds nothing.
     """
-    return cast("T", _hold(value, put, limit, arrays))
+    return value if limit is None else cast("T", _hold(value, put, limit, arrays))
 
 
 def _hold(value: object, put: Put, limit: int, arrays: bool) -> object:

@@ -98,7 +98,7 @@ def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
             held[name] = column.left()
         elif _is_larger(column, limit):
             key = id(column.offsets if isinstance(column, Ragged) else column)
-            together.setdefault(key, {})[name] = kinds.private(column)
+            together.setdefault(key, {})[name] = column
     if not together:
         return held
     places = Places.whole(rows)
@@ -143,8 +143,9 @@ def row_numbers(rows: ArrayLike, count: int) -> Rows:
         return np.flatnonzero(given)
     if not given.size:
         return np.empty(0, np.int64)
-    if given.min() >= 0 and given.max() < count:
-        return given.astype(np.int64)
+    numbers = given.astype(np.int64)
+    if np.maximum.reduce(numbers.view(np.uint64)) < count:  # one look finds negative ones too
+        return numbers
     wrong = given[(given < -count) | (given >= count)]
     if len(wrong):
         raise DataError(f"there is no row {wrong[0]} in {count} rows (0 to {count - 1}, or from -1 down)")

@@ -3,8 +3,9 @@
 import hashlib
 import itertools
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -95,7 +96,7 @@ def check_task(config: TaskConfig) -> None:
 def fill(template: str, row: Mapping[str, object], where: str) -> str:
     """The template with the row's values in it."""
     try:
-        return _Template().vformat(template, (), row)
+        return _FORMATTER.vformat(template, (), row)
     except KeyError as error:
         key = str(error.args[0])
         near = nearest(key, row.keys())
@@ -110,9 +111,23 @@ def fill(template: str, row: Mapping[str, object], where: str) -> str:
         ) from error
 
 
+_Piece = tuple[str, str | None, str | None, str | None]
+
+
 class _Template(string.Formatter):
     def format_field(self, value: object, format_spec: str) -> str:
         return "" if value is None else cast("str", super().format_field(value, format_spec))
+
+    def parse(self, format_string: str) -> Sequence[_Piece]:
+        return _parsed(format_string)
+
+
+@cache
+def _parsed(template: str) -> Sequence[_Piece]:
+    return list(string.Formatter().parse(template))
+
+
+_FORMATTER = _Template()
 
 
 def _place(prompt: str) -> float:

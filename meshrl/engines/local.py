@@ -11,18 +11,24 @@ from typing import cast
 
 from meshrl.actor import Rank, free_cores
 from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Seen, Slot
-from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Work, answer, isolated
+from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Reply, Work, answer, isolated
 from meshrl.engines.turns import Turns
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.held import Held, hold
 
 
 class LocalEngine:
-    """Ranks as threads. `cores` is what all meshes together may compute with; for `inline_bytes` see `Engine`."""
+    """Ranks as threads. `cores` is what all meshes together may compute with; for `inline_bytes` see `Engine`.
 
-    def __init__(self, cores: int | None = None, inline_bytes: int = INLINE_BYTES) -> None:
+    `isolates = False` is for actors that write nothing of what they are given: what crosses is not copied.
+    """
+
+    def __init__(
+        self, cores: int | None = None, inline_bytes: int | None = INLINE_BYTES, *, isolates: bool = True
+    ) -> None:
         self.cores = cores or free_cores()
         self.inline_bytes = inline_bytes
+        self._isolates = isolates
         self._slots: list[LocalSlot] = []
         self._members: list[LocalMember] = []
 
@@ -107,7 +113,7 @@ class LocalEngine:
     async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
         """Call each member and wait for all results."""
         results = _Results(asyncio.get_running_loop(), len(requests), self._answer, seen)
-        works = [Work(endpoint, request, results, index) for index, request in enumerate(requests)]
+        works = self._works(endpoint, requests, results)
         try:
             for work in works:
                 work.send()
@@ -122,7 +128,7 @@ class LocalEngine:
     ) -> AsyncGenerator[object]:
         """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
         values = _Values(asyncio.get_running_loop(), len(requests), heard, self._answer, seen)
-        works = [Work(endpoint, request, values, index) for index, request in enumerate(requests)]
+        works = self._works(endpoint, requests, values)
         try:
             for work in works:
                 work.send()
@@ -133,9 +139,13 @@ class LocalEngine:
                 work.cancel()
             del works, values  # as in `call`
 
+    def _works(self, endpoint: str, requests: Sequence[Request], reply: Reply) -> list[Work]:
+        return [Work(endpoint, each, reply, index, isolate=self._isolates) for index, each in enumerate(requests)]
+
     def _answer(self, value: object) -> object:
         """What the caller sees of a result."""
-        return isolated(hold(value, self.put, self.inline_bytes))
+        held = hold(value, self.put, self.inline_bytes)
+        return isolated(held) if self._isolates else held
 
     async def close(self) -> None:
         """Stop every actor and end every thread."""

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar, cast
 import numpy as np
 
 from meshrl.actor import Rank, rank_context
+from meshrl.columns import Column, private
 from meshrl.engine import Request, Seen
 from meshrl.engines.loop import RankLoop
 from meshrl.engines.turns import Turns
@@ -31,8 +32,11 @@ class LocalHeld(Held):
     """A value that ranks of this process share. It is not copied: nobody can write it."""
 
     def __init__(self, value: object) -> None:
-        writable = isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata)
-        self.value = frozen(value.copy()) if isinstance(value, np.ndarray) and writable else value
+        self.value = value
+        if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
+            self.value = frozen(value.copy())
+        elif type(value) is dict:  # columns
+            self.value = {name: private(column) for name, column in cast("dict[str, Column]", value).items()}
 
     @classmethod
     async def fetch(cls, held: Sequence[Held]) -> list[object]:
@@ -232,16 +236,18 @@ class Work:
         "reply",
     )
 
-    def __init__(self, endpoint: str, request: Request, reply: Reply, index: int) -> None:
-        """`index`: which of the reply's works it is."""
+    def __init__(self, endpoint: str, request: Request, reply: Reply, index: int, *, isolate: bool) -> None:
+        """`index`: which of the reply's works it is. `isolate`: give the rank copies of the arguments."""
         self.member = cast("LocalMember", request.member)
         if self.member.stopped:
             raise _stopped(self.member, endpoint)
         self.endpoint = endpoint
         self.reply = reply
         self.index = index
-        where = f"{self.member.name}.{endpoint}"
-        self.arguments, self.keywords = sendable(where, request.arguments, request.keywords)
+        self.arguments, self.keywords = request.arguments, request.keywords
+        if isolate:
+            where = f"{self.member.name}.{endpoint}"
+            self.arguments, self.keywords = sendable(where, request.arguments, request.keywords)
         self._task: asyncio.Task[None] | None = None
         self._attempt = self.member.attempt
         self._dropped = False

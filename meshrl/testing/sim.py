@@ -20,8 +20,9 @@ from meshrl.calls import Calls
 from meshrl.data import Batch
 from meshrl.engine import Resources, Slot
 from meshrl.engines.local import LocalEngine
-from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot
+from meshrl.engines.threads import LocalMember, LocalSlot
 from meshrl.errors import ConfigError
+from meshrl.held import Held
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
@@ -124,10 +125,10 @@ class Timing:
 
 
 class SimEngine(LocalEngine):
-    """The local engine, where every rank is without a core and each slot has a `Processor`."""
+    """The local engine, where every rank is without a core and each slot has a `Processor`. Nothing is copied."""
 
     def __init__(self, pace: Pace, seed: int = 0) -> None:
-        super().__init__()
+        super().__init__(inline_bytes=None, isolates=False)
         self.tape = Tape(pace.steps, seed)
         self._pace = pace
         self._processors: dict[LocalSlot, Processor] = {}
@@ -339,11 +340,22 @@ class SimSampler(SimRole, Sampler):
         )
 
 
+class _Kept(Held):
+    """A value as it is: simulated roles write nothing."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        return [each.value for each in cast("Sequence[_Kept]", held)]
+
+
 def _light(prompts: Batch) -> Batch:
     """The prompts with completions, and with what can be held, held: Python values cost the most on their way."""
     here = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
     texts = prompts.drop(*here).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
-    return texts.hold(LocalHeld, -1).assign(**here)
+    return texts.hold(_Kept, -1).assign(**here)
 
 
 @cache
