@@ -192,7 +192,10 @@ class Batch(Holder):
                 raise DataError(
                     f"column `{name}` has {len(column)} rows and the batch has {self._rows}: give one value a row"
                 )
-        return self._make(self._rows, table.aligned({**self._columns, **taken}), self._origins)
+        whole: table.Table = {**self._columns, **taken}
+        if any(isinstance(column, Ragged) for column in taken.values()):
+            whole = table.aligned(whole)
+        return self._make(self._rows, whole, self._origins)
 
     def only(self, *names: str) -> Self:
         """With these columns alone."""

@@ -283,7 +283,7 @@ class SimSampler(SimRole, Sampler):
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """All rows at once, after the time that they take."""
-        rows = _light(prompts).repeat(sampling.n)
+        rows = (await _light(prompts)).repeat(sampling.n)
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
         async with self._calls.begin() as call:
             version = self._version
@@ -351,11 +351,11 @@ class _Kept(Held):
         return [each.value for each in cast("Sequence[_Kept]", held)]
 
 
-def _light(prompts: Batch) -> Batch:
-    """The prompts with completions, and with what can be held, held: Python values cost the most on their way."""
+async def _light(prompts: Batch) -> Batch:
+    """The prompts with completions. Of Python values only the numbers of rows travel: they cost the most."""
     here = {name: column for name in prompts.names if isinstance(column := prompts[name], np.ndarray)}
     texts = prompts.drop(*here).assign(completion=[""] * len(prompts), reward_error=[None] * len(prompts))
-    return texts.hold(_Kept, -1).assign(**here)
+    return (await texts.hold(_Kept, -1).load()).assign(**here)
 
 
 @cache
