@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from bench.harness import Figure, arguments, figure, median, report, take_turns
 from meshrl import NewModel, SamplerConfig, Sampling
+from meshrl_hf.loading import load
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.text import encode_prompts
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder, Request
 from meshrl_torch.draw import Draw, key
-from meshrl_torch.loading import load
-from meshrl_torch.model import LanguageModel
-from meshrl_torch.text import encode_prompts
 
 ROWS: Final = 512
 MODEL: Final = NewModel(characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY", max_tokens=288)

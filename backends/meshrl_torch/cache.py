@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshrl_torch.attention import Packed
+from meshrl_hf.attention import Packed
 
 
 @dataclass

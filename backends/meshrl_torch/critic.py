@@ -12,9 +12,9 @@ from meshrl.errors import ContractError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.roles import Critic, CriticConfig
-from meshrl_torch import checkpoint, training
-from meshrl_torch.optimizer import Optimizer
-from meshrl_torch.value_head import load_valued
+from meshrl_hf import checkpoint, training
+from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.value_head import load_valued
 
 
 class TorchCritic(Critic):

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl_torch.attention import Packed
+from meshrl_hf.attention import Packed
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.packing import groups_of, runs
+from meshrl_hf.text import decode
 from meshrl_torch.cache import Cache, Decode, Prefill
 from meshrl_torch.draw import Draw
-from meshrl_torch.model import LanguageModel
-from meshrl_torch.packing import groups_of, runs
-from meshrl_torch.text import decode
 
 Ints = NDArray[np.int64]
 

@@ -14,13 +14,13 @@ from meshrl.metrics import Metrics
 from meshrl.ragged import Source
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Weights
-from meshrl_torch import checkpoint, training
-from meshrl_torch.loading import load
-from meshrl_torch.optimizer import Optimizer
-from meshrl_torch.packing import MicroBatch
-from meshrl_torch.scoring import predicted, score
-from meshrl_torch.text import encode_completions, encode_prompts, texts_of
-from meshrl_torch.transfer import export_weights
+from meshrl_hf import checkpoint, training
+from meshrl_hf.loading import load
+from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.packing import MicroBatch
+from meshrl_hf.scoring import predicted, score
+from meshrl_hf.text import encode_completions, encode_prompts, texts_of
+from meshrl_hf.transfer import export_weights
 
 
 class TorchPolicy(Policy):

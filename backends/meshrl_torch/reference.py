@@ -6,8 +6,8 @@ from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
-from meshrl_torch.loading import load
-from meshrl_torch.scoring import score
+from meshrl_hf.loading import load
+from meshrl_hf.scoring import score
 
 
 class TorchReference(Reference):

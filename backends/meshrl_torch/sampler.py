@@ -15,13 +15,13 @@ from meshrl.ragged import Source
 from meshrl.roles import Sampler, SamplerConfig, Sampling
 from meshrl.sharding import Array
 from meshrl.weights import Weights
+from meshrl_hf.loading import load
+from meshrl_hf.packing import runs
+from meshrl_hf.text import decode, encode_prompts, texts_of
+from meshrl_hf.transfer import import_weights
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder, Finished, Ints, Request
 from meshrl_torch.draw import Draw, key
-from meshrl_torch.loading import load
-from meshrl_torch.packing import runs
-from meshrl_torch.text import decode, encode_prompts, texts_of
-from meshrl_torch.transfer import import_weights
 
 _PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 """Columns of rows that go on after what they have."""

@@ -25,9 +25,9 @@ from meshrl import (
 )
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ContractError, DataError, ModelError
+from meshrl_hf.value_head import ValueModel
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
-from meshrl_torch.value_head import ValueModel
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 

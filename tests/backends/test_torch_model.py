@@ -26,7 +26,7 @@ from transformers import (
 from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
-from meshrl_torch.loading import load
+from meshrl_hf.loading import load
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)

@@ -35,8 +35,8 @@ from meshrl import (
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ContractError, DataError
 from meshrl.losses import Normalise
-from meshrl_torch.model import LanguageModel
-from meshrl_torch.optimizer import learning_rate
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.optimizer import learning_rate
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 
@@ -237,7 +237,7 @@ async def test_temperature_divides_the_logits() -> None:
 async def test_chunked_logits_give_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, steps = rollouts(), []
     for limit in (1 << 25, 50):
-        monkeypatch.setattr("meshrl_torch.model.MAX_LOGITS", limit)
+        monkeypatch.setattr("meshrl_hf.model.MAX_LOGITS", limit)
         trainer = policy(optimizer=SGD)
         steps.append((await trainer.update(batch, ClippedLoss()), await trainer.weights()))
     assert steps[1][0]["grad_norm"] == pytest.approx(steps[0][0]["grad_norm"], rel=1e-6)

@@ -13,9 +13,9 @@ from meshrl.errors import DataError
 from meshrl.losses import Correction, effective_sample_size
 from meshrl.ragged import Source
 from meshrl.sharding import Array
+from meshrl_hf.scoring import spread
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
-from meshrl_torch.scoring import spread
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from meshrl.errors import ModelError
-from meshrl_torch.loading import quiet
-from meshrl_torch.model import LanguageModel
+from meshrl_hf.loading import quiet
+from meshrl_hf.model import LanguageModel
 
 VALUE_HEAD: Final = "value_head.safetensors"
 """Where a critic's folder has its head: `weight` float32[1, hidden] and `bias` float32[1]."""

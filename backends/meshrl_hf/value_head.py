@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ModelError
 from meshrl.roles import ModelConfig, NewModel
-from meshrl_torch.checkpoint import VALUE_HEAD
-from meshrl_torch.files import folder_of
-from meshrl_torch.loading import load
-from meshrl_torch.model import LanguageModel
-from meshrl_torch.packing import MicroBatch, learned, micro_batches
+from meshrl_hf.checkpoint import VALUE_HEAD
+from meshrl_hf.files import folder_of
+from meshrl_hf.loading import load
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.packing import MicroBatch, learned, micro_batches
 
 
 @dataclass(frozen=True)

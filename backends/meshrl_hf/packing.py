@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.data import Ragged
-from meshrl_torch.attention import Group, Packed
+from meshrl_hf.attention import Group, Packed
 
 Ints = NDArray[np.int64]
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshrl.errors import DataError, ModelError
-from meshrl_torch import attention
-from meshrl_torch.attention import Attend, Group, Packed
-from meshrl_torch.text import end_token
+from meshrl_hf import attention
+from meshrl_hf.attention import Attend, Group, Packed
+from meshrl_hf.text import end_token
 
 MAX_LOGITS: Final = 1 << 25
 """Logits held at once, 128 MiB in float32; more are made in chunks, and made again for the backward pass."""

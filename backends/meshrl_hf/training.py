@@ -12,9 +12,9 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.losses import Loss, token_weights
 from meshrl.metrics import Metrics
-from meshrl_torch.optimizer import Optimizer
-from meshrl_torch.packing import MicroBatch, learned, micro_batches
-from meshrl_torch.scoring import spread
+from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.packing import MicroBatch, learned, micro_batches
+from meshrl_hf.scoring import spread
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """What a model says of each target of a micro-batch, float32[targets] with a gradient: log-probs, or values."""

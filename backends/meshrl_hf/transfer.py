@@ -10,7 +10,7 @@ from torch import Tensor
 from meshrl.errors import ModelError
 from meshrl.sharding import Array
 from meshrl.weights import Weights
-from meshrl_torch.model import LanguageModel
+from meshrl_hf.model import LanguageModel
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 

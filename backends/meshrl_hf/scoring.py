@@ -9,8 +9,8 @@ from meshrl.columns import check_lengths
 from meshrl.data import Batch, Ragged
 from meshrl.ragged import Source
 from meshrl.sharding import Array
-from meshrl_torch.model import LanguageModel
-from meshrl_torch.packing import MicroBatch, micro_batches, whole
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.packing import MicroBatch, micro_batches, whole
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:

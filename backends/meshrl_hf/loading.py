@@ -19,9 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from meshrl.errors import ModelError
 from meshrl.roles import ModelConfig, NewModel
-from meshrl_torch.files import folder_of
-from meshrl_torch.model import LanguageModel, ready
-from meshrl_torch.text import END, PAD, character_tokenizer
+from meshrl_hf.files import folder_of
+from meshrl_hf.model import LanguageModel, ready
+from meshrl_hf.text import END, PAD, character_tokenizer
 
 _lock = threading.RLock()
 """One model at a time: making one seeds torch, reading and writing one quiets transformers, and threads share both."""

@@ -1,0 +1,8 @@
+"""Hugging Face models on torch, packed: what the training backends share. It is no backend itself.
+
+From a role's table to a model: `files`, `loading`, `model`, `text`. From rows to a gradient: `packing`, `attention`,
+`scoring`, `training`, `optimizer`; `value_head` for a critic. Out again: `transfer` for weights, `checkpoint` for a
+folder.
+"""
+
+__all__: list[str] = []
