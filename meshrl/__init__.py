@@ -19,6 +19,7 @@ from meshrl.errors import (
     ReplicasDisagree,
 )
 from meshrl.handle import at, each, ranks, respawn, stop
+from meshrl.layout import FsdpConfig
 from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
@@ -73,6 +74,7 @@ __all__ = [
     "CriticConfig",
     "CrossEntropy",
     "DataError",
+    "FsdpConfig",
     "Gae",
     "Gather",
     "LocalEngine",

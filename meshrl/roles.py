@@ -14,6 +14,7 @@ from meshrl.actor import Actor, endpoint
 from meshrl.advantages import Gae
 from meshrl.config import Config
 from meshrl.data import Batch
+from meshrl.layout import FsdpConfig
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.sharding import Gather, Mean, Same, Shard
@@ -90,6 +91,7 @@ class PolicyConfig(ModelConfig):
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
     activation_checkpointing: bool = False
+    fsdp: FsdpConfig = FsdpConfig()
 
 
 class CriticConfig(ModelConfig):
@@ -98,12 +100,14 @@ class CriticConfig(ModelConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
+    fsdp: FsdpConfig = FsdpConfig()
 
 
 class ReferenceConfig(ModelConfig):
     """A frozen model."""
 
     micro_batch_tokens: int = Field(default=16384, gt=0)
+    fsdp: FsdpConfig = FsdpConfig()
 
 
 class SamplerConfig(ModelConfig):

@@ -27,7 +27,17 @@ LAYERS = (
         "report.analysis",
         "engines.ray.pickle",
     },
-    {"columns", "metrics", "weights", "engine", "advantages", "scripts", "engines.ray.wire", "losses.normalise"},
+    {
+        "columns",
+        "layout",
+        "metrics",
+        "weights",
+        "engine",
+        "advantages",
+        "scripts",
+        "engines.ray.wire",
+        "losses.normalise",
+    },
     {
         "remote",
         "observation",

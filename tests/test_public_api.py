@@ -27,6 +27,7 @@ PUBLIC = [
     "CriticConfig",
     "CrossEntropy",
     "DataError",
+    "FsdpConfig",
     "Gae",
     "Gather",
     "LocalEngine",

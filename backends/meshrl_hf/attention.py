@@ -38,17 +38,17 @@ class Group:
     queries: int
     keys: int
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
         """What is added to the scores, [queries, keys]: 0 or -inf. None where plain causal masking says it all."""
         clipped = window is not None and window < self.keys
         if not clipped and (self.queries in (1, self.keys)):
             return None
-        query = torch.arange(self.keys - self.queries, self.keys)[:, None]
-        key = torch.arange(self.keys)
+        query = torch.arange(self.keys - self.queries, self.keys, device=like.device)[:, None]
+        key = torch.arange(self.keys, device=like.device)
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class Packed:
     masks: dict[tuple[Group, int | None], Tensor | None] = field(default_factory=dict)
     """Made in the first layer, and used in all."""
 
+    def to(self, device: torch.device) -> "Packed":
+        """The same, for states on the device."""
+        return Packed(self.groups, None if self.keys is None else self.keys.to(device))
+
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
@@ -78,7 +82,7 @@ class Packed:
         for group, *parts in zip(self.groups, asked, k.split(seen), v.split(seen), strict=True):
             gq, gk, gv = (part.unflatten(0, (group.count, -1)).transpose(1, 2) for part in parts)
             if (group, window) not in self.masks:
-                self.masks[group, window] = group.mask(window, q.dtype)
+                self.masks[group, window] = group.mask(window, q)
             mask = self.masks[group, window]
             causal = mask is None and group.queries > 1
             output = scaled_dot_product_attention(

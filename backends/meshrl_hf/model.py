@@ -34,6 +34,11 @@ class LanguageModel:
     max_tokens: int
     """The longest sequence the model was made for."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.network.device
+
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
         body = self.network.base_model

@@ -1,10 +1,10 @@
 """AdamW with a warm-up, a schedule and clipping."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import OptimizerConfig
@@ -16,13 +16,20 @@ class Optimizer:
     Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2.
     """
 
-    def __init__(self, config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        parameters: Sequence[nn.Parameter],
+        norm: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
+    ) -> None:
+        """`norm`: of the whole gradient, from the gradients of these parameters, which may be a rank's shards."""
         if config.schedule != "constant" and config.total_steps is None:
             raise ConfigError(
                 f'optimizer.schedule = "{config.schedule}" falls to zero at optimizer.total_steps, which is not set'
             )
         self._config = config
         self._parameters = list(parameters)
+        self._norm = norm
         self.steps = 0
         groups = [
             {
@@ -63,7 +70,7 @@ class Optimizer:
 
     def _clip(self) -> float:
         gradients = [each.grad for each in self._parameters if each.grad is not None]
-        total = torch.nn.utils.get_total_norm(gradients)
+        total = self._norm(gradients)
         norm = float(total)
         if not math.isfinite(norm):
             worst = sum(not bool(gradient.isfinite().all()) for gradient in gradients)

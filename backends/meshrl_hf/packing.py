@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.data import Ragged
+from meshrl.errors import DataError
 from meshrl_hf.attention import Group, Packed
 
 Ints = NDArray[np.int64]
@@ -44,16 +46,45 @@ class MicroBatch:
     target: Ints
     """int64[N]: what is predicted, a position in the batch's token column."""
 
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same, with its tensors on the device."""
+        if self.ids.device == device:
+            return self
+        ids, positions, source = (each.to(device) for each in (self.ids, self.positions, self.source))
+        return MicroBatch(ids, positions, self.attend.to(device), source, self.target)
+
+
+IDLE: Final = MicroBatch(
+    ids=torch.zeros(1, 1, dtype=torch.int64),
+    positions=torch.zeros(1, 1, dtype=torch.int64),
+    attend=Packed((Group(1, 1, 1),)),
+    source=torch.empty(0, dtype=torch.int64),
+    target=np.empty(0, np.int64),
+)
+"""One token and nothing to predict: a pass that a rank without rows makes, so that it keeps in step with others."""
+
 
 def learned(tokens: Ragged, mask: Ragged) -> Rows:
     """What a training pass needs: up to the last learned token of each row that has one."""
     spans = np.flatnonzero(mask.values)
     row = np.repeat(np.arange(len(mask)), mask.lengths)[spans]
     rows, firsts = np.unique(row, return_index=True)
-    lasts = np.append(firsts[1:], len(row)) - 1
+    lasts = np.append(firsts, len(row))[1:] - 1
     starts = tokens.offsets[rows]
     first = spans[firsts] - starts
     return _with_families(tokens, starts, spans[lasts] - starts, first, first)
+
+
+def check_first(tokens: Ragged, mask: Ragged) -> None:
+    """DataError where a row's first token is learned, which nothing predicts."""
+    starts = tokens.offsets[:-1][tokens.lengths > 0]
+    values = np.asarray(mask.values, np.bool_)
+    if values[starts].any():
+        row = int(np.searchsorted(tokens.offsets, starts[values[starts]][0], side="right")) - 1
+        raise DataError(
+            f"`loss_mask` of row {row} is True at the first token, which nothing predicts: a row needs a token before "
+            "the first that is learned"
+        )
 
 
 def whole(tokens: Ragged, mask: Ragged | None) -> Rows:

@@ -1,5 +1,8 @@
 """Log-probabilities of given tokens, for the policy and the reference alike."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -10,7 +13,12 @@ from meshrl.data import Batch, Ragged
 from meshrl.ragged import Source
 from meshrl.sharding import Array
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, micro_batches, whole
+from meshrl_hf.packing import MicroBatch, Rows, micro_batches, whole
+from meshrl_hf.peers import ALONE, Peers, Share
+
+Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
+"""What a model says of each target of a micro-batch, float32[targets]: log-probs, or values."""
+Values: TypeAlias = NDArray[np.float32]
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
@@ -18,9 +26,10 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
 
     Logits are divided by the batch's `temperature` where it has one.
     """
-    hidden = model.hidden(micro.ids, micro.positions, micro.attend)[0].index_select(0, micro.source)
-    tokens = torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64))
-    temperature = spread(batch, "temperature", micro.target) if "temperature" in batch else None
+    there = micro.to(model.device)
+    hidden = model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
+    tokens = torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)).to(model.device)
+    temperature = spread(batch, "temperature", micro.target).to(model.device) if "temperature" in batch else None
     return model.logprobs(hidden, tokens, temperature)
 
 
@@ -48,12 +57,34 @@ def _tensor(values: Array) -> Tensor:
 
 
 @torch.no_grad()
-def score(model: LanguageModel, batch: Batch, budget: int, source: Source) -> Ragged:
+def score(
+    predict: Predict, batch: Batch, rows: Callable[[], Rows], learn: Ragged | None, budget: int, peers: Peers = ALONE
+) -> Values:
+    """What a model says of each target of the rows, float32[tokens of the batch]; 0 for the other tokens.
+
+    `rows`, called once, raises where this rank's rows do not fit; then all ranks raise.
+    """
+    micros: list[MicroBatch] = []
+
+    def share() -> Share:
+        micros.extend(micro_batches(batch.tokens, rows(), learn, budget))
+        return Share(len(micros))
+
+    values = np.zeros(len(batch.tokens.values), np.float32)
+    for micro in peers.total(share).padded(micros):
+        values[micro.target] = predict(batch, micro).cpu().numpy()
+    return values
+
+
+def logprobs(
+    model: LanguageModel, predict: Predict, batch: Batch, budget: int, source: Source, peers: Peers = ALONE
+) -> Ragged:
     """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row."""
     tokens = batch.tokens
-    model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
-    values = np.zeros(len(tokens.values), np.float32)
     mask = batch.loss_mask if "loss_mask" in batch else None
-    for micro in micro_batches(tokens, whole(tokens, mask), None, budget):
-        values[micro.target] = predicted(model, batch, micro).numpy()
-    return Ragged(values, tokens.offsets, source=source)
+
+    def rows() -> Rows:
+        model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+        return whole(tokens, mask)
+
+    return Ragged(score(predict, batch, rows, None, budget, peers), tokens.offsets, source=source)

@@ -1,62 +1,91 @@
 """One optimizer step of a whole batch, for the policy and the critic alike."""
 
 import asyncio
-from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.losses import Loss, token_weights
 from meshrl.metrics import Metrics
 from meshrl_hf.optimizer import Optimizer
-from meshrl_hf.packing import MicroBatch, learned, micro_batches
-from meshrl_hf.scoring import spread
-
-Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
-"""What a model says of each target of a micro-batch, float32[targets] with a gradient: log-probs, or values."""
-
+from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned, micro_batches
+from meshrl_hf.peers import ALONE, Peers, Share
+from meshrl_hf.scoring import Predict, spread
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
 """The metrics of the step itself."""
 
 
-async def step(optimizer: Optimizer, predict: Predict, batch: Batch, loss: Loss, budget: int) -> Metrics:
-    """One step on the batch, in micro-batches of at most `budget` tokens; it may be cancelled between two of them.
+async def step(
+    optimizer: Optimizer,
+    predict: Predict,
+    batch: Batch,
+    loss: Loss,
+    budget: int,
+    check: Callable[[], object],
+    peers: Peers = ALONE,
+) -> Metrics:
+    """One step on the rows of all ranks, in micro-batches of at most `budget` tokens, as many on each rank.
 
-    Then, and where it raises, no weight has changed. DataError if there is nothing to learn or the loss names a metric
-    as the step does, ModelError if the gradient is not finite.
+    `check` raises where this rank's rows do not fit. Where peers allow it, the step may be cancelled between two
+    micro-batches. Then, and where it raises, no weight has changed. DataError if there is nothing to learn or the loss
+    names a metric as the step does, ModelError if the gradient is not finite.
     """
     tokens, mask = batch.tokens, batch.loss_mask
-    rows, count = learnable(tokens, mask)
-    weights = token_weights(mask, loss.normalise, tokens=count, rows=rows, constant=loss.constant)
+    micros: list[MicroBatch] = []
+
+    def share() -> Share:
+        check()
+        rows, count = learnable(tokens, mask)
+        if count:
+            micros.extend(micro_batches(tokens, learned(tokens, mask), mask, budget))
+        return Share(len(micros), count, rows)
+
+    total = peers.total(share)
+    if not total.tokens:
+        raise DataError(
+            f"nothing to learn: `loss_mask` is False for all {len(mask.values)} tokens of {len(mask)} rows"
+            f"{', and on the other ranks' if peers.size > 1 else ''}; leave such a batch out"
+        )
+    weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
     optimizer.forget()  # what an update left behind that failed half-way
-    total = 0.0
+    value = 0.0
     sums: dict[str, float] = {}
-    for micro in micro_batches(tokens, learned(tokens, mask), mask, budget):
+    for micro in total.padded(micros):
         predicted = predict(batch, micro)
-        columns = {name: spread(batch, name, micro.target) for name in loss.columns}
+        if micro is IDLE:  # no loss need know what to do with no tokens
+            (predicted.sum() * 0).backward()
+            continue
+        columns = {name: spread(batch, name, micro.target).to(predicted.device) for name in loss.columns}
         judged = loss(predicted, columns)
         _check_names(loss, judged.metrics)
-        value = judged.values @ torch.from_numpy(weights[micro.target])
-        value.backward()
-        total += value.item()
+        part = judged.values @ torch.from_numpy(weights[micro.target]).to(predicted.device)
+        part.backward()
+        value += part.item()
         for name, metric in judged.metrics.items():
             sums[name] = sums.get(name, 0.0) + float(metric.sum())
-        await asyncio.sleep(0)  # here a cancelled call ends
+        if peers.interruptible:
+            await asyncio.sleep(0)  # here a cancelled call ends
+    return _told(optimizer, value, sums, batch, peers.size)
+
+
+def _told(optimizer: Optimizer, loss: float, sums: Mapping[str, float], batch: Batch, ranks: int) -> Metrics:
+    """Make the step; its metrics, which become the whole batch's where those of all ranks are averaged."""
     rate = optimizer.lr
     norm = optimizer.step()
     own = Metrics.of(
-        loss=(total, 1),
-        grad_norm=(norm, 1),
-        lr=(rate, 1),
-        rows=(len(batch), 1),
-        tokens=(len(tokens.values), 1),
+        loss=(loss, 1 / ranks),
+        grad_norm=(norm / ranks, 1 / ranks),
+        lr=(rate / ranks, 1 / ranks),
+        rows=(len(batch), 1 / ranks),
+        tokens=(len(batch.tokens.values), 1 / ranks),
     )
-    return own | Metrics({name: (value, count) for name, value in sums.items()})
+    learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
+    return own | Metrics({name: (total, learned_tokens) for name, total in sums.items()})
 
 
 def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
@@ -69,26 +98,9 @@ def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
 
 
 def learnable(tokens: Ragged, mask: Ragged) -> tuple[int, int]:
-    """How many rows have a learned token, and how many such tokens there are; DataError if there is none."""
+    """How many rows have a learned token, and how many such tokens there are."""
     check_first(tokens, mask)
     starts = tokens.offsets[:-1][tokens.lengths > 0]
     values = np.asarray(mask.values, np.bool_)
-    count = int(values.sum())
-    if count == 0:
-        raise DataError(
-            f"nothing to learn: `loss_mask` is False for all {len(values)} tokens of {len(mask)} rows; "
-            "leave such a batch out"
-        )
-    return int(np.add.reduceat(values, starts).astype(bool).sum()), count
-
-
-def check_first(tokens: Ragged, mask: Ragged) -> None:
-    """DataError where a row's first token is learned, which nothing predicts."""
-    starts = tokens.offsets[:-1][tokens.lengths > 0]
-    values = np.asarray(mask.values, np.bool_)
-    if values[starts].any():
-        row = int(np.searchsorted(tokens.offsets, starts[values[starts]][0], side="right")) - 1
-        raise DataError(
-            f"`loss_mask` of row {row} is True at the first token, which nothing predicts: a row needs a token before "
-            "the first that is learned"
-        )
+    rows = int(np.add.reduceat(values, starts).astype(bool).sum()) if len(starts) else 0
+    return rows, int(values.sum())

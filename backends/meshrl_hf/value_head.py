@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -18,7 +16,9 @@ from meshrl_hf.checkpoint import VALUE_HEAD
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, learned, micro_batches
+from meshrl_hf.packing import MicroBatch, Rows, check_first, learned
+from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.scoring import Predict, score
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,20 @@ class ValueModel:
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         """The value of the state that each target of a micro-batch was drawn from, float32[targets]."""
-        hidden = self.model.hidden(micro.ids, micro.positions, micro.attend)[0].index_select(0, micro.source)
+        there = micro.to(self.model.device)
+        hidden = self.model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
         return cast("Tensor", self.head(hidden.float()))[:, 0]
 
-    @torch.no_grad()
-    def score(self, batch: Batch, budget: int) -> Ragged:
+    def score(self, predict: Predict, batch: Batch, budget: int, peers: Peers = ALONE) -> Ragged:
         """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
         tokens, mask = batch.tokens, batch.loss_mask
-        values = np.zeros(len(tokens.values), np.float32)
-        if np.any(mask.values):
-            for micro in micro_batches(tokens, learned(tokens, mask), mask, budget):
-                values[micro.target] = self.predicted(batch, micro).numpy()
-        return Ragged(values, tokens.offsets)
+
+        def rows() -> Rows:
+            check_first(tokens, mask)
+            self.model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+            return learned(tokens, mask)
+
+        return Ragged(score(predict, batch, rows, mask, budget, peers), tokens.offsets)
 
 
 def load_valued(config: ModelConfig) -> ValueModel:

@@ -37,11 +37,8 @@ class TorchCritic(Critic):
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
-        tokens, mask = batch.tokens, batch.loss_mask
-        training.check_first(tokens, mask)
-        self._valued.model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
         async with self._updating:  # so that no value is of a half-done update
-            values = self._valued.score(batch, self._budget)
+            values = self._valued.score(self._valued.predicted, batch, self._budget)
         return with_advantages(batch, values, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
@@ -50,11 +47,14 @@ class TorchCritic(Critic):
         DataError if there is nothing to learn, the loss is a policy's, or log-probs come from elsewhere than it says;
         ModelError if the gradient is not finite.
         """
-        check_predicts(loss, "values")
-        check_sources(batch, loss)
-        self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+
+        def check() -> None:
+            check_predicts(loss, "values")
+            check_sources(batch, loss)
+            self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+
         async with self._updating:  # one at a time: gradients are gathered in the parameters
-            return await training.step(self._optimizer, self._valued.predicted, batch, loss, self._budget)
+            return await training.step(self._optimizer, self._valued.predicted, batch, loss, self._budget, check)
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""

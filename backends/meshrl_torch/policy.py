@@ -18,7 +18,7 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.loading import load
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.scoring import predicted, score
+from meshrl_hf.scoring import logprobs, predicted
 from meshrl_hf.text import encode_completions, encode_prompts, texts_of
 from meshrl_hf.transfer import export_weights
 
@@ -62,11 +62,15 @@ class TorchPolicy(Policy):
         DataError if there is nothing to learn, the loss is a critic's, or log-probs come from elsewhere than it says or
         from later weights; ModelError if the gradient is not finite.
         """
-        check_predicts(loss, "logprobs")
-        check_sources(batch, loss, self._optimizer.steps)
-        self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+
+        def check() -> None:
+            check_predicts(loss, "logprobs")
+            check_sources(batch, loss, self._optimizer.steps)
+            self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+
         async with self._updating:  # one at a time: gradients are gathered in the parameters
-            return await training.step(self._optimizer, self._predicted, batch, loss, self._config.micro_batch_tokens)
+            budget = self._config.micro_batch_tokens
+            return await training.step(self._optimizer, self._predicted, batch, loss, budget, check)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return predicted(self._model, batch, micro)
@@ -75,7 +79,8 @@ class TorchPolicy(Policy):
         """Add `logprobs`, of the version after the updates that were called before."""
         async with self._updating:
             source = Source.trainer(self._optimizer.steps)
-            return batch.assign(logprobs=score(self._model, batch, self._config.micro_batch_tokens, source))
+            budget = self._config.micro_batch_tokens
+            return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source))
 
     async def weights(self) -> Weights:
         """A copy of the weights, after the updates that were called before."""

@@ -1,5 +1,7 @@
 """The reference of the torch backend: a frozen model."""
 
+from functools import partial
+
 import torch
 
 from meshrl.actor import current_rank
@@ -7,7 +9,7 @@ from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
 from meshrl_hf.loading import load
-from meshrl_hf.scoring import score
+from meshrl_hf.scoring import logprobs, predicted
 
 
 class TorchReference(Reference):
@@ -20,5 +22,6 @@ class TorchReference(Reference):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
-        values = score(self._model, batch, self._config.micro_batch_tokens, Source("reference"))
+        predict = partial(predicted, self._model)
+        values = logprobs(self._model, predict, batch, self._config.micro_batch_tokens, Source("reference"))
         return batch.assign(reference_logprobs=values)
