@@ -135,7 +135,29 @@ class Sampling(Config):
     seed: int = 0
 
 
-class Policy(Actor, ABC):
+class Stateful(Actor, ABC):
+    """What a run's checkpoints keep: an actor that changes while the run goes on."""
+
+    @endpoint
+    @abstractmethod
+    async def checkpoint(self, folder: str) -> None:
+        """Write all that is needed to go on from here into a folder of this actor's own, made where it is not there.
+
+        Each rank is given the same folder and writes what the role decides. Who calls sees to it that what is half
+        written is never read.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def restore(self, folder: str) -> None:
+        """Take what `checkpoint` wrote there: each call gives, to the bit, what it would have given then.
+
+        Of the configuration only what is no part of the state counts, such as the learning rate. An error, and
+        nothing changed, where the folder is of another role or model.
+        """
+
+
+class Policy(Stateful, ABC):
     """A language model that is trained."""
 
     @endpoint
@@ -173,7 +195,7 @@ class Reference(Actor, ABC):
         """Add `reference_logprobs`, ragged float32."""
 
 
-class Critic(Actor, ABC):
+class Critic(Stateful, ABC):
     """A model that predicts the return from each token."""
 
     @endpoint

@@ -14,6 +14,7 @@ from meshrl.metrics import Metrics
 from meshrl.roles import Critic, CriticConfig
 from meshrl_hf import checkpoint, training
 from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.state import TrainingState
 from meshrl_hf.value_head import load_valued
 
 
@@ -59,3 +60,19 @@ class TorchCritic(Critic):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""
         checkpoint.write(self._valued.model, folder, self._valued.head)
+
+    async def checkpoint(self, folder: str) -> None:
+        """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
+        async with self._updating:
+            self._state.write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take them; ModelError, and nothing taken, where they are of another role or model."""
+        async with self._updating:
+            self._state.read(folder)
+
+    @property
+    def _state(self) -> TrainingState:
+        body, head = self._valued.model, dict(self._valued.head.named_parameters(prefix="value_head"))
+        parameters = dict(body.network.base_model.named_parameters(prefix="body")) | head
+        return TrainingState("critic", {**body.tensors(), **head}, parameters, self._optimizer)

@@ -19,6 +19,7 @@ from meshrl_hf.loading import load
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
+from meshrl_hf.state import TrainingState
 from meshrl_hf.text import encode_completions, encode_prompts, texts_of
 from meshrl_hf.transfer import export_weights
 
@@ -90,3 +91,18 @@ class TorchPolicy(Policy):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder, whole or not at all."""
         checkpoint.write(self._model, folder)
+
+    async def checkpoint(self, folder: str) -> None:
+        """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
+        async with self._updating:
+            self._state.write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take them; ModelError, and nothing taken, where they are of another role or model."""
+        async with self._updating:
+            self._state.read(folder)
+
+    @property
+    def _state(self) -> TrainingState:
+        network = self._model.network
+        return TrainingState("policy", self._model.tensors(), dict(network.named_parameters()), self._optimizer)

@@ -11,6 +11,7 @@ from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged
 from meshrl.roles import Critic, CriticConfig
+from meshrl.testing.state import State, read_state
 
 
 class FakeCritic(Critic):
@@ -19,6 +20,8 @@ class FakeCritic(Critic):
     def __init__(self, config: CriticConfig) -> None:
         self.updates: list[Batch] = []
         """Every batch that this rank was given."""
+        self._restored = 0
+        """Updates that it was restored with."""
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Values of zero; advantages and returns from the rewards."""
@@ -44,7 +47,15 @@ class FakeCritic(Critic):
 
     async def save(self, folder: str) -> None:
         """How often it was updated, as text."""
-        _write(Path(folder), len(self.updates))
+        _write(Path(folder), self._restored + len(self.updates))
+
+    async def checkpoint(self, folder: str) -> None:
+        """The number of updates."""
+        State("fake critic", self._restored + len(self.updates)).write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take it."""
+        self._restored, self.updates = read_state(folder, "fake critic").updates, []
 
 
 def _write(folder: Path, updates: int) -> None:

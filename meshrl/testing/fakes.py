@@ -30,6 +30,7 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
 )
+from meshrl.testing.state import State, read_state
 from meshrl.weights import Weights
 
 _SKILL = "skill"
@@ -44,6 +45,13 @@ class FakePolicy(Policy):
         self.rate = rate
         self.updates: list[Batch] = []
         """Every batch that this rank was given."""
+        self._restored = 0
+        """Updates that it was restored with."""
+
+    @property
+    def version(self) -> int:
+        """How many updates made its skill."""
+        return self._restored + len(self.updates)
 
     async def encode(self, batch: Batch) -> Batch:
         """One token a character."""
@@ -55,7 +63,7 @@ class FakePolicy(Policy):
         DataError where the loss is a critic's, a column of it is missing or from elsewhere than it says, or a token or
         a log-prob is newer than the policy.
         """
-        version = len(self.updates)
+        version = self.version
         newest = int(batch.row("oldest_version").max(initial=0)) if "oldest_version" in batch else 0
         if newest > version:
             raise DataError(
@@ -76,15 +84,25 @@ class FakePolicy(Policy):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Log-probs of zero."""
-        return batch.assign(logprobs=_zeros(batch, Source.trainer(len(self.updates))))
+        return batch.assign(logprobs=_zeros(batch, Source.trainer(self.version)))
 
     async def weights(self) -> Weights:
         """The skill, at a version that counts the updates."""
-        return Weights(len(self.updates), {_SKILL: np.array([self.skill])})
+        return Weights(self.version, {_SKILL: np.array([self.skill])})
 
     async def save(self, folder: str) -> None:
         """The skill as JSON."""
         _write(Path(folder), self.skill)
+
+    async def checkpoint(self, folder: str) -> None:
+        """The skill and the number of updates."""
+        State("fake policy", self.version, self.skill).write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take them."""
+        state = read_state(folder, "fake policy")
+        self._restored, self.updates = state.updates, []
+        self.skill = self.skill if state.skill is None else state.skill
 
 
 class FakeReference(Reference):

@@ -28,6 +28,7 @@ from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
 from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
 from meshrl.testing.pace import Draws, Pace, Tape
+from meshrl.testing.state import State, read_state
 from meshrl.weights import Weights
 
 ROLES = {name: f"meshrl.testing.sim:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")}
@@ -180,11 +181,24 @@ class SimRole:
         await self._processor.work(self._seconds(endpoint, rows))
 
 
-class SimPolicy(SimRole, Policy):
+class SimTrained(SimRole):
+    """A role of which nothing changes but the number of its updates."""
+
+    _updates = 0
+
+    async def checkpoint(self, folder: str) -> None:
+        """The number of updates."""
+        State(f"simulated {self.role}", self._updates).write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take it."""
+        self._updates = read_state(folder, f"simulated {self.role}").updates
+
+
+class SimPolicy(SimTrained, Policy):
     """A policy whose weights are nothing but their version."""
 
     role = "Policy"
-    _version = 0
 
     async def encode(self, batch: Batch) -> Batch:
         """Rows of two tokens: one of the prompt, one of the completion."""
@@ -196,18 +210,18 @@ class SimPolicy(SimRole, Policy):
         check_predicts(loss, "logprobs")
         check_sources(batch, loss)
         await self._work("update", len(batch))
-        self._version += 1
+        self._updates += 1
         return _metrics(len(batch))
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Log-probs of zero."""
         await self._work("logprobs", len(batch))
-        return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self._version)))
+        return batch.assign(logprobs=_zeros(batch.tokens, Source.trainer(self._updates)))
 
     async def weights(self) -> Weights:
         """A version."""
         await self._work("weights")
-        return Weights(self._version, {})
+        return Weights(self._updates, {})
 
     async def save(self, folder: str) -> None:
         """Write nothing."""
@@ -225,7 +239,7 @@ class SimReference(SimRole, Reference):
         return batch.assign(reference_logprobs=_zeros(batch.tokens, Source("reference")))
 
 
-class SimCritic(SimRole, Critic):
+class SimCritic(SimTrained, Critic):
     """A critic whose values, advantages and returns are zero."""
 
     role = "Critic"
@@ -241,6 +255,7 @@ class SimCritic(SimRole, Critic):
         check_predicts(loss, "values")
         check_sources(batch, loss)
         await self._work("update", len(batch))
+        self._updates += 1
         zeros = dict.fromkeys(("value", "return", "value_error", "value_clip_fraction"), (0.0, 1.0))
         return _metrics(len(batch)) | Metrics({**zeros, "return_squared": (1.0, 1.0)})
 

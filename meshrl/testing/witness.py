@@ -75,6 +75,14 @@ class Witness(Policy):
     async def save(self, folder: str) -> None:
         """Write nothing."""
 
+    async def checkpoint(self, folder: str) -> None:
+        """The policy's."""
+        await self.policy.checkpoint(folder)
+
+    async def restore(self, folder: str) -> None:
+        """The policy's."""
+        await self.policy.restore(folder)
+
     def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int | None = 0) -> None:
         """Raise `PromiseBroken` unless the bound held, groups were whole and each prompt was trained once or dropped.
 
