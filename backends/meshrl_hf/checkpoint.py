@@ -1,11 +1,12 @@
 """Model folders, written whole or not at all."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor
 
 from meshrl.errors import ModelError
 from meshrl_hf.loading import quiet
@@ -15,10 +16,16 @@ VALUE_HEAD: Final = "value_head.safetensors"
 """Where a critic's folder has its head: `weight` float32[1, hidden] and `bias` float32[1]."""
 
 
-def write(model: LanguageModel, folder: str, value_head: nn.Linear | None = None) -> None:
+def write(
+    model: LanguageModel,
+    folder: str,
+    value_head: Mapping[str, Tensor] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a Hugging Face folder: beside its place first, then renamed. An older model there is replaced.
 
-    With a value head the folder holds it in a file of its own, which other readers of the model leave alone.
+    With a value head the folder holds it in a file of its own, which other readers of the model leave alone. `tensors`:
+    the model's, where it has only shards of them itself.
     ModelError if the place is taken by something that is no model.
     """
     target = Path(folder).expanduser()
@@ -28,10 +35,10 @@ def write(model: LanguageModel, folder: str, value_head: nn.Linear | None = None
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         fresh = Path(beside, "new")
         with quiet():
-            model.network.save_pretrained(fresh)
+            model.network.save_pretrained(fresh, state_dict=dict(tensors) if tensors else None)
             model.tokenizer.save_pretrained(fresh)
         if value_head is not None:
-            save_file(dict(value_head.state_dict()), fresh / VALUE_HEAD)
+            save_file(dict(value_head), fresh / VALUE_HEAD)
         old = Path(beside, "old")
         if target.exists():
             target.rename(old)

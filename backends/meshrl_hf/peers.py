@@ -1,10 +1,12 @@
 """The ranks that compute one model together: what they have to agree on before they begin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from meshrl_hf.packing import IDLE, MicroBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,11 @@ class Peers(Protocol):
         ...
 
     def total(self, share: Callable[[], Share]) -> Share:
-        """The shares of all ranks together. What one of them raises, all raise."""
+        """The shares of all ranks together. Where it raises on one rank, all raise."""
+        ...
+
+    def agree(self, work: Callable[[], T]) -> Sequence[T]:
+        """What `work` gives on each rank. Where it raises on one rank, all raise."""
         ...
 
 
@@ -50,6 +56,10 @@ class Alone:
     def total(self, share: Callable[[], Share]) -> Share:
         """Its own."""
         return share()
+
+    def agree(self, work: Callable[[], T]) -> Sequence[T]:
+        """Its own."""
+        return [work()]
 
 
 ALONE: Final = Alone()

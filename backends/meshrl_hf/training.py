@@ -1,11 +1,13 @@
 """One optimizer step of a whole batch, for the policy and the critic alike."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
@@ -53,39 +55,67 @@ async def step(
         )
     weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
     optimizer.forget()  # what an update left behind that failed half-way
-    value = 0.0
-    sums: dict[str, float] = {}
+    judge = Judge(batch, loss, weights)
     for micro in total.padded(micros):
-        predicted = predict(batch, micro)
-        if micro is IDLE:  # no loss need know what to do with no tokens
-            (predicted.sum() * 0).backward()
-            continue
-        columns = {name: spread(batch, name, micro.target).to(predicted.device) for name in loss.columns}
-        judged = loss(predicted, columns)
-        _check_names(loss, judged.metrics)
-        part = judged.values @ torch.from_numpy(weights[micro.target]).to(predicted.device)
-        part.backward()
-        value += part.item()
-        for name, metric in judged.metrics.items():
-            sums[name] = sums.get(name, 0.0) + float(metric.sum())
+        judge(predict(batch, micro), micro, peers).backward()
         if peers.interruptible:
             await asyncio.sleep(0)  # here a cancelled call ends
-    return _told(optimizer, value, sums, batch, peers.size)
+    peers.agree(judge.check)
+    return _told(optimizer, judge, batch, peers.size)
 
 
-def _told(optimizer: Optimizer, loss: float, sums: Mapping[str, float], batch: Batch, ranks: int) -> Metrics:
+class Judge:
+    """The loss of one step, micro-batch by micro-batch."""
+
+    def __init__(self, batch: Batch, loss: Loss, weights: NDArray[np.float32]) -> None:
+        self.total = 0.0
+        self.sums: dict[str, float] = {}
+        self._batch, self._loss, self._weights = batch, loss, weights
+        self._failure: Exception | None = None
+
+    def __call__(self, predicted: Tensor, micro: MicroBatch, peers: Peers) -> Tensor:
+        """The micro-batch's part of the loss, float32[].
+
+        Where the loss raises and other ranks would wait for this one, it goes on with zeros, and `check` raises.
+        """
+        if micro is not IDLE and self._failure is None:
+            try:
+                return self._judged(predicted, micro)
+            except Exception as error:
+                if peers.interruptible:
+                    raise
+                self._failure = error
+        return predicted.sum() * 0
+
+    def check(self) -> None:
+        """Raise what the loss has raised."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
+        columns = {name: spread(self._batch, name, micro.target).to(predicted.device) for name in self._loss.columns}
+        judged = self._loss(predicted, columns)
+        _check_names(self._loss, judged.metrics)
+        part = judged.values @ torch.from_numpy(self._weights[micro.target]).to(predicted.device)
+        self.total += part.item()
+        for name, metric in judged.metrics.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(metric.sum())
+        return part
+
+
+def _told(optimizer: Optimizer, judge: Judge, batch: Batch, ranks: int) -> Metrics:
     """Make the step; its metrics, which become the whole batch's where those of all ranks are averaged."""
     rate = optimizer.lr
     norm = optimizer.step()
     own = Metrics.of(
-        loss=(loss, 1 / ranks),
+        loss=(judge.total, 1 / ranks),
         grad_norm=(norm / ranks, 1 / ranks),
         lr=(rate / ranks, 1 / ranks),
         rows=(len(batch), 1 / ranks),
         tokens=(len(batch.tokens.values), 1 / ranks),
     )
     learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
-    return own | Metrics({name: (total, learned_tokens) for name, total in sums.items()})
+    return own | Metrics({name: (total, learned_tokens) for name, total in judge.sums.items()})
 
 
 def _check_names(loss: Loss, metrics: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import ml_dtypes
@@ -17,7 +18,12 @@ _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 def export_weights(model: LanguageModel, version: int) -> Weights:
     """A copy of the model's tensors."""
-    return Weights(version, {name: _array(tensor) for name, tensor in model.tensors().items()})
+    return weights_of(model.tensors(), version)
+
+
+def weights_of(tensors: Mapping[str, Tensor], version: int) -> Weights:
+    """A copy of tensors in the host's memory."""
+    return Weights(version, {name: _array(tensor) for name, tensor in tensors.items()})
 
 
 def import_weights(model: LanguageModel, weights: Weights) -> None:

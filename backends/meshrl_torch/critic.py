@@ -59,7 +59,7 @@ class TorchCritic(Critic):
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""
-        checkpoint.write(self._valued.model, folder, self._valued.head)
+        checkpoint.write(self._valued.model, folder, self._valued.head.state_dict())
 
     async def checkpoint(self, folder: str) -> None:
         """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""

@@ -2,12 +2,11 @@
 
 import asyncio
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from meshrl.actor import current_rank
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch
 from meshrl.errors import ContractError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
@@ -15,12 +14,12 @@ from meshrl.ragged import Source
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Weights
 from meshrl_hf import checkpoint, training
+from meshrl_hf.encoding import encoded
 from meshrl_hf.loading import load
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 from meshrl_hf.state import TrainingState
-from meshrl_hf.text import encode_completions, encode_prompts, texts_of
 from meshrl_hf.transfer import export_weights
 
 
@@ -44,18 +43,7 @@ class TorchPolicy(Policy):
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
-        tokenizer = self._model.tokenizer
-        prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), self._model.chat)
-        completions = encode_completions(tokenizer, texts_of(batch, "completion"))
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            self._model.check_lengths(len(prompt) + len(completion), f"row {row}")
-        pairs = list(zip(prompts, completions, strict=True))
-        return batch.assign(
-            tokens=Ragged.of([prompt + completion for prompt, completion in pairs], np.int32),
-            loss_mask=Ragged.of(
-                [[False] * len(prompt) + [True] * len(completion) for prompt, completion in pairs], np.bool_
-            ),
-        )
+        return encoded(self._model, batch)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step, which may be cancelled between micro-batches and then changes no weight.
