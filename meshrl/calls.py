@@ -30,6 +30,12 @@ class Call:
         self._calls = calls
         self.number = number
         """How many calls came to this rank before it."""
+        self.turn = -1
+        """How many calls began between the last load of weights and this one; -1 before it begins.
+
+        What random numbers hang on, together with the version: they are then the same in a run that goes on from a
+        checkpoint, in which calls are counted anew.
+        """
         self.steps = -1
         """Decode steps that it has made; -1 before it begins."""
         self.aborted = False
@@ -66,6 +72,8 @@ class Calls:
     def __init__(self) -> None:
         self._arrived = 0
         self._begun = 0
+        self._begun_at_load = 0
+        """How many had begun when weights came last."""
         self._running: dict[int, Call] = {}
         self._interruptions = 0
         self._interrupting = asyncio.Lock()
@@ -86,6 +94,7 @@ class Calls:
         try:
             await self.until(call.may_go_on)
             call.steps = 0
+            call.turn = call.number - self._begun_at_load
             self._begun = max(self._begun, call.number + 1)
             self._tell()
             yield call
@@ -102,6 +111,7 @@ class Calls:
         async with self._interruption() as places:
             yield Batch.concat([*self._aborts, places])
             self._aborts.clear()
+            self._begun_at_load = self._begun
 
     async def abort(self) -> None:
         """No call that runs makes another step."""

@@ -34,8 +34,8 @@ YIELD_STEPS: Final = 8
 class TorchSampler(Sampler):
     """Continuous batching on one rank.
 
-    What is drawn hangs on the seeds, the weights' version, how many calls there were, and the row's number in the
-    call: not on slots, nor on how a mesh divided the rows.
+    What is drawn hangs on the seeds, the weights' version, how many calls began since they were loaded, and the row's
+    number in the call: not on slots, nor on how a mesh divided the rows.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -56,7 +56,7 @@ class TorchSampler(Sampler):
         try:
             async with self._calls.begin() as call:
                 version = self._version
-                draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.number))
+                draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.turn))
                 decoder = Decoder(self._model, cache, request, draw, self._config.slots)
                 while decoder.busy:
                     finished = decoder.take() if call.steps % YIELD_STEPS == 0 else None

@@ -46,6 +46,19 @@ async def collected(made: TorchSampler, prompts: Batch, sampling: Sampling) -> B
     return Batch.join([part async for part in made.generate(prompts.part(np.arange(len(prompts))), sampling)])
 
 
+async def test_what_is_drawn_does_not_hang_on_calls_before_the_weights_came() -> None:
+    used, fresh = await sampler(), await sampler()
+    for version in (1, 2):
+        await used.load(await weights(version))
+        for _ in range(version):
+            await collected(used, PROMPTS, Sampling(n=2))
+    for made in (used, fresh):
+        await made.load(await weights(3))
+    one, other = [[await collected(made, PROMPTS, Sampling(n=2)) for _ in range(2)] for made in (used, fresh)]
+    assert one == other
+    assert one[0].tokens != one[1].tokens, "each call draws anew"
+
+
 async def stopped(made: TorchSampler, prompts: Batch, sampling: Sampling, turns: int) -> Batch:
     """What a call gives that is aborted after some turns of the loop."""
     running = asyncio.create_task(collected(made, prompts, sampling))

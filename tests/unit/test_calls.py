@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
+from meshrl.calls import Calls
 from meshrl.errors import DataError
 from meshrl.testing.fakes import FakePolicy, FakeSampler
 
@@ -101,6 +102,20 @@ async def test_a_load_returns_where_the_calls_stood() -> None:
     assert [len([part async for part in stream]) for stream in (first, second)] == [4, 5]
     places = await made.load(weights(2))
     assert [places.row(name).tolist() for name in ("load", "call", "steps")] == [[1], [2], [-1]]
+
+
+async def test_calls_are_counted_from_the_last_load_of_weights() -> None:
+    calls = Calls()
+    turns: list[int] = []
+    for interruption in ("", "", "load", "abort", "load", ""):
+        if interruption == "load":
+            async with calls.loading():
+                pass
+        if interruption == "abort":
+            await calls.abort()
+        async with calls.begin() as call:
+            turns.append(call.turn)
+    assert turns == [0, 1, 0, 1, 0, 1]
 
 
 async def test_aborted_rows_go_on() -> None:
