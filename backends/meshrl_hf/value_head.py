@@ -1,6 +1,6 @@
 """A language model's body with a head that predicts one number at each token: the value of what follows it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -29,9 +29,10 @@ class ValueModel:
     head: nn.Linear
 
     @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Of the body and the head."""
-        return [*self.model.network.base_model.parameters(), *self.head.parameters()]
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Of the body and the head, by name."""
+        body = self.model.network.base_model.named_parameters(prefix="body")
+        return dict(body) | dict(self.head.named_parameters(prefix="value_head"))
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         """The value of the state that each target of a micro-batch was drawn from, float32[targets]."""

@@ -33,7 +33,7 @@ class TorchCritic(Critic):
         torch.set_num_threads(rank.threads)
         self._budget = config.micro_batch_tokens
         self._valued = load_valued(config)
-        self._optimizer = Optimizer(config.optimizer, self._valued.parameters)
+        self._optimizer = Optimizer(config.optimizer, list(self._valued.parameters.values()))
         self._updating = asyncio.Lock()
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
@@ -73,6 +73,6 @@ class TorchCritic(Critic):
 
     @property
     def _state(self) -> TrainingState:
-        body, head = self._valued.model, dict(self._valued.head.named_parameters(prefix="value_head"))
-        parameters = dict(body.network.base_model.named_parameters(prefix="body")) | head
-        return TrainingState("critic", {**body.tensors(), **head}, parameters, self._optimizer)
+        head = self._valued.head.named_parameters(prefix="value_head")
+        tensors = {**self._valued.model.tensors(), **dict(head)}
+        return TrainingState("critic", tensors, self._valued.parameters, self._optimizer)

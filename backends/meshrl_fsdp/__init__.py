@@ -1,0 +1,16 @@
+"""The FSDP2 backend: a Hugging Face model sharded over the ranks of a mesh, and split over its axis `tp`.
+
+Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.engine = "ray"`.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["ROLES"]
+
+ROLES: Final[Mapping[str, str]] = {
+    "Critic": "meshrl_fsdp.critic:FsdpCritic",
+    "Policy": "meshrl_fsdp.policy:FsdpPolicy",
+    "Reference": "meshrl_fsdp.reference:FsdpReference",
+}
+"""Where each role's class is. Strings, so that looking a role up imports no torch."""

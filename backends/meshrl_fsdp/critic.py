@@ -1,0 +1,75 @@
+"""The critic of the FSDP2 backend: a model with a value head that is spread over the ranks."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshrl.actor import current_rank
+from meshrl.advantages import Gae
+from meshrl.critic import with_advantages
+from meshrl.data import Batch
+from meshrl.losses import Loss, check_predicts, check_sources
+from meshrl.metrics import Metrics
+from meshrl.roles import Critic, CriticConfig
+from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.sharded import gathered, load_sharded_valued
+from meshrl_fsdp.state import ShardedState
+from meshrl_hf import checkpoint, training
+from meshrl_hf.packing import MicroBatch
+
+
+class FsdpCritic(Critic):
+    """The policy's architecture with a linear head in place of its last layer, sharded; a new head gives 0.
+
+    A call runs on all ranks at the same time, from its beginning to its end.
+    """
+
+    def __init__(self, config: CriticConfig) -> None:
+        rank = current_rank()
+        torch.set_num_threads(rank.threads)
+        self._budget = config.micro_batch_tokens
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._valued, self._sharded = load_sharded_valued(config, config.fsdp, rank)
+        self._world = self._sharded.world
+        self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(self._valued.parameters.values()))
+
+    async def advantages(self, batch: Batch, gae: Gae) -> Batch:
+        """Add `values`, `advantages` and `returns`."""
+        values = self._valued.score(self._predicted, batch, self._budget, self._world)
+        return with_advantages(batch, values, gae)
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """One optimizer step on the rows of all ranks.
+
+        DataError, on all ranks, if there is nothing to learn, the loss is a policy's, or log-probs come from elsewhere
+        than it says; ModelError if the gradient is not finite. Then no weight has changed.
+        """
+
+        def check() -> None:
+            check_predicts(loss, "values")
+            check_sources(batch, loss)
+            self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+
+        return await training.step(self._optimizer, self._predicted, batch, loss, self._budget, check, self._world)
+
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all; the first rank does."""
+        whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
+        head = {name: gathered(parameter) for name, parameter in self._valued.head.named_parameters()}
+        self._world.first(lambda: checkpoint.write(self._valued.model, folder, head, whole))
+
+    async def checkpoint(self, folder: str) -> None:
+        """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
+        self._state.write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
+        self._state.read(folder)
+
+    @property
+    def _state(self) -> ShardedState:
+        return ShardedState("critic", self._world, self._valued.parameters, self._optimizer)
+
+    def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        return self._sharded(partial(self._valued.predicted, batch, micro))

@@ -1,0 +1,75 @@
+"""The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
+
+import os
+from datetime import timedelta
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from meshrl.actor import Rank
+from meshrl.errors import ConfigError
+
+_PATIENCE: Final = timedelta(minutes=30)
+"""How long a rank waits for another in one collective."""
+
+
+class _Joined(NamedTuple):
+    """The group that this process is in."""
+
+    place: str
+    """Where its ranks met, host and port."""
+    generation: str
+
+
+_joined: _Joined | None = None
+
+
+def join(rank: Rank, device: torch.device) -> None:
+    """Make the process group of the mesh, unless this process is in it. All ranks call it at the same time.
+
+    ConfigError where the ranks of a mesh share a process.
+    """
+    global _joined  # noqa: PLW0603 - torch has one default group a process
+    if rank.size == 1:
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+        return
+    if os.environ.get("WORLD_SIZE") != str(rank.size):
+        raise ConfigError(
+            f"the backend 'fsdp' needs a process for each of {rank.size} ranks, and the local engine gives threads: "
+            "set run.engine = 'ray', or take a mesh of one rank"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = f"{host}:{port}"
+    if _joined is not None and _joined.place == place:
+        return
+    store = TCPStore(host, port, rank.size, is_master=rank.index == 0, timeout=_PATIENCE)
+    known = _generations(store, rank, _joined.generation if _joined else "")
+    if "" in known or len(known) > 1:  # a process is new: the old group, where there is one, lacks it
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            _backend(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
+            timeout=_PATIENCE,
+        )  # fmt: skip
+        _joined = _Joined(place, place)
+    elif _joined is not None:
+        _joined = _joined._replace(place=place)
+    _stores.append(store)
+
+
+_stores: Final[list[TCPStore]] = []
+"""Kept: the first rank serves them to the others."""
+
+
+def _generations(store: TCPStore, rank: Rank, own: str) -> set[str]:
+    """The groups that the ranks' processes are in; empty where one is in none."""
+    store.set(f"generation/{rank.index}", own)
+    return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
+
+
+def _backend(device: torch.device) -> str:
+    """What carries tensors; gloo beside NCCL for what ranks agree on."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -1,0 +1,73 @@
+"""The optimizer of a rank: over its own shards, with the norm of the whole gradient."""
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshrl.roles import OptimizerConfig
+from meshrl_fsdp.sharded import Sharded
+from meshrl_fsdp.world import SHARD, TP
+from meshrl_hf.optimizer import Optimizer
+
+
+class ShardedOptimizer(Optimizer):
+    """AdamW on each rank's shards as plain tensors: it works element by element, so shards need not know of others."""
+
+    def __init__(self, config: OptimizerConfig, sharded: Sharded, parameters: Sequence[nn.Parameter]) -> None:
+        self._sharded: Final = sharded
+        self._spread: Final = [cast("DTensor", parameter) for parameter in parameters]
+        self.shards: Final = [nn.Parameter(_local(parameter)) for parameter in self._spread]
+        self._is_split: Final = [TP in (each.device_mesh.mesh_dim_names or ()) for each in self._spread]
+        super().__init__(config, self.shards, self._total_norm)
+
+    def step(self) -> float:
+        """As the base's, on all ranks at the same time."""
+        for parameter in self._sharded.partial:
+            if parameter.grad is not None:
+                dist.all_reduce(_local(parameter.grad), group=self._sharded.world.tensors.get_group())
+        for shard, spread in zip(self.shards, self._spread, strict=True):
+            gradient = spread.grad
+            shard.grad = None if gradient is None else _local(gradient)
+        return super().step()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        super().forget()
+        for parameter in self._spread:
+            parameter.grad = None
+
+    def moments(self, name: str) -> list[Tensor]:
+        """What AdamW keeps under a name, of each shard. Writing into them changes it."""
+        return [self._adamw.state[shard][name] for shard in self.shards]
+
+    def begin(self, steps: int) -> None:
+        """Go on after this many steps, with moments that are to be filled in."""
+        self.steps = steps
+        self._adamw.state.clear()
+        for shard in self.shards if steps else ():
+            count = torch.tensor(float(steps), device=shard.device)
+            self._adamw.state[shard] = {
+                "step": count,
+                "exp_avg": torch.zeros_like(shard),
+                "exp_avg_sq": torch.zeros_like(shard),
+            }
+
+    def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm over all shards of all ranks, float32[]."""
+        squares = torch.stack(torch._foreach_norm(list(gradients))).double().square()  # noqa: SLF001 - as torch's clipping
+        there = [split for split, shard in zip(self._is_split, self.shards, strict=True) if shard.grad is not None]
+        split = torch.tensor(there, device=squares.device)
+        mesh = self._sharded.world.mesh
+        own, apart = squares[~split].sum(), squares[split].sum()
+        dist.all_reduce(apart, group=mesh[TP].get_group())
+        total = own + apart
+        dist.all_reduce(total, group=mesh[SHARD].get_group())
+        return total.sqrt().float()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,87 @@
+"""The policy of the FSDP2 backend: packed training of a model that is spread over the ranks."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshrl.actor import current_rank
+from meshrl.data import Batch
+from meshrl.losses import Loss, check_predicts, check_sources
+from meshrl.metrics import Metrics
+from meshrl.ragged import Source
+from meshrl.roles import Policy, PolicyConfig
+from meshrl.weights import Weights
+from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.sharded import load_sharded
+from meshrl_fsdp.state import ShardedState
+from meshrl_hf import checkpoint, training
+from meshrl_hf.encoding import encoded
+from meshrl_hf.packing import MicroBatch
+from meshrl_hf.scoring import logprobs, predicted
+from meshrl_hf.transfer import weights_of
+
+
+class FsdpPolicy(Policy):
+    """A model whose parameters and optimizer, float32, are sharded; it computes in the dtype of its table.
+
+    A call runs on all ranks at the same time, from its beginning to its end.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        rank = current_rank()
+        torch.set_num_threads(rank.threads)
+        self._config = config
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._sharded = load_sharded(config, config.fsdp, rank, checkpointing=config.activation_checkpointing)
+        self._model, self._world = self._sharded.model, self._sharded.world
+        self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(self._sharded.parameters.values()))
+
+    async def encode(self, batch: Batch) -> Batch:
+        """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
+        return encoded(self._model, batch)
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        """One optimizer step on the rows of all ranks.
+
+        DataError, on all ranks, if there is nothing to learn, the loss is a critic's, or log-probs come from elsewhere
+        than it says or from later weights; ModelError if the gradient is not finite. Then no weight has changed.
+        """
+
+        def check() -> None:
+            check_predicts(loss, "logprobs")
+            check_sources(batch, loss, self._optimizer.steps)
+            self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+
+        budget = self._config.micro_batch_tokens
+        return await training.step(self._optimizer, self._predicted, batch, loss, budget, check, self._world)
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        """Add `logprobs`, of the version after the updates that were called before."""
+        source, budget = Source.trainer(self._optimizer.steps), self._config.micro_batch_tokens
+        return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source, self._world))
+
+    async def weights(self) -> Weights:
+        """A copy of the weights, whole, in the dtype of the table."""
+        whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
+        return weights_of(whole, self._optimizer.steps)
+
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face folder in the dtype of the table, whole or not at all; the first rank does."""
+        whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
+        self._world.first(lambda: checkpoint.write(self._model, folder, tensors=whole))
+
+    async def checkpoint(self, folder: str) -> None:
+        """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
+        self._state.write(folder)
+
+    async def restore(self, folder: str) -> None:
+        """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
+        self._state.read(folder)
+
+    @property
+    def _state(self) -> ShardedState:
+        return ShardedState("policy", self._world, self._sharded.parameters, self._optimizer)
+
+    def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        return self._sharded(partial(predicted, self._model, batch, micro))

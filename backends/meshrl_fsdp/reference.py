@@ -1,0 +1,33 @@
+"""The reference of the FSDP2 backend: a frozen model that is spread over the ranks."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from meshrl.actor import current_rank
+from meshrl.data import Batch
+from meshrl.ragged import Source
+from meshrl.roles import Reference, ReferenceConfig
+from meshrl_fsdp.sharded import load_sharded
+from meshrl_hf.packing import MicroBatch
+from meshrl_hf.scoring import logprobs, predicted
+
+
+class FsdpReference(Reference):
+    """A model whose parameters are sharded; it computes in the dtype of its table."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        rank = current_rank()
+        torch.set_num_threads(rank.threads)
+        self._config = config
+        self._sharded = load_sharded(config, config.fsdp, rank)
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        """Add `reference_logprobs`."""
+        it, budget = self._sharded, self._config.micro_batch_tokens
+        values = logprobs(it.model, self._predicted, batch, budget, Source("reference"), it.world)
+        return batch.assign(reference_logprobs=values)
+
+    def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        return self._sharded(partial(predicted, self._sharded.model, batch, micro))

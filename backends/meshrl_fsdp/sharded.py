@@ -1,0 +1,159 @@
+"""A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from meshrl.actor import Rank
+from meshrl.errors import ModelError
+from meshrl.layout import FsdpConfig
+from meshrl.roles import ModelConfig
+from meshrl_fsdp.world import World
+from meshrl_hf.loading import load
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.value_head import ValueModel, load_valued
+
+M = TypeVar("M")
+
+_STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_SHARED: Final = "replicated_with_grad_allreduce"
+"""What transformers calls a module that each rank has whole and uses for its own heads."""
+
+
+class Root(nn.Module):
+    """Holds all that is sharded. Whatever is computed inside its forward pass finds parameters whole."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """What is computed."""
+        return compute().clone()  # FSDP marks what is returned, which may be no view
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model whose parameters are spread over the ranks."""
+
+    root: Root
+    model: LanguageModel
+    world: World
+    partial: Sequence[nn.Parameter]
+    """Parameters that each rank along `tp` has whole, with the gradient of its own heads alone."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute with the model: every rank at the same time."""
+        result = cast("Tensor", self.root(compute))
+        if not torch.is_grad_enabled():
+            cast("FSDPModule", self.root).reshard()
+        return result
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """By the names that the unsharded model gives them, a tied one once; each a DTensor."""
+        return dict(self.model.network.named_parameters())
+
+    def whole(self) -> dict[str, Tensor]:
+        """Copies of the parameters, and the saved buffers, in the host's memory: every rank at the same time."""
+        tensors = {name: gathered(parameter) for name, parameter in self.parameters.items()}
+        buffers = {name: buffer.cpu() for name, buffer in self.model.network.named_buffers()}
+        kept = self.model.network.state_dict().keys() & buffers.keys()
+        return tensors | {name: buffers[name] for name in sorted(kept)}
+
+
+def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank, *, checkpointing: bool = False) -> Sharded:
+    """The model that a role's table names, on the ranks of its mesh: all call it at the same time."""
+    world = World.of(rank, layout)
+    model = _read(world, load, config)
+    if checkpointing:
+        model.network.activation_checkpointing_enable({"use_reentrant": False})
+        model.network.train(True)  # what transformers asks for; its dropout is zero
+    return shard(model, world, layout, getattr(torch, config.dtype))
+
+
+def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
+    """The same for a critic."""
+    world = World.of(rank, layout)
+    valued = _read(world, load_valued, config)
+    return valued, shard(valued.model, world, layout, getattr(torch, config.dtype), [valued.head])
+
+
+def _read(world: World, read: Callable[[ModelConfig], M], config: ModelConfig) -> M:
+    """What a rank reads, in float32. Where one cannot, all say so."""
+    kept: list[M] = []
+    world.agree(lambda: kept.append(read(config.model_copy(update={"dtype": "float32"}))))
+    return kept[0]
+
+
+def shard(
+    model: LanguageModel, world: World, config: FsdpConfig, dtype: torch.dtype, extra: Sequence[nn.Module] = ()
+) -> Sharded:
+    """Spread a model that is whole, in float32, on every rank; forward and backward passes compute in `dtype`.
+
+    `extra` modules compute in float32. ModelError where the model cannot be split over the mesh's axis `tp`.
+    """
+    network = model.network
+    shared = _split(model, world) if world.tensors.size() > 1 else []
+    nn.Module.to(network, world.device)
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    place = partial(fully_shard, mesh=world.sharding, offload_policy=offload)
+    # What goes in stays as it is: temperatures and positions are no states. Reduced in float32, summed, not averaged.
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    blocks = _blocks(network)
+    for block in blocks:
+        if config.compile:
+            block.compile()
+        place(block, mp_policy=mixed, reshard_after_forward=config.reshard_after_forward)
+    for module in extra:
+        place(module.to(world.device))
+    root = Root([network, *extra])
+    place(root, mp_policy=mixed, reshard_after_forward=False)
+    for module in (*blocks, *extra, root):
+        cast("FSDPModule", module).set_gradient_divide_factor(1.0)
+        cast("FSDPModule", module).set_force_sum_reduction_for_comms(enable=True)  # gloo scales nothing
+    return Sharded(root, model, world, shared)
+
+
+def _blocks(network: nn.Module) -> list[nn.Module]:
+    """The model's layers, by the names that transformers gives as not to be split."""
+    names = set(getattr(network, "_no_split_modules", None) or ())
+    return [module for module in network.modules() if type(module).__name__ in names]
+
+
+def _split(model: LanguageModel, world: World) -> list[nn.Parameter]:
+    """Split matrices along `tp` as transformers' plan for the model says; the parameters that stay whole for each."""
+    network, count = model.network, world.tensors.size()
+    name = type(network).__name__
+    config = network.config.get_text_config()
+    plan = cast("Mapping[str, str]", getattr(config, "base_model_tp_plan", None) or {})
+    strange = sorted({style for style in plan.values() if style not in _STYLES and style != _SHARED})
+    if not plan or strange:
+        what = f"a plan with {', '.join(strange)}" if strange else "no plan"
+        raise ModelError(f"{name} has {what} for tensor parallelism, which this backend cannot follow: take tp = 1")
+    heads = {key: int(getattr(config, key)) for key in ("num_attention_heads", "num_key_value_heads")}
+    if wrong := {key: number for key, number in heads.items() if number % count}:
+        raise ModelError(f"{name} has {wrong}, which the mesh's tp = {count} does not divide")
+    styles = {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES}
+    body = network.base_model
+    parallelize_module(body, world.tensors, styles)
+    ends = tuple(pattern.rpartition(".")[2] for pattern, style in plan.items() if style == _SHARED)
+    return [
+        parameter
+        for path, module in body.named_modules()
+        if ends and path.endswith(ends)
+        for parameter in module.parameters()
+    ]
+
+
+def gathered(parameter: Tensor) -> Tensor:
+    """A copy of a parameter, whole, in the host's memory: every rank at the same time."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().cpu()
