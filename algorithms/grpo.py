@@ -54,10 +54,10 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
 
     await publish(policy, sampler)
-    before = await evaluate(sampler, task.held_out, config.sampling)
+    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        for _ in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)

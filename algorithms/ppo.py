@@ -67,10 +67,10 @@ async def ppo(run: Run, config: PpoConfig) -> None:
     reference = await run.spawn(Reference, config.reference) if config.loss.kl or config.gae.kl else None
 
     await publish(policy, sampler)
-    before = await evaluate(sampler, task.held_out, config.sampling)
+    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        for step in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await policy.logprobs(await anext(stream))  # before any update: the policy that the clip is around
             if reference:
                 batch = await reference.logprobs(batch)

@@ -36,9 +36,9 @@ async def sft(run: Run, config: SftConfig) -> None:
     sampler = await run.spawn(Sampler, config.sampler)
 
     await publish(policy, sampler)
-    before = await evaluate(sampler, task.held_out, config.sampling)
+    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
     rows = task.batches(config.rows, run.seed)
-    for _ in run.steps(config.steps):
+    async for _ in run.steps(config.steps):
         batch = next(rows)
         batch = await policy.encode(batch.assign(completion=batch["answer"]))
         await run.record(await policy.update(batch, config.loss))

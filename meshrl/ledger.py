@@ -49,6 +49,8 @@ class Ledger:
         self.dropped: Counter[str] = Counter()
         self.waited = 0
         """Batches that were full, and waited for a group that would have been too old for the next."""
+        self.floor = 0
+        """The number of weights that nothing may be older than: in a run that goes on, those of its checkpoint."""
         self._waits = False
         self._published: list[int] = []
         self._announced = 0
@@ -60,6 +62,11 @@ class Ledger:
     def version(self) -> int:
         """How often weights were published."""
         return len(self._published)
+
+    @property
+    def published(self) -> int:
+        """The number of the weights that were published last."""
+        return self._published[-1] if self._published else self.floor
 
     @property
     def trainer(self) -> int:
@@ -118,7 +125,16 @@ class Ledger:
         self.groups[label] = Group(self.version)
 
     def finish(self, label: int, oldest: int) -> None:
-        """A group is complete; its oldest token was sampled by weights of this number."""
+        """A group is complete; its oldest token was sampled by weights of this number.
+
+        DataError where these are older than those of the checkpoint that the run goes on from.
+        """
+        if oldest < self.floor:
+            raise DataError(
+                f"group {label} was sampled by weights of version {oldest}, and when the checkpoint was written that "
+                f"the run goes on from, those of version {self.floor} had been published: give the sampler the "
+                "restored weights before the first batch, by `await publish(policy, sampler)`"
+            )
         group = self.groups[label]
         group.version = self.version_of(oldest)
         group.finished = True

@@ -18,10 +18,11 @@ _SHOWN: Final = ("reward", "loss", "kl", "clip_fraction", "entropy", "truncated"
 class Progress:
     """A live line on a terminal; elsewhere a logged line for the first step, the last, and one now and then."""
 
-    def __init__(self, count: int) -> None:
-        """`count`: of steps."""
+    def __init__(self, count: int, done: int = 0) -> None:
+        """`count`: of steps, `done` of which an earlier part of the run has made."""
         self._count = count
-        self._done = 0
+        self._earlier = done
+        self._done = done
         self._began = time.perf_counter()
         self._said = -_PLAIN_SECONDS
         self._live: Bar | None = None
@@ -29,7 +30,7 @@ class Progress:
         if console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
             self._live = Bar(*columns, TimeRemainingColumn(), console=console, refresh_per_second=4)
-            self._task: TaskID = self._live.add_task("", total=count)
+            self._task: TaskID = self._live.add_task("", total=count, completed=done)
             self._live.start()
 
     def show(self, numbers: Mapping[str, float]) -> None:
@@ -43,7 +44,7 @@ class Progress:
         seconds = time.perf_counter() - self._began
         if seconds - self._said >= _PLAIN_SECONDS or self._done == self._count:
             self._said = seconds
-            left = seconds / self._done * (self._count - self._done)
+            left = seconds / (self._done - self._earlier) * (self._count - self._done)
             log.info(f"step {self._done}/{self._count}", **shown, left=f"{left:.0f}s")
 
     def close(self) -> None:

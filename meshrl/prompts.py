@@ -1,25 +1,29 @@
 """The prompts that a stream of rollouts still has to draw."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.position import Draw
 
 
 class Prompts:
     """Batches of prompts of one size, dealt out some rows at a time. False when there are no more."""
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
+    def __init__(self, batches: Iterable[Batch], draw: Draw | None = None) -> None:
+        """`draw`: told the `groups` of each batch that is taken from `batches`, says which are to be kept."""
         self._batches = iter(batches)
+        self._draw = draw
         self._next: deque[Batch] = deque()
-        self.size = len(self._next[0]) if self else 0
-        """Rows of a batch."""
+        self.size = 0
+        """Rows of a batch, the first that came."""
+        bool(self)
 
     def __bool__(self) -> bool:
-        if not self._next and (batch := next(self._batches, None)) is not None:
+        while not self._next and (batch := next(self._batches, None)) is not None:
             if "groups" not in batch:
                 raise DataError(
                     "a stream of rollouts needs prompts with `groups`, another number for each: take them from "
@@ -27,17 +31,30 @@ class Prompts:
                 )
             if not len(batch):
                 raise DataError("a stream of rollouts got a batch of no prompts: leave it out")
-            self._next.append(batch)
+            self.size = self.size or len(batch)
+            kept = batch if self._draw is None else batch.select(self._draw(batch.groups))
+            if len(kept):
+                self._next.append(kept)
         return bool(self._next)
 
     def take(self, most: int) -> Batch:
-        """The next prompts, of one batch and at most so many."""
-        batch = self._next.popleft()
-        if len(batch) > most:
-            self._next.appendleft(batch.select(np.arange(most, len(batch))))
-            batch = batch.select(np.arange(most))
-        return batch
+        """The next prompts, at most so many and at most a batch: as many, wherever the batches begin and end."""
+        most = min(most, self.size)
+        taken: list[Batch] = []
+        while most and self:
+            batch = self._next.popleft()
+            if len(batch) > most:
+                self._next.appendleft(batch.select(np.arange(most, len(batch))))
+                batch = batch.select(np.arange(most))
+            taken.append(batch)
+            most -= len(batch)
+        return Batch.concat(taken)
 
     def put_back(self, prompts: Batch) -> None:
         """These were lost, and are the next to be drawn."""
         self._next.appendleft(prompts)
+
+    @property
+    def waiting(self) -> Iterator[int]:
+        """The `groups` of prompts that were taken from the batches, and not from here."""
+        return (label for batch in self._next for label in batch.groups.tolist())

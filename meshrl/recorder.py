@@ -15,17 +15,24 @@ import tomli_w
 
 from meshrl import log
 from meshrl.data import Batch
+from meshrl.errors import DataError
 from meshrl.events import clock
 
 if TYPE_CHECKING:
     from meshrl.progress import Progress
 
 
-_SAMPLES = 8
+_SAMPLED = 8
+_METRICS = "metrics.jsonl"
+_SAMPLES = "samples.jsonl"
+_EVENTS = "events.jsonl"
 
 
 class Recorder:
     """Writes `folder`; a folder of that name that an earlier run left is renamed, never deleted.
+
+    A run that goes on keeps the folder: what was appended to its files after the checkpoint is cut off, and numbers
+    count from the run's first beginning. The events of each earlier part are kept as events-1.jsonl and so on.
 
     config.toml     the resolved configuration
     metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
@@ -34,45 +41,48 @@ class Recorder:
     summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
     """
 
-    def __init__(self, folder: Path, resolved: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, resolved: Mapping[str, object], goes_on: Mapping[str, int] | None = None) -> None:
+        """`goes_on`: where the run goes on from a checkpoint, what `sizes` told when it was written."""
         self.folder = folder
         self.began = clock()
         """Since when `seconds` count, on the event loop's clock."""
-        _make_room(folder)
+        if goes_on is None:
+            _make_room(folder)
+        else:
+            _cut(folder, goes_on)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(tomli_w.dumps(_without_none(resolved)), "utf-8")
-        self._metrics = (folder / "metrics.jsonl").open("wb")
-        self._samples = (folder / "samples.jsonl").open("wb")
-        self._events = _Events(folder)
-        self._progress: Progress | None = None
+        self._earlier = 0.0
+        """Seconds until the checkpoint."""
         self._steps = 0
         self._tokens = 0.0
         self._rewards: list[float] = []
         self._extra: dict[str, object] = {}
+        begins = self._recall()
+        self._metrics = (folder / _METRICS).open("ab")
+        self._samples = (folder / _SAMPLES).open("ab")
+        self._events = _Events(folder, begins)
+        self._progress: Progress | None = None
 
-    def begin(self, count: int) -> None:
-        """Show progress from here on, over `count` steps."""
+    def begin(self, count: int, done: int = 0) -> None:
+        """Show progress from here on, over `count` steps, of which so many are done."""
         self._end_progress()
         from meshrl.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
 
-        self._progress = Progress(count)
+        self._progress = Progress(count, done)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's numbers. `reward` is the mean reward; `tokens`, where there, adds to the summary's."""
         numbers = {name: float(value) for name, value in values.items()}
-        seconds = clock() - self.began
-        _line(self._metrics, {"step": step, "seconds": round(seconds, 4), **numbers})
+        _line(self._metrics, {"step": step, "seconds": round(self._seconds, 4), **numbers})
         self._events.write(step, numbers)
-        self._steps += 1
-        self._tokens += numbers.get("tokens", 0.0)
-        if "reward" in numbers:
-            self._rewards.append(numbers["reward"])
+        self._count(numbers)
         if self._progress:
             self._progress.show(numbers)
 
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
-        chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLES, len(batch))).astype(np.int64))
+        chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
         texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
         some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
         columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
@@ -80,6 +90,14 @@ class Recorder:
             columns["reward"] = some.rewards.tolist()
         for index in range(len(some)):
             _line(self._samples, {"step": step, **{name: column[index] for name, column in columns.items()}})
+
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of the files that grow, which the disk has from here on."""
+        sizes: dict[str, int] = {}
+        for file in (self._metrics, self._samples):
+            os.fsync(file.fileno())
+            sizes[Path(file.name).name] = file.tell()
+        return sizes
 
     def summary(self, **values: object) -> None:
         """Add to summary.json: numbers, texts, and lists and tables of them."""
@@ -94,7 +112,7 @@ class Recorder:
         summary: dict[str, object] = {
             "status": _status(error),
             "steps": self._steps,
-            "wall_s": round(clock() - self.began, 3),
+            "wall_s": round(self._seconds, 3),
             "tokens": int(self._tokens),
             "first_reward": self._rewards[0] if self._rewards else None,
             "last_reward": self._rewards[-1] if self._rewards else None,
@@ -114,6 +132,27 @@ class Recorder:
     ) -> None:
         self.close(error)
 
+    @property
+    def _seconds(self) -> float:
+        return self._earlier + clock() - self.began
+
+    def _recall(self) -> int:
+        """Count the steps that are in the file already; the one that comes next."""
+        begins = 0
+        file = self.folder / _METRICS
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            numbers = msgspec.json.decode(line, type=dict[str, float | None])
+            self._count({name: float("nan") if value is None else value for name, value in numbers.items()})
+            self._earlier = numbers.get("seconds") or 0.0
+            begins = int(numbers.get("step") or 0) + 1
+        return begins
+
+    def _count(self, numbers: Mapping[str, float]) -> None:
+        self._steps += 1
+        self._tokens += numbers.get("tokens", 0.0)
+        if "reward" in numbers:
+            self._rewards.append(numbers["reward"])
+
     def _end_progress(self) -> None:
         if self._progress:
             self._progress.close()
@@ -123,15 +162,19 @@ class Recorder:
 class _Events:
     """A TensorBoard event file, through the tensorboard package alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int) -> None:
+        """`step`: the first that is to come. Where it is not 0, readers forget what earlier files say of later ones."""
         # Not at the top of the file: `import meshrl` should not wait for them. They carry no types.
         self._event = import_module("tensorboard.compat.proto.event_pb2").Event
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         records = import_module("tensorboard.summary.writer.record_writer").RecordWriter
         # TensorBoard knows a file of events by `tfevents` in its name.
-        self._file = (folder / f"events.out.tfevents.{int(time.time())}.{os.getpid()}").open("wb")
+        self._file = (folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}").open("wb")
         self._records = records(self._file)
         self._add(file_version="brain.Event:2")
+        if step:
+            started = import_module("tensorboard.compat.proto.event_pb2").SessionLog
+            self._add(step=step, session_log=started(status=started.START))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
@@ -154,6 +197,24 @@ def _make_room(folder: Path) -> None:
         number += 1
     folder.rename(aside)
     log.info(f"{folder} was there already: the earlier one is now {aside}")
+
+
+def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Cut files to the bytes that they had; what is kept of the events is a file of its own."""
+    for name, size in sizes.items():
+        file = folder / name
+        there = file.stat().st_size if file.exists() else 0
+        if there < size:
+            raise DataError(
+                f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
+                "bring it back, or start a run of another name"
+            )
+        os.truncate(file, size)
+    if (folder / _EVENTS).exists():
+        number = 1
+        while (aside := folder / f"events-{number}.jsonl").exists():
+            number += 1
+        (folder / _EVENTS).rename(aside)
 
 
 def _status(error: BaseException | None) -> str:

@@ -1,15 +1,18 @@
 """A run: the engine, the meshes and the folder of one execution of an algorithm script."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from itertools import count
-from math import prod
+from math import nan, prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 from pydantic import Field, model_validator
 
+from meshrl import log
+from meshrl.checkpoints import Checkpoints, Saved
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import INLINE_BYTES, Engine, Resources
@@ -19,9 +22,10 @@ from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.losses import effective_sample_size
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
+from meshrl.position import Position, position
 from meshrl.recorder import Recorder
 from meshrl.registry import implementation
-from meshrl.roles import RoleConfig
+from meshrl.roles import RoleConfig, Stateful
 from meshrl.schedule import Schedule, read_schedule, schedule
 
 R = TypeVar("R")
@@ -64,6 +68,44 @@ class RunConfig(Config):
     """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between two checkpoints; without it none is written."""
+    checkpoints_kept: int = Field(default=2, ge=1)
+    """How many of them stay, the newest."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
+
+    @model_validator(mode="after")
+    def _follows_a_schedule_from_its_beginning(self) -> Self:
+        if self.resume and (self.deterministic or self.replay):
+            named = "deterministic = true keeps" if self.deterministic else "replay follows"
+            raise ValueError(
+                f"{named} the schedule of a whole run, and resume = true goes on in the middle of one: leave one of "
+                "them out. With ahead = 0 the seed alone repeats a run"
+            )
+        return self
+
+
+class Steps:
+    """What `Run.steps` returns: an iterator for `async for`.
+
+    Not a generator, which a script that breaks off would leave unfinished.
+    """
+
+    def __init__(self, numbers: Iterable[int], turn: Callable[[int | None], Awaitable[None]]) -> None:
+        """`turn`: what is done between two steps, given the one that comes, None after the last."""
+        self._numbers = iter(numbers)
+        self._turn = turn
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> int:
+        step = next(self._numbers, None)
+        await self._turn(step)
+        if step is None:
+            raise StopAsyncIteration
+        return step
 
 
 class Run:
@@ -84,7 +126,14 @@ class Run:
         self.engine = engine or _engine(config)
         # Before the recorder makes room for the folder, which may be the same.
         self._replayed = read_schedule(Path(config.replay)) if config.replay else None
-        self.recorder = Recorder(Path(config.folder) / config.name, resolved or {})
+        folder = Path(config.folder) / config.name
+        self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume)
+        self._saved = self._checkpoints.saved
+        self._once = {name: dict(numbers) for name, numbers in self._saved.once.items()} if self._saved else {}
+        self._position = Position(self._saved.data if self._saved else None)
+        self.recorder = Recorder(folder, resolved or {}, self._saved.files if self._saved else None)
+        self._loops = count()
+        self._done = 0
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
         self._step = 0
@@ -110,25 +159,67 @@ class Run:
         Raises `BackendError` where there is none, and what `Mesh.spawn` raises.
         """
         cls = implementation(role, config.backend)
+        stateful = isinstance(cls, type) and issubclass(cls, Stateful)
+        # Before anything is awaited: of roles spawned at the same time the first to be asked for is the first.
+        place = self._checkpoints.place(getattr(role, "__name__", cls.__name__)) if stateful else ""
         # A task a mesh, so that roles spawned at the same time wait for one reservation.
         reserving = self._meshes.get(config.mesh)
         if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
             reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
         mesh = await asyncio.shield(reserving)
-        return await mesh.spawn(cls, config)
+        actor = await mesh.spawn(cls, config)
+        if stateful:
+            await self._checkpoints.adopt(place, cast("Stateful", actor))
+        return actor
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh of one's own; the run stops it at the end."""
         return await Mesh.reserve(self.engine, ranks, resources, str(next(self._numbered)))
 
-    def steps(self, count: int) -> Iterator[int]:
-        """The numbers of the steps, 0 to count - 1, with a progress line."""
-        self.recorder.begin(count)
-        for step in range(count):
-            self._end_step()
-            self._step, self._step_began, self._stepping = step, clock(), True
-            yield step
+    def steps(self, count: int) -> AsyncIterator[int]:
+        """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
+
+        Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
+        the loop where that was written; loops before it are over.
+        """
+        loop, first = next(self._loops), 0
+        if self._saved and loop <= self._saved.loop:
+            first = self._saved.step if loop == self._saved.loop else count
+        return Steps(range(first, count), partial(self._turn, loop, first, count))
+
+    async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
+        """Numbers that are measured once in a run: one that goes on has those that were measured before its checkpoint.
+
+        before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+        """
+        if name not in self._once:
+            self._once[name] = dict(await measure())
+        return {key: nan if value is None else value for key, value in self._once[name].items()}
+
+    async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
+        """Between two steps of a loop, where nothing of the script's is half-done."""
+        after = self._stepping
         self._end_step()
+        self._done += after
+        if step is None:
+            return
+        if step == first:
+            self._begin_loop(loop, first, count)
+        elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
+            data, once = self._position.reached(), dict(self._once)  # before anything else goes on
+            await self._checkpoints.write(Saved(loop, step, self._done, self.recorder.sizes(), once, data))
+        self._begin_step(step)
+
+    def _begin_loop(self, loop: int, first: int, count: int) -> None:
+        if self._saved and loop == self._saved.loop:
+            self._checkpoints.check()
+            self._done = self._saved.done
+            log.info(f"{self.folder} goes on after step {first} of {count}")
+        self._position.begun = True
+        self.recorder.begin(count, first)
+
+    def _begin_step(self, step: int) -> None:
+        self._step, self._step_began, self._stepping = step, clock(), True
 
     def _end_step(self) -> None:
         """Note when the step was, if one is open: the last of a script that breaks off ends with the run."""
@@ -168,6 +259,8 @@ class Run:
         if self.config.deterministic or self.config.replay:
             self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
         schedule.set(self._schedule)
+        if self.config.checkpoint_every or self.config.resume:
+            position.set(self._position)
         return self
 
     async def __aexit__(
@@ -183,6 +276,8 @@ class Run:
                 self._events.close()
             if sink.get() is self._events:  # not where the end is in another context than the beginning
                 sink.set(self._outer)
+            if position.get() is self._position:
+                position.set(None)
             if self._schedule:
                 self._schedule.close()
             self.recorder.close(error)

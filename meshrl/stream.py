@@ -1,7 +1,7 @@
 """Rollouts that go on while the policy trains, under a bound on how old what it trains on may be.
 
     async with rollouts(sampler, prompts, sampling, ahead=1, score=reward.score) as stream:
-        for _ in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             ...
             await publish(policy, stream)
@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Final, Never, Self, TypeAlias, get_args
 from weakref import WeakSet
@@ -28,6 +29,7 @@ from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.generation import Call, Generation, Shared, SwapMode
 from meshrl.ledger import Late, Ledger
+from meshrl.position import position
 from meshrl.prompts import Prompts
 from meshrl.roles import Sampler, Sampling
 from meshrl.schedule import Opened, Script, schedule
@@ -71,7 +73,8 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     for the same prompts. No row is given that is more than `ahead` published versions behind the policy. Each row says
     in `staleness`, int32, how many it is.
 
-    `prompts`: batches of one size, with `groups`, another number for each prompt.
+    `prompts`: batches of one size, with `groups`, another number for each prompt of the run. In a run that goes on from
+    a checkpoint give all of them again: those that were used are left out, those that were under way are drawn again.
     `score`: applied to groups as they finish, some at a time and several times at once, as in `score=reward.score`.
     `keep`: from such groups, scored, all but token columns loaded, to bool[rows]; a group with a False is dropped, and
     another prompt drawn for it (`keep=has_signal`).
@@ -84,7 +87,8 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
             raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
-    source = Prompts(prompts)
+    here = position.get()
+    source = Prompts(prompts, here.draw if here else None)
     return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
 
 
@@ -112,6 +116,9 @@ class Rollouts:
         self._script = kept.script(plan.sampler, opened) if kept else Script()
         shared = Shared(ledger, self._assembly, prompts, self._changes, self._script, self._start)
         self._generation = Generation(plan.sampler, plan.sampling, plan.swap, plan.retries, shared)
+        self._position = position.get()
+        if self._position:
+            ledger.floor = self._position.open(self)
         self._begun = False
         self._swapping = asyncio.Lock()
         self._announced: list[_Ticket] = []
@@ -130,6 +137,8 @@ class Rollouts:
     ) -> None:
         """Cancel what is being generated."""
         Rollouts.live.discard(self)
+        if self._position:
+            self._position.close(self)
         self._changes.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
         tasks = list(self._tasks)
         for task in tasks:
@@ -213,6 +222,16 @@ class Rollouts:
     def waited(self) -> int:
         """Batches that were full, and waited for a group that would have been too old for the next."""
         return self.ledger.waited
+
+    @property
+    def unfinished(self) -> Iterable[int]:
+        """The `groups` of prompts that it has taken, and neither delivered nor dropped."""
+        return chain(self.ledger.groups, self._prompts.waiting)
+
+    @property
+    def published(self) -> int:
+        """The number of the weights that were published last."""
+        return self.ledger.published
 
     # --- to the trainer ------------------------------------------------------------------------------
 

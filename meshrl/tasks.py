@@ -5,17 +5,19 @@ import itertools
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Protocol, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
 from meshrl.config import Config, nearest
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.position import Deal, Position, position
 
 Row = dict[str, object]
 
@@ -72,18 +74,39 @@ class Task:
     def batches(self, rows: int, seed: int) -> Iterator[Batch]:
         """Batches of `rows` training prompts without end, each epoch in a new order that `seed` decides.
 
-        Adds `groups`, int64: a number for each prompt drawn, never used twice in a run.
+        Adds `groups`, int64: a number for each prompt drawn, never used twice in a run. In the loop of a run that goes
+        on from a checkpoint, those that were used before it are left out.
         """
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
-        order = np.empty(0, np.int64)
-        epochs = itertools.count()
-        for first in itertools.count(step=rows):
-            while len(order) < rows:
-                shuffled = np.random.default_rng([seed, next(epochs)]).permutation(len(self.train))
-                order = np.concatenate([order, shuffled])
-            taken, order = order[:rows], order[rows:]
-            yield self.train.select(taken).assign(groups=np.arange(first, first + rows, dtype=np.int64))
+        here = position.get()
+        first = here.deal(Deal(len(self.train), self._digest(), seed)) if here else 0
+        return self._deal(rows, seed, first, here)
+
+    def _deal(self, rows: int, seed: int, first: int, here: Position | None) -> Iterator[Batch]:
+        size = len(self.train)
+
+        @lru_cache(maxsize=2)
+        def order(epoch: int) -> NDArray[np.int64]:
+            return np.random.default_rng([seed, epoch]).permutation(size)
+
+        end = first
+        while True:
+            numbers = np.empty(0, np.int64)
+            while len(numbers) < rows:
+                fresh = np.arange(end, end + rows - len(numbers), dtype=np.int64)
+                end += len(fresh)
+                numbers = np.concatenate([numbers, fresh[here.left(fresh)] if here else fresh])
+            if here:
+                here.use(numbers)
+            places = (divmod(number - first, size) for number in numbers.tolist())
+            yield self.train.select([order(epoch)[place] for epoch, place in places]).assign(groups=numbers)
+
+    def _digest(self) -> str:
+        prompts = hashlib.blake2b(digest_size=8)
+        for prompt in self.train.objects("prompt"):
+            prompts.update(f"{prompt}\0".encode())
+        return prompts.hexdigest()
 
 
 def check_task(config: TaskConfig) -> None:

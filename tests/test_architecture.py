@@ -14,6 +14,7 @@ LAYERS = (
     {"errors", "sharding", "actor", "held", "events", "log", "report", "report.intervals"},
     {
         "ledger",
+        "position",
         "changes",
         "config",
         "imports",
@@ -65,7 +66,7 @@ LAYERS = (
     },
     {"data", "losses", "engines.ray.reservation", "report.page"},
     {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
-    {"schedule", "registry", "rewards", "recorder", "engines.ray"},
+    {"schedule", "registry", "rewards", "recorder", "checkpoints", "engines.ray"},
     {"run", "generation", "check"},
     {"stream"},
     {"rollout"},

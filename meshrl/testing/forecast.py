@@ -11,7 +11,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -120,7 +120,8 @@ def simulate_job(
     began = time.perf_counter()
     pace, measured = _pace(job.config, record, rollout, train)
     with tempfile.TemporaryDirectory(prefix="meshrl-") as temporary:
-        config = job.run.model_copy(update={"folder": str(folder or temporary), "engine": "local"})
+        where = {"folder": str(folder or temporary), "engine": "local"}
+        config = job.run.model_copy(update={**where, "checkpoint_every": None, "resume": False})
 
         async def main() -> Path:
             engine = SimEngine(pace, seed)
@@ -158,10 +159,9 @@ class _SimRun(Run):
     kept: bool
     """Whether somebody will read what it records."""
 
-    def steps(self, count: int) -> Iterator[int]:
-        for step in super().steps(count):
-            self.tape.step = step
-            yield step
+    def _begin_step(self, step: int) -> None:
+        self.tape.step = step
+        super()._begin_step(step)
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
         await asyncio.sleep(self.own.next(None))

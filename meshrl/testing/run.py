@@ -1,7 +1,7 @@
 """A run for tests: it gives an algorithm the roles that the test made, and keeps what the algorithm records."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -14,7 +14,7 @@ from meshrl.errors import BackendError
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.roles import RoleConfig
-from meshrl.run import Run, RunConfig
+from meshrl.run import Run, RunConfig, Steps
 
 R = TypeVar("R")
 
@@ -53,9 +53,13 @@ class FakeRun(Run):
         """Ranks in the caller's own loop."""
         return await Mesh.reserve(self.engine, ranks, Resources(cpus=0))
 
-    def steps(self, count: int) -> Iterator[int]:
+    def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1."""
-        return iter(range(count))
+        return Steps(range(count), _nothing)
+
+    async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
+        """What is measured."""
+        return await measure()
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
         """Keep the numbers."""
@@ -72,3 +76,7 @@ class FakeRun(Run):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.engine.close()
+
+
+async def _nothing(step: int | None) -> None:
+    """Between two steps nothing is written."""

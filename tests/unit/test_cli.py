@@ -35,7 +35,7 @@ class CountConfig(Config):
 
 
 async def count(run: Run, config: CountConfig) -> None:
-    for step in run.steps(config.steps):
+    async for step in run.steps(config.steps):
         await run.record(Metrics.of(loss=(1.0, 2.0)), reward=step / 2)
     if config.fail:
         raise DataError("the data is [bad]")

@@ -130,7 +130,7 @@ def test_steps_cover_the_run_in_virtual_time(tmp_path: Path) -> None:
     async def script() -> Run:
         async with Run(config(tmp_path)) as run:
             clocked = await (await run.mesh(1, Resources(cpus=0))).spawn(Clocked)
-            for _ in run.steps(3):
+            async for _ in run.steps(3):
                 with pytest.raises(RankFailed):
                     await clocked.fail(3600)
                 await run.record(Metrics({}))
@@ -152,7 +152,7 @@ def test_steps_cover_the_run_in_virtual_time(tmp_path: Path) -> None:
 async def test_the_last_step_of_a_script_that_breaks_off_ends_with_the_run(tmp_path: Path) -> None:
     with capture_logs():
         async with Run(config(tmp_path)) as run:
-            for step in run.steps(9):
+            async for step in run.steps(9):
                 if step == 1:
                     break
     assert [event.step for event in read(run.folder) if isinstance(event, Step)] == [0, 1]
@@ -239,7 +239,7 @@ from tests.unit.test_events import Clocked
 async def main():
     async with Run(RunConfig(name="mine", folder={str(tmp_path)!r})) as run:
         clocked = await (await run.mesh(2)).spawn(Clocked)
-        for step in run.steps(9):
+        async for step in run.steps(9):
             await clocked.now()
             if step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -176,7 +176,7 @@ async def test_what_a_run_adds_to_the_numbers_of_a_step(tmp_path: Path) -> None:
     )
     with capture_logs():
         async with Run(RunConfig(name="mine", folder=str(tmp_path))) as run:
-            for _ in run.steps(1):
+            async for _ in run.steps(1):
                 await run.record(metrics, batch, lr=0.5)
     (step,) = lines(run.folder / "metrics.jsonl")
     assert (step["staleness"], step["staleness_max"]) == (1.75, 3.0)

@@ -58,7 +58,7 @@ async def mine(run: Run, config: MineConfig) -> None:
     policy, sampler = await run.spawn(Policy, config.policy), await run.spawn(Sampler, config.sampler)
     prompts = Task.load(config.task).batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, swap="abort") as stream:
-        for _ in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             metrics = await policy.update(await anext(stream), CrossEntropy())
             await publish(policy, stream)
             await run.record(metrics)

@@ -1,0 +1,171 @@
+"""How far a run has come in its data: which prompts it has used, and which it had only drawn.
+
+Each prompt of a run has a number of its own, in `groups`. A checkpoint keeps the numbers of those that were used; a run
+that goes on from it leaves them out, and draws the others, also those that were under way.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.errors import DataError
+
+Numbers = NDArray[np.int64]
+
+_APART: Final = 1 << 40
+"""Between the first numbers of two deals of a run."""
+
+
+class Deal(msgspec.Struct, frozen=True):
+    """What `Task.batches` deals out: the same again gives each number the same prompt."""
+
+    prompts: int
+    """How many there are."""
+    digest: str
+    """Of them, in their order."""
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.prompts:,} prompts ({self.digest}) in the order of seed {self.seed}"
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of a run's data."""
+
+    used: Sequence[tuple[int, int]]
+    """Numbers of prompts, in ranges: the first, and the one after the last."""
+    deals: Sequence[Deal]
+    published: Sequence[int]
+    """By stream of rollouts: the number of the weights that were published to it last."""
+
+
+class Stream(Protocol):
+    """What has drawn prompts that may not be used yet."""
+
+    @property
+    def unfinished(self) -> Iterable[int]:
+        """The numbers of prompts that were neither delivered nor dropped."""
+        ...
+
+    @property
+    def published(self) -> int:
+        """The number of the weights that were published to it last."""
+        ...
+
+
+class Position:
+    """The data of one run, from its beginning or from where a checkpoint had come."""
+
+    def __init__(self, before: Reached | None = None) -> None:
+        self.begun = False
+        """Whether the loop has begun. What a script does before it, is done again with the same prompts."""
+        self._before = before
+        self._left_out = Ranges(before.used if before else ())
+        self._used = Ranges(before.used if before else ())
+        self._streamed = Ranges()
+        self._deals: list[Deal] = []
+        self._streams: list[Stream | int] = []
+        """In the order in which they were opened; of a closed one what was published to it last."""
+
+    def deal(self, deal: Deal) -> int:
+        """A source of prompts is opened; its first number. DataError where the checkpoint's was another."""
+        number = len(self._deals)
+        if self._before and number < len(self._before.deals) and deal != self._before.deals[number]:
+            raise DataError(
+                f"the run goes on with {deal}, and its checkpoint was written with {self._before.deals[number]}: it "
+                "would train on prompts twice and leave others out. Go on with the same task and run.seed, or start a "
+                "run of another name"
+            )
+        self._deals.append(deal)
+        return number * _APART
+
+    def left(self, numbers: Numbers) -> NDArray[np.bool_]:
+        """Which of these prompts were not used before the checkpoint, bool[prompts]. All before the loop begins."""
+        return ~self._left_out.has(numbers) if self.begun else np.ones(len(numbers), np.bool_)
+
+    def use(self, numbers: Numbers) -> None:
+        """The script has these prompts."""
+        self._used.add(numbers)
+
+    def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
+        """A stream has these prompts, and tells when they are used; which were not before the checkpoint.
+
+        DataError for a number that a stream of the run had already.
+        """
+        again = self._streamed.has(numbers)
+        if again.any():
+            raise DataError(
+                f"prompt {numbers[again][0]} (`groups`) came to a stream of rollouts a second time: with "
+                "run.checkpoint_every or run.resume each prompt of a run needs a number of its own, so that a "
+                "checkpoint can tell what was used"
+            )
+        self._streamed.add(numbers)
+        self._used.add(numbers)
+        return ~self._left_out.has(numbers)
+
+    def open(self, stream: Stream) -> int:
+        """A stream is opened; what had been published to it by the checkpoint, which nothing may be older than."""
+        number = len(self._streams)
+        self._streams.append(stream)
+        return self._before.published[number] if self._before and number < len(self._before.published) else 0
+
+    def close(self, stream: Stream) -> None:
+        """A stream is closed: what it has not delivered will not come."""
+        self._streams = [stream.published if each is stream else each for each in self._streams]
+
+    def reached(self) -> Reached:
+        """What is used now."""
+        live = [each for each in self._streams if not isinstance(each, int)]
+        unfinished = [number for stream in live for number in stream.unfinished]
+        published = [each if isinstance(each, int) else each.published for each in self._streams]
+        if self._before:  # of those that are not open yet
+            published += self._before.published[len(published) :]
+        return Reached(self._used.without(unfinished).pairs, self._deals, published)
+
+
+class Ranges:
+    """A set of whole numbers, as ranges: what is used in order takes no room."""
+
+    def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
+        """`pairs`: the first number of each range and the one after its last, ascending."""
+        self._bounds = np.array(list(pairs), np.int64).reshape(-1, 2)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The ranges, ascending."""
+        return [(int(first), int(end)) for first, end in self._bounds]
+
+    def has(self, numbers: Numbers) -> NDArray[np.bool_]:
+        """Which of the numbers are in the set, bool[numbers]."""
+        before = np.searchsorted(self._bounds[:, 0], numbers, side="right") - 1
+        inside = np.zeros(len(numbers), np.bool_)
+        known = before >= 0
+        inside[known] = numbers[known] < self._bounds[before[known], 1]
+        return inside
+
+    def add(self, numbers: Numbers) -> None:
+        """Put numbers into the set."""
+        bounds = np.concatenate([self._bounds, np.stack([numbers, numbers + 1], axis=1)])
+        bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(bounds[:, 1])
+        begins = np.flatnonzero(np.append(True, bounds[1:, 0] > reach[:-1])[: len(bounds)])
+        ends = np.append(begins[1:], len(bounds)) - 1
+        self._bounds = np.stack([bounds[begins, 0], reach[ends]], axis=1)
+
+    def without(self, numbers: Iterable[int]) -> "Ranges":
+        """The set but for these numbers."""
+        gone = np.unique(np.fromiter(numbers, np.int64))
+        gone = gone[self.has(gone)]
+        firsts = np.sort(np.concatenate([self._bounds[:, 0], gone + 1]))
+        ends = np.sort(np.concatenate([self._bounds[:, 1], gone]))
+        return Ranges([pair for pair in zip(firsts.tolist(), ends.tolist(), strict=True) if pair[0] < pair[1]])
+
+
+Draw = Callable[[Numbers], NDArray[np.bool_]]
+
+position: ContextVar[Position | None] = ContextVar("position", default=None)
+"""Where the current run stands in its data, where it keeps that."""
