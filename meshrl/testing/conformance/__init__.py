@@ -1,0 +1,44 @@
+"""The suite that a backend passes which trains: its numbers are the plain torch backend's, on however many ranks.
+
+    async with Bench(Subject("mine", {"dp": 2}, engine="ray")) as bench:
+        for check in CHECKS:
+            await bench.run(check)
+
+Each check is one promise, told by its docstring. `Bench.run` raises `PromiseBroken` where it is not kept, also where a
+check does not end in time, with the numbers of both sides.
+"""
+
+from typing import Final
+
+from meshrl.testing.conformance import checkpoints, numbers, refusals, state
+from meshrl.testing.conformance.subject import PLAIN, Bench, Check, Side, Subject, Trial, name_of
+
+__all__ = [
+    "CHECKS",
+    "CRITIC",
+    "PLAIN",
+    "POLICY",
+    "PROCESSES",
+    "REFERENCE",
+    "Bench",
+    "Check",
+    "Side",
+    "Subject",
+    "Trial",
+    "name_of",
+]
+
+POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *refusals.POLICY, *state.POLICY, *checkpoints.POLICY)
+"""What a policy promises."""
+
+CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *checkpoints.CRITIC)
+"""What a critic promises."""
+
+REFERENCE: Final[tuple[Check, ...]] = numbers.REFERENCE
+"""What a reference promises."""
+
+PROCESSES: Final[tuple[Check, ...]] = checkpoints.PROCESSES
+"""What a policy promises whose ranks are processes, which may die: for another engine than "local"."""
+
+CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHER)
+"""What a backend promises that has all three roles."""

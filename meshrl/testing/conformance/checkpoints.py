@@ -1,0 +1,107 @@
+"""Checks of checkpoints: whoever takes one goes on as if nothing had been, to the bit."""
+
+import os
+import signal
+from typing import Final
+
+from meshrl.actor import Actor, endpoint
+from meshrl.advantages import Gae
+from meshrl.data import Batch
+from meshrl.errors import MeshrlError, RankDied
+from meshrl.handle import at, ranks, respawn
+from meshrl.losses import ValueLoss
+from meshrl.roles import Critic, Policy
+from meshrl.testing.conformance.compare import loaded, refused, require
+from meshrl.testing.conformance.material import LOSS, with_returns
+from meshrl.testing.conformance.subject import OPTIMIZER, Check, Trial
+
+_SCHEDULED: Final = OPTIMIZER.model_copy(update={"schedule": "cosine", "total_steps": 6})
+
+
+async def a_policy_goes_on(trial: Trial) -> None:
+    """A policy that is restored goes on to the bit: weights, version, moments and learning rate; so does one in use."""
+    first, second, *rest = await trial.batches(4)
+    policy = await trial.own.policy(optimizer=_SCHEDULED)
+    for batch in (first, second):
+        await policy.update(batch, LOSS)
+    folder = str(trial.folder / "state")
+    await policy.checkpoint(folder)
+    kept = await loaded(policy)
+    expected = [await _goes_on(policy, batch) for batch in rest]
+    fresh, used = [await trial.own.policy(optimizer=_SCHEDULED) for _ in range(2)]
+    await used.update(rest[1], LOSS)
+    for which, again in (("fresh", fresh), ("used", used)):
+        await again.restore(folder)
+        require(await loaded(again) == kept, f"a {which} policy that is restored has not the weights of the checkpoint")
+        found = [await _goes_on(again, batch) for batch in rest]
+        require(found == expected, f"a {which} policy that is restored goes on with {found}, and not with {expected}")
+
+
+async def a_critic_goes_on(trial: Trial) -> None:
+    """A critic that is restored goes on to the bit; a policy refuses its checkpoint, and is not changed."""
+    first, second, third = [with_returns(batch, seed) for seed, batch in enumerate(await trial.batches())]
+    critic = await trial.own.critic(optimizer=_SCHEDULED)
+    for batch in (first, second):
+        await critic.update(batch, ValueLoss())
+    folder = str(trial.folder / "state")
+    await critic.checkpoint(folder)
+    expected = await _values_on(critic, third)
+    again = await trial.own.critic(optimizer=_SCHEDULED)
+    await again.restore(folder)
+    found = await _values_on(again, third)
+    require(found == expected, "a critic that is restored goes on with other values or metrics than one that was not")
+    policy = await trial.own.policy()
+    await refused("the checkpoint of a critic", policy.restore(folder), MeshrlError, folder)
+    await trial.standard(policy)
+
+
+async def a_rank_that_dies(trial: Trial) -> None:
+    """After a rank's process was killed the policy is made again, takes its checkpoint, and goes on to the bit.
+
+    For an engine of processes.
+    """
+    one, other = await trial.batches(2)
+    policy, killer = await trial.own.policy(), await trial.own.spawn(_Killer)
+    await policy.update(one, LOSS)
+    folder = str(trial.folder / "state")
+    await policy.checkpoint(folder)
+    expected = await _goes_on(policy, other)
+    last = ranks(killer)[-1]
+    await refused("being killed", at(killer, **last.axes).kill(), RankDied)
+    await refused("an update after a death", policy.update(other, LOSS), RankDied)
+    await respawn(policy)
+    await policy.restore(folder)
+    found = await _goes_on(policy, other)
+    require(
+        found == expected, f"a policy that is made again and restored goes on with {found}, and not with {expected}"
+    )
+
+
+class _Killer(Actor):
+    @endpoint
+    async def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def _goes_on(policy: Policy, batch: Batch) -> tuple[dict[str, float], int, str]:
+    """The metrics of an update, the version after it and the fingerprint."""
+    metrics = await policy.update(batch, LOSS)
+    weights = await loaded(policy)
+    return metrics.means(), weights.version, weights.fingerprint()
+
+
+async def _values_on(critic: Critic, batch: Batch) -> tuple[dict[str, float], bytes]:
+    """The metrics of an update, and the values after it."""
+    metrics = await critic.update(batch, ValueLoss())
+    valued = await (await critic.advantages(batch, Gae())).load("values")
+    return metrics.means(), valued.ragged("values").values.tobytes()
+
+
+POLICY: Final[tuple[Check, ...]] = (a_policy_goes_on,)
+"""Of a policy's checkpoints."""
+
+CRITIC: Final[tuple[Check, ...]] = (a_critic_goes_on,)
+"""Of a critic's checkpoints."""
+
+PROCESSES: Final[tuple[Check, ...]] = (a_rank_that_dies,)
+"""Of processes that die."""

@@ -1,0 +1,128 @@
+"""What both sides are given: a model whose log-probs differ, and batches of rows of many shapes."""
+
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from meshrl.data import Batch
+from meshrl.handle import stop
+from meshrl.losses import ClippedLoss
+from meshrl.ragged import Ragged, Source
+from meshrl.roles import NewModel, Policy, PolicyConfig
+from meshrl.sharding import Array
+
+SMALL: Final = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
+"""11 tokens: an odd number, that no two ranks share evenly."""
+
+LOSS: Final = ClippedLoss()
+
+TEXTS: Final = ("abc>", "h", "gfedcba>", "")
+"""Of the characters of `SMALL`."""
+
+_SPREAD: Final = 8.0
+"""What the matrices of a new model are multiplied by: as they are, all its log-probs are about equal."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face folder that the roles of both sides begin with."""
+
+    folder: str
+    valued: str
+    """The same with a value head, for critics."""
+    vocabulary: int
+    longest: int
+    """The most tokens of a row."""
+
+
+async def prepare(spawn: Callable[[PolicyConfig], Awaitable[Policy]], place: Path, asked: str | None) -> Model:
+    """The folders of a trial's model, below `place`; where none is asked for, `spawn` makes a new one."""
+    folder = Path(asked) if asked else place / "model"
+    if asked is None:
+        policy = await spawn(PolicyConfig(model=SMALL))
+        await policy.save(str(folder))
+        await stop(policy)
+        tensors = tensors_of(folder)
+        wide = {
+            name: np.multiply(array, _SPREAD, dtype=np.float32) if array.ndim == 2 else array
+            for name, array in tensors.items()
+        }
+        save_file(wide, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_bytes())
+    valued = place / "valued"
+    shutil.copytree(folder, valued)
+    generator = np.random.default_rng(5)
+    head = {
+        "weight": (generator.normal(size=(1, config["hidden_size"])) / 4).astype(np.float32),
+        "bias": np.full(1, 0.1, np.float32),
+    }
+    save_file(head, valued / "value_head.safetensors")
+    return Model(str(folder), str(valued), config["vocab_size"], config["max_position_embeddings"])
+
+
+def tensors_of(folder: Path) -> dict[str, Array]:
+    """All tensors of a saved model, those of its value head under `value_head`."""
+    found: dict[str, Array] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        prefix = "value_head." if file.stem == "value_head" else ""
+        found |= {prefix + name: array for name, array in load_file(file).items()}
+    return found
+
+
+def rollouts(model: Model, rows: int, seed: int) -> Batch:
+    """Rows that share four prompts of 1 to 8 tokens, completions of 1 to 9; in every third a gap is not learned."""
+    generator = np.random.default_rng(seed)
+    heads = [generator.integers(2, model.vocabulary, generator.integers(1, 9)) for _ in range(4)]
+    pairs = [
+        (heads[generator.integers(4)], generator.integers(1, model.vocabulary, generator.integers(1, 10)))
+        for _ in range(rows)
+    ]
+    masks = [np.arange(len(head) + len(tail)) >= len(head) for head, tail in pairs]
+    for mask in masks[::3]:
+        mask[-3:-1] = False
+    return Batch.of(
+        tokens=Ragged.of([np.concatenate(pair) for pair in pairs], np.int32),
+        loss_mask=Ragged.of(masks, np.bool_),
+        rewards=generator.normal(size=rows).astype(np.float32),
+        advantages=generator.normal(size=rows).astype(np.float32),
+        temperature=generator.choice(np.array([0.7, 1.0, 1.3], np.float32), rows),
+    )
+
+
+def by_hand(model: Model, lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
+    """A row for each (tokens, of which the last so many are learned)."""
+    generator = np.random.default_rng(seed)
+    tokens = Ragged.of([generator.integers(2, model.vocabulary, length) for length, _ in lengths], np.int32)
+    masks = [np.arange(length) >= length - learned for length, learned in lengths]
+    numbers = generator.normal(size=(2, len(lengths))).astype(np.float32)
+    batch = Batch.of(tokens=tokens, loss_mask=Ragged.of(masks, np.bool_), rewards=numbers[0], advantages=numbers[1])
+    zeros = Ragged(np.full(len(tokens.values), -2, np.float32), tokens.offsets, source=Source.trainer(0))
+    return with_logprobs(batch.assign(logprobs=zeros), seed)
+
+
+def with_logprobs(scored: Batch, seed: int) -> Batch:
+    """A batch with the trainer's `logprobs`, and near them the sampler's and the reference's: some are clipped."""
+    logprobs = scored.ragged("logprobs")
+    noise = np.random.default_rng((seed, 1)).normal(0, 0.2, (2, len(logprobs.values))).astype(np.float32)
+    return scored.assign(
+        sampler_logprobs=Ragged(logprobs.values + noise[0], logprobs.offsets, source=Source("sampler")),
+        reference_logprobs=Ragged(logprobs.values + noise[1], logprobs.offsets, source=Source("reference")),
+    )
+
+
+def with_returns(batch: Batch, seed: int) -> Batch:
+    """A batch with `values` and `returns` by token, as a critic's update reads them.
+
+    The size of an old value is above 1, so that a value within half of it is told from it without rounding: whether it
+    counts as clipped, by a bound of at most 1/2, does not hang on the order of sums.
+    """
+    offsets = batch.tokens.offsets
+    numbers = np.random.default_rng((seed, 2)).normal(size=(2, len(batch.tokens.values))).astype(np.float32)
+    values = numbers[0] + np.copysign(np.float32(1), numbers[0])
+    return batch.assign(values=Ragged(values, offsets), returns=Ragged(numbers[1], offsets))

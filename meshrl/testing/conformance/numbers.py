@@ -1,0 +1,226 @@
+"""Checks of what is computed: the same numbers as the plain backend's, however rows are divided."""
+
+from typing import Final
+
+import numpy as np
+
+from meshrl.advantages import Gae
+from meshrl.data import Batch
+from meshrl.losses import ClippedLoss, Correction, CrossEntropy, Loss, ValueLoss
+from meshrl.ragged import Ragged
+from meshrl.roles import Critic, Policy
+from meshrl.testing.conformance.compare import (
+    close_columns,
+    close_metrics,
+    close_tensors,
+    close_weights,
+    loaded,
+    require,
+)
+from meshrl.testing.conformance.material import LOSS, TEXTS, by_hand, tensors_of, with_returns
+from meshrl.testing.conformance.subject import Check, Trial
+
+_LOSSES: Final[dict[str, Loss]] = {
+    "clipped_loss_by_token_mean": ClippedLoss(),
+    "clipped_loss_by_sequence_mean": ClippedLoss(normalise="sequence-mean", clip_high=0.3, dual_clip=3),
+    "clipped_loss_by_a_constant": ClippedLoss(normalise="constant", constant=9),
+    "clipped_loss_with_a_reference": ClippedLoss(kl=0.1),
+    "clipped_loss_with_a_correction": ClippedLoss(anchor="trainer", correction=Correction(level="sequence", high=1.5)),
+    "cross_entropy": CrossEntropy(),
+}
+
+
+def _updates(name: str, loss: Loss) -> Check:
+    async def check(trial: Trial) -> None:
+        policies = await trial.policies(micro_batch_tokens=64)
+        for number, batch in enumerate(await trial.batches()):
+            await _same_update(f"update {number}", trial, policies, batch, loss)
+        await _same_weights("after three updates", trial, policies)
+
+    check.__name__ = check.__qualname__ = name
+    check.__doc__ = (
+        f"Three updates by {loss!r} give the plain backend's metrics (loss, gradient norm, diagnostics) and weights."
+    )
+    return check
+
+
+async def token_advantages(trial: Trial) -> None:
+    """A loss may read advantages of tokens where rows have one: the update is the plain backend's."""
+    policies = await trial.policies()
+    (batch,) = await trial.batches(1)
+    offsets = batch.tokens.offsets
+    values = np.random.default_rng(9).normal(size=len(batch.tokens.values)).astype(np.float32)
+    await _same_update("the update", trial, policies, batch.assign(advantages=Ragged(values, offsets)), LOSS)
+    await _same_weights("after it", trial, policies)
+
+
+async def micro_batches(trial: Trial) -> None:
+    """The step does not depend on `micro_batch_tokens`, nor on activation checkpointing."""
+    (batch,) = await trial.batches(1, 20)
+    plain = await trial.plain.policy()
+    expected = await plain.update(batch, LOSS)
+    for keys in ({"micro_batch_tokens": 1000}, {"micro_batch_tokens": 12}, {"activation_checkpointing": True}):
+        policy = await trial.own.policy(**keys)
+        close_metrics(f"the update with {keys}", await policy.update(batch, LOSS), expected, trial.tolerance)
+        close_weights(f"the update with {keys}", await loaded(policy), await loaded(plain), trial.tolerance)
+
+
+async def the_order_of_rows(trial: Trial) -> None:
+    """A step does not depend on the order of the rows, and log-probs come back in theirs."""
+    own, plain = policies = await trial.policies(micro_batch_tokens=40)
+    (batch,) = await trial.batches(1)
+    order = np.random.default_rng(3).permutation(len(batch))
+    expected = (await plain.logprobs(batch)).select(order)
+    found = await own.logprobs(batch.select(order))
+    close_columns("rows in another order", await found.load(), expected, ("logprobs",), trial.tolerance)
+    metrics = await own.update(batch.select(order), LOSS)
+    close_metrics("rows in another order", metrics, await plain.update(batch, LOSS), trial.tolerance)
+    await _same_weights("after rows in another order", trial, policies)
+
+
+async def rows_that_teach_nothing(trial: Trial) -> None:
+    """Rows without a learned token, which are nothing but a prompt, change no weight, whatever normalises the loss."""
+    (batch,) = await trial.batches(1)
+    silent = by_hand(trial.model, [(1, 0), (0, 0), (17, 0), (5, 0)])
+    columns = ("tokens", "loss_mask", "advantages", "sampler_logprobs")
+    whole = Batch.concat([silent.only(*columns), batch.only(*columns), silent.only(*columns)])
+    policies = await trial.policies(micro_batch_tokens=40)
+    for name in ("clipped_loss_by_token_mean", "clipped_loss_by_sequence_mean", "clipped_loss_by_a_constant"):
+        found, expected = [
+            await policy.update(rows, _LOSSES[name])
+            for policy, rows in zip(policies, (whole, batch.only(*columns)), strict=True)
+        ]
+        for metric in ("loss", "grad_norm"):
+            what = f"{name}, with rows that teach nothing: `{metric}`"
+            error = abs(found[metric] - expected[metric])
+            require(
+                error <= trial.tolerance * max(1, expected[metric]),
+                f"{what} is {found[metric]:.8g}, and {expected[metric]:.8g} without",
+            )
+        await _same_weights(f"{name}, with rows that teach nothing", trial, policies)
+
+
+async def uneven_rows(trial: Trial) -> None:
+    """Any number of rows goes over any number of ranks: five, two, and one, which leaves ranks with nothing to do."""
+    policies = await trial.policies(micro_batch_tokens=16)
+    (batch,) = await trial.batches(1)
+    for rows in ([0, 1, 2, 3, 4], [5, 6], [7], [8, 9, 10]):
+        await _same_update(f"an update of {len(rows)} rows", trial, policies, batch.select(rows), LOSS)
+    await _same_weights("after updates of 5, 2, 1 and 3 rows", trial, policies)
+
+
+async def short_and_long_rows(trial: Trial) -> None:
+    """Rows of no token, of one, longer than `micro_batch_tokens`, as long as the model takes: they are like others."""
+    policies = await trial.policies(micro_batch_tokens=4)
+    longest = trial.model.longest
+    shapes = [(1, 0), (longest, longest - 1), (0, 0), (9, 1), (2, 1), (3, 2), (longest, 1)]
+    batch = by_hand(trial.model, shapes)
+    await _same_scores("such rows", trial, policies, batch)
+    for rows in (range(len(shapes)), [1], [0, 2, 4]):
+        await _same_update(
+            f"rows of {[shapes[row][0] for row in rows]} tokens", trial, policies, batch.select(list(rows)), LOSS
+        )
+    await _same_weights("after such rows", trial, policies)
+
+
+async def log_probs(trial: Trial) -> None:
+    """`logprobs` are the plain backend's: with a temperature, without, without a mask, before and after an update."""
+    policies = await trial.policies(micro_batch_tokens=40)
+    batch, other = await trial.batches(2)
+    await _same_scores("log-probs", trial, policies, batch)
+    await _same_scores("log-probs without a mask", trial, policies, batch.only("tokens"))
+    await _same_scores("log-probs of one row", trial, policies, batch.drop("temperature").select([3]))
+    await _same_scores("log-probs of no rows", trial, policies, batch.select([]))
+    await _same_update("an update", trial, policies, batch, LOSS)
+    await _same_scores("log-probs after an update", trial, policies, other)
+
+
+async def reference_log_probs(trial: Trial) -> None:
+    """`Reference.logprobs` are the plain backend's."""
+    own, plain = await trial.own.reference(micro_batch_tokens=40), await trial.plain.reference()
+    (batch,) = await trial.batches(1)
+    for rows in ([*range(len(batch))], [2], []):
+        some = batch.only("tokens", "loss_mask", "temperature").select(rows)
+        found, expected = await (await own.logprobs(some)).load(), await plain.logprobs(some)
+        close_columns(f"a reference of {len(rows)} rows", found, expected, ("reference_logprobs",), trial.tolerance)
+
+
+async def encoding(trial: Trial) -> None:
+    """`encode` gives the plain backend's tokens and mask, in the order of the rows."""
+    own, plain = await trial.policies()
+    batch = Batch.of(prompt=["b", "abc>", "a>", "hg", "c"], completion=["", *TEXTS])
+    for rows in (batch, batch.select([1]), batch.select([])):
+        found, expected = await (await own.encode(rows)).load(), await plain.encode(rows)
+        for name in ("tokens", "loss_mask"):
+            one, other = (
+                [each.tolist() for each in found.ragged(name)],
+                [each.tolist() for each in expected.ragged(name)],
+            )
+            require(one == other, f"`{name}` of {rows.objects('prompt')} is {one}, and the plain backend's {other}")
+
+
+async def critic_values(trial: Trial) -> None:
+    """`Critic.advantages` are the plain backend's values, advantages and returns."""
+    critics = await trial.critics(micro_batch_tokens=40)
+    (batch,) = await trial.batches(1)
+    for rows in ([*range(len(batch))], [2], []):
+        await _same_values(f"a critic of {len(rows)} rows", trial, critics, batch.select(rows))
+
+
+async def critic_updates(trial: Trial) -> None:
+    """Three updates of a critic give the plain backend's metrics, values, and saved weights, those of its head too."""
+    own, plain = critics = await trial.critics(micro_batch_tokens=40)
+    batches = [with_returns(batch, seed) for seed, batch in enumerate(await trial.batches())]
+    batches[1] = batches[1].select([0, 1, 2, 3, 4])
+    for number, (batch, clip) in enumerate(zip(batches, (None, 0.5, 0.5), strict=True)):
+        loss = ValueLoss(clip=clip)
+        told, wanted = await own.update(batch, loss), await plain.update(batch, loss)
+        close_metrics(f"update {number} of the critic", told, wanted, trial.tolerance)
+    await _same_values("the critic after three updates", trial, critics, batches[0])
+    folders = [trial.folder / "own", trial.folder / "plain"]
+    for critic, folder in zip((own, plain), folders, strict=True):
+        await critic.save(str(folder))
+    found, expected = map(tensors_of, folders)
+    close_tensors("the saved critic", found, expected, trial.tolerance)
+    again = await trial.plain.critic(model=str(folders[0]))
+    await _same_values("a critic of the saved folder", trial, (own, again), batches[0])
+
+
+async def _same_update(what: str, trial: Trial, policies: tuple[Policy, Policy], batch: Batch, loss: Loss) -> None:
+    found, expected = [await policy.update(batch, loss) for policy in policies]
+    close_metrics(what, found, expected, trial.tolerance)
+
+
+async def _same_weights(what: str, trial: Trial, policies: tuple[Policy, Policy]) -> None:
+    found, expected = [await loaded(policy) for policy in policies]
+    close_weights(what, found, expected, trial.tolerance)
+
+
+async def _same_scores(what: str, trial: Trial, policies: tuple[Policy, Policy], batch: Batch) -> None:
+    found, expected = [await (await policy.logprobs(batch)).load() for policy in policies]
+    close_columns(what, found, expected, ("logprobs",), trial.tolerance)
+
+
+async def _same_values(what: str, trial: Trial, critics: tuple[Critic, Critic], batch: Batch) -> None:
+    found, expected = [await (await critic.advantages(batch, Gae(decay=0.9))).load() for critic in critics]
+    close_columns(what, found, expected, ("values", "advantages", "returns"), trial.tolerance)
+
+
+POLICY: Final[tuple[Check, ...]] = (
+    *(_updates(name, loss) for name, loss in _LOSSES.items()),
+    token_advantages,
+    micro_batches,
+    the_order_of_rows,
+    rows_that_teach_nothing,
+    uneven_rows,
+    short_and_long_rows,
+    log_probs,
+    encoding,
+)
+"""Of a policy's numbers."""
+
+CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
+"""Of a critic's numbers."""
+
+REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs,)
+"""Of a reference's numbers."""

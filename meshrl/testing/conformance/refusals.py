@@ -1,0 +1,141 @@
+"""Checks of mistakes: each is told, on whatever rank it lies, changes nothing, and leaves the mesh in order."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from meshrl.advantages import Gae
+from meshrl.data import Batch
+from meshrl.errors import DataError, MeshrlError, ModelError
+from meshrl.losses import CrossEntropy, Loss, ValueLoss
+from meshrl.ragged import Ragged, Source
+from meshrl.testing.conformance.compare import close_metrics, loaded, refused, require
+from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns
+from meshrl.testing.conformance.subject import Check, Trial
+
+_READ: Final = ("tokens", "loss_mask", "rewards", "advantages", "sampler_logprobs")
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """An update that must be refused, and a word of the reason."""
+
+    batch: Batch
+    word: str
+    loss: Loss = LOSS
+
+
+async def a_row_that_is_too_long(trial: Trial) -> None:
+    """A row longer than the model takes is a DataError with both lengths, of `update` and `logprobs`."""
+    longest = trial.model.longest
+    batch = _with_a_long_row(trial.model, (await trial.batches(1))[0])
+    await _told(trial, DataError, _Wrong(batch, str(longest + 1)), _Wrong(batch, str(longest)))
+    policy = await trial.own.policy()
+    await refused("scoring a row that is too long", policy.logprobs(batch), DataError, str(longest + 1), str(longest))
+    await trial.standard(policy)
+
+
+async def nothing_to_learn(trial: Trial) -> None:
+    """A batch without a learned token is a DataError; so is one without rows."""
+    (batch,) = await trial.batches(1)
+    silent = _silent(batch)
+    await _told(trial, DataError, *(_Wrong(rows, "nothing to learn") for rows in (silent, batch.select([]))))
+
+
+async def a_first_token_that_is_learned(trial: Trial) -> None:
+    """A row whose first token is learned, which nothing predicts, is a DataError."""
+    (batch,) = await trial.batches(1)
+    mask = np.asarray(batch.loss_mask.values, np.bool_).copy()
+    mask[batch.tokens.offsets[4]] = True
+    await _told(trial, DataError, _Wrong(batch.assign(loss_mask=Ragged(mask, batch.tokens.offsets)), "first"))
+
+
+async def the_loss_of_a_critic(trial: Trial) -> None:
+    """A policy refuses a loss of values with a DataError."""
+    batch = with_returns((await trial.batches(1))[0], 0)
+    await _told(trial, DataError, _Wrong(batch, "ValueLoss", ValueLoss()))
+
+
+async def log_probs_of_another_model(trial: Trial) -> None:
+    """Log-probs that another model computed than the loss asks for, or a later version, are a DataError."""
+    (batch,) = await trial.batches(1)
+    values, offsets = batch.sampler_logprobs.values, batch.tokens.offsets
+    strange = batch.assign(sampler_logprobs=Ragged(values, offsets, source=Source("reference")))
+    later = batch.assign(logprobs=Ragged(values, offsets, source=Source.trainer(3)))
+    anchored = LOSS.model_copy(update={"anchor": "trainer"})
+    await _told(trial, DataError, _Wrong(strange, "reference"), _Wrong(later, "version 3", anchored))
+
+
+async def a_column_that_is_missing(trial: Trial) -> None:
+    """A batch that lacks a column of the loss is a DataError, also where ranks without rows do not look for it."""
+    (batch,) = await trial.batches(1)
+    lacking = batch.drop("advantages")
+    await _told(trial, DataError, *(_Wrong(rows, "advantages") for rows in (lacking, lacking.select([0]))))
+
+
+async def a_column_that_does_not_fit(trial: Trial) -> None:
+    """A token column that is shorter than the tokens, in a row that lies on one rank, is a DataError."""
+    (batch,) = await trial.batches(1)
+    lengths = batch.tokens.lengths.copy()
+    lengths[3] -= 1
+    short = Ragged.of([np.ones(length) for length in lengths], np.float32)
+    await _told(trial, DataError, _Wrong(batch.assign(advantages=short), "advantages"))
+
+
+async def a_gradient_that_is_not_finite(trial: Trial) -> None:
+    """A gradient that is not finite is a ModelError, and no step."""
+    (batch,) = await trial.batches(1)
+    advantages = batch.row("advantages").copy()
+    advantages[3] = np.inf
+    await _told(trial, ModelError, _Wrong(batch.assign(advantages=advantages), "finite"))
+
+
+async def what_a_critic_refuses(trial: Trial) -> None:
+    """A critic refuses rows that are too long, nothing to learn and a policy's loss, and then goes on."""
+    own, plain = await trial.critics()
+    batch = with_returns((await trial.batches(1))[0], 0)
+    long = with_returns(_with_a_long_row(trial.model, batch), 0)
+    loss, words = ValueLoss(), (str(trial.model.longest + 1), str(trial.model.longest))
+    await refused("a row that is too long", own.update(long, loss), DataError, *words)
+    await refused("valuing a row that is too long", own.advantages(long, Gae()), DataError, *words)
+    await refused("nothing to learn", own.update(_silent(batch), loss), DataError, "nothing to learn")
+    await refused("a policy's loss", own.update(batch, CrossEntropy()), DataError, "CrossEntropy")
+    await refused("no returns", own.update(batch.drop("returns").select([0]), loss), DataError, "returns")
+    found, expected = await own.update(batch, loss), await plain.update(batch, loss)
+    close_metrics("the critic's update after what it refused", found, expected, trial.tolerance)
+
+
+async def _told(trial: Trial, kind: type[MeshrlError], *wrongs: _Wrong) -> None:
+    """Require that the updates are refused, and that the policy then makes the one that it would have made."""
+    policy = await trial.own.policy()
+    before = await loaded(policy)
+    for wrong in wrongs:
+        await refused(f"an update of {len(wrong.batch)} rows", policy.update(wrong.batch, wrong.loss), kind, wrong.word)
+        require(await loaded(policy) == before, "an update is refused, and yet the weights have changed")
+    await trial.standard(policy)
+
+
+def _silent(batch: Batch) -> Batch:
+    return batch.assign(loss_mask=Ragged(np.zeros(len(batch.tokens.values), np.bool_), batch.tokens.offsets))
+
+
+def _with_a_long_row(model: Model, batch: Batch) -> Batch:
+    row = by_hand(model, [(model.longest + 1, 4)]).only(*_READ)
+    return Batch.concat([batch.only(*_READ), row])
+
+
+POLICY: Final[tuple[Check, ...]] = (
+    a_row_that_is_too_long,
+    nothing_to_learn,
+    a_first_token_that_is_learned,
+    the_loss_of_a_critic,
+    log_probs_of_another_model,
+    a_column_that_is_missing,
+    a_column_that_does_not_fit,
+    a_gradient_that_is_not_finite,
+)
+"""Of what a policy refuses."""
+
+CRITIC: Final[tuple[Check, ...]] = (what_a_critic_refuses,)
+"""Of what a critic refuses."""

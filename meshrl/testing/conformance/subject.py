@@ -1,0 +1,272 @@
+"""What is tested, and where: the subject's mesh, and one rank of the plain backend to compare it with."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
+
+from meshrl.data import Batch
+from meshrl.engine import Engine, Resources
+from meshrl.engines.local import LocalEngine
+from meshrl.handle import stop
+from meshrl.mesh import Mesh
+from meshrl.metrics import Metrics
+from meshrl.registry import implementation
+from meshrl.roles import (
+    Critic,
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Sampler,
+    SamplerConfig,
+)
+from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
+from meshrl.testing.conformance.material import LOSS, Model, prepare, rollouts, with_logprobs
+from meshrl.testing.witness import PromiseBroken
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLAIN: Final = "torch"
+"""The backend that others are compared with: a whole model on one rank, no collective anywhere."""
+
+OPTIMIZER: Final = OptimizerConfig(lr=0.03, eps=0.01, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
+"""Every part of a step shows in the weights, and rounding does not: with so large an epsilon a step is about as long as
+the gradient, where Adam's own would make a full step of the sign of a gradient that is zero but for rounding. The
+norm's bound is below the norms of these batches."""
+
+_GRACE: Final = 5.0
+"""Seconds that a check has to end after it was cancelled, and a mesh that hangs to be given back."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend on a mesh, as a configuration would name them."""
+
+    backend: str
+    axes: Mapping[str, int] = field(default_factory=lambda: {"dp": 1})
+    """The axes of the mesh, the last one fastest."""
+    engine: str = "local"
+    """As `run.engine`: "local", "ray", or a Ray cluster's address."""
+    keys: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Further keys of the tables of its policy, critic and reference."""
+    resources: Resources = field(default_factory=lambda: Resources(cpus=1))
+    """What each rank may use."""
+    tolerance: float = TOLERANCE
+    """How far its numbers may be from the plain backend's."""
+    seconds: float = 60.0
+    """How long one check may take. A check that takes longer hangs, and fails."""
+
+    def __str__(self) -> str:
+        axes = [f"{axis}{size}" for axis, size in self.axes.items()]
+        return "-".join([self.backend, self.engine, *axes, *_flat(self.keys)])
+
+
+def _flat(keys: Mapping[str, object]) -> list[str]:
+    found: list[str] = []
+    for name, value in keys.items():
+        found += [f"{name}.{inner}" for inner in _flat(value)] if isinstance(value, Mapping) else [f"{name}{value}"]
+    return found
+
+
+class Side:
+    """One backend on one mesh. What is spawned is stopped with the stack."""
+
+    def __init__(
+        self, backend: str, mesh: Mesh, keys: Mapping[str, object], model: Model, stack: AsyncExitStack
+    ) -> None:
+        self.model = model
+        self._backend = backend
+        self._mesh = mesh
+        self._keys = keys
+        self._stack = stack
+
+    async def policy(self, **keys: object) -> Policy:
+        """A fresh policy; `keys` go before those of the suite."""
+        return await self._role(Policy, PolicyConfig, {"optimizer": OPTIMIZER, **self._keys, **keys})
+
+    async def critic(self, **keys: object) -> Critic:
+        """A fresh critic, with a head that is not zero."""
+        table = {"model": self.model.valued, "optimizer": OPTIMIZER, **self._keys, **keys}
+        return await self._role(Critic, CriticConfig, table)
+
+    async def reference(self, **keys: object) -> Reference:
+        """A fresh reference."""
+        return await self._role(Reference, ReferenceConfig, {**self._keys, **keys})
+
+    async def sampler(self, **keys: object) -> Sampler:
+        """A fresh sampler."""
+        return await self._role(Sampler, SamplerConfig, keys)
+
+    async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """An actor on these ranks, beside the roles."""
+        actor = await self._mesh.spawn(create, *args, **kwargs)
+        self._stack.push_async_callback(stop, actor)
+        return actor
+
+    async def _role(self, role: Callable[..., R], schema: type[ModelConfig], table: Mapping[str, object]) -> R:
+        config = schema.model_validate({"backend": self._backend, "model": self.model.folder, **table})
+        return await self.spawn(implementation(role, self._backend), config)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one check is given."""
+
+    own: Side
+    """The subject."""
+    plain: Side
+    """What it is compared with."""
+    tolerance: float
+    folder: Path
+    """An empty folder that both sides see."""
+    bench: "Bench"
+
+    @property
+    def model(self) -> Model:
+        """What all roles of both sides begin with."""
+        return self.own.model
+
+    async def policies(self, **keys: object) -> tuple[Policy, Policy]:
+        """A fresh policy of each side, the subject's first."""
+        return await self.own.policy(**keys), await self.plain.policy(**keys)
+
+    async def critics(self, **keys: object) -> tuple[Critic, Critic]:
+        """A fresh critic of each side, the subject's first."""
+        return await self.own.critic(**keys), await self.plain.critic(**keys)
+
+    async def batches(self, count: int = 3, rows: int = 14) -> list[Batch]:
+        """Different batches of rollouts, with the log-probs that losses read."""
+        return [await self.bench.batch(self, rows, seed) for seed in range(count)]
+
+    async def standard(self, policy: Policy) -> None:
+        """Require that the policy, which was never updated, makes the subject's first update, to the bit."""
+        expected, fingerprint = await self.bench.standard(self)
+        metrics = await policy.update((await self.batches(1))[0], LOSS)
+        weights = await loaded(policy)
+        require(weights.version == 1, f"one update was made, and the weights are of version {weights.version}")
+        same = metrics.means() == expected.means() and weights.fingerprint() == fingerprint
+        require(same, f"the next update is not that of an undisturbed policy: it tells {metrics}, and not {expected}")
+
+
+Check: TypeAlias = Callable[[Trial], Awaitable[None]]
+"""One promise, told by its docstring. Raises `PromiseBroken`."""
+
+
+class Bench:
+    """The meshes on which a subject's checks run, one after another, each with actors of its own.
+
+    async with Bench(Subject("mine", {"dp": 2})) as bench:
+        for check in CHECKS:
+            await bench.run(check)
+
+    Checks run with the Hugging Face folder `model`, whose weights should be so large that log-probs differ, or with a
+    Llama of two layers.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._stack = AsyncExitStack()
+        self._models: dict[str | None, Model] = {}
+        self._standards: dict[Model, tuple[Metrics, str]] = {}
+        self._batches: dict[tuple[Model, int, int], Batch] = {}
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self._place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-conformance-")))
+            beside = LocalEngine()
+            stack.push_async_callback(beside.close)
+            self._beside = await Mesh.reserve(beside, 1, Resources(cpus=1), "plain")
+            await self._reserve()
+            stack.push_async_callback(self._release)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @asynccontextmanager
+    async def trial(self, model: str | None = None) -> AsyncGenerator[Trial]:
+        """Both sides, for one check; its actors are stopped after it."""
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._place)))
+            prepared = await self._prepared(model)
+            own = Side(self.subject.backend, self._mesh, self.subject.keys, prepared, stack)
+            plain = Side(PLAIN, self._beside, {}, prepared, stack)
+            yield Trial(own, plain, self.subject.tolerance, folder, self)
+
+    async def run(self, check: Check, model: str | None = None) -> None:
+        """Run one check. Raises what it raises, and `PromiseBroken` where it does not end in time."""
+        task = asyncio.ensure_future(self._run(check, model))
+        try:
+            await asyncio.wait({task}, timeout=self.subject.seconds)
+            if not task.done():
+                seconds = self.subject.seconds
+                raise PromiseBroken(f"{name_of(check)} of {self.subject} has not ended after {seconds:g} s: it hangs")
+            task.result()
+        except BaseException:  # whatever it left behind, the next check finds a mesh in order
+            task.cancel()
+            await asyncio.wait({task}, timeout=_GRACE)
+            await self._release()
+            await self._reserve()
+            raise
+
+    async def batch(self, trial: Trial, rows: int, seed: int) -> Batch:
+        """Rollouts, made once."""
+        key = trial.model, rows, seed
+        if key not in self._batches:
+            scored = await (await trial.plain.policy()).logprobs(rollouts(trial.model, rows, seed))
+            self._batches[key] = with_logprobs(scored, seed)
+        return self._batches[key]
+
+    async def standard(self, trial: Trial) -> tuple[Metrics, str]:
+        """The metrics and the fingerprint of the weights of the subject's first update, made once."""
+        if trial.model not in self._standards:
+            policy = await trial.own.policy()
+            metrics = await policy.update((await trial.batches(1))[0], LOSS)
+            self._standards[trial.model] = metrics, (await loaded(policy)).fingerprint()
+        return self._standards[trial.model]
+
+    async def _run(self, check: Check, model: str | None) -> None:
+        async with self.trial(model) as trial:
+            await check(trial)
+
+    async def _prepared(self, model: str | None) -> Model:
+        if model not in self._models:
+            place = self._place / f"model-{len(self._models)}"
+            spawn, create = self._beside.spawn, implementation(Policy, PLAIN)
+            self._models[model] = await prepare(lambda config: spawn(create, config), place, model)
+        return self._models[model]
+
+    async def _reserve(self) -> None:
+        self._engine = _engine(self.subject.engine)
+        mesh = await Mesh.reserve(self._engine, prod(self.subject.axes.values()), self.subject.resources, "subject")
+        self._mesh = mesh.shape(**self.subject.axes)
+
+    async def _release(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._engine.close(), _GRACE)
+
+
+def name_of(check: Check) -> str:
+    """The check's name, for messages and test ids."""
+    return getattr(check, "__name__", repr(check))
+
+
+def _engine(name: str) -> Engine:
+    if name == "local":
+        return LocalEngine()
+    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra, and slow to import
+
+    return RayEngine(None if name == "ray" else name)
