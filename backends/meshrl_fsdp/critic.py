@@ -12,8 +12,9 @@ from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.roles import Critic, CriticConfig
+from meshrl_fsdp.loading import load_sharded_valued
 from meshrl_fsdp.optimizer import ShardedOptimizer
-from meshrl_fsdp.sharded import gathered, load_sharded_valued
+from meshrl_fsdp.sharded import gathered
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch

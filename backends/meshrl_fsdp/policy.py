@@ -12,8 +12,8 @@ from meshrl.metrics import Metrics
 from meshrl.ragged import Source
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Weights
+from meshrl_fsdp.loading import load_sharded
 from meshrl_fsdp.optimizer import ShardedOptimizer
-from meshrl_fsdp.sharded import load_sharded
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded

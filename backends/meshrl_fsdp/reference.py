@@ -9,7 +9,7 @@ from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
-from meshrl_fsdp.sharded import load_sharded
+from meshrl_fsdp.loading import load_sharded
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 

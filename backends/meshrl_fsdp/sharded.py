@@ -1,9 +1,10 @@
 """A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +12,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from meshrl.actor import Rank
 from meshrl.errors import ModelError
 from meshrl.layout import FsdpConfig
-from meshrl.roles import ModelConfig
 from meshrl_fsdp.world import World
-from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.value_head import ValueModel, load_valued
-
-M = TypeVar("M")
 
 _STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SHARED: Final = "replicated_with_grad_allreduce"
 """What transformers calls a module that each rank has whole and uses for its own heads."""
+
+
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+"""It advises against gathering shards of shards in two hops, which is how they were made."""
 
 
 class Root(nn.Module):
@@ -69,40 +68,17 @@ class Sharded:
         return tensors | {name: buffers[name] for name in sorted(kept)}
 
 
-def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank, *, checkpointing: bool = False) -> Sharded:
-    """The model that a role's table names, on the ranks of its mesh: all call it at the same time."""
-    world = World.of(rank, layout)
-    model = _read(world, load, config)
-    if checkpointing:
-        model.network.activation_checkpointing_enable({"use_reentrant": False})
-        model.network.train(True)  # what transformers asks for; its dropout is zero
-    return shard(model, world, layout, getattr(torch, config.dtype))
-
-
-def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
-    """The same for a critic."""
-    world = World.of(rank, layout)
-    valued = _read(world, load_valued, config)
-    return valued, shard(valued.model, world, layout, getattr(torch, config.dtype), [valued.head])
-
-
-def _read(world: World, read: Callable[[ModelConfig], M], config: ModelConfig) -> M:
-    """What a rank reads, in float32. Where one cannot, all say so."""
-    kept: list[M] = []
-    world.agree(lambda: kept.append(read(config.model_copy(update={"dtype": "float32"}))))
-    return kept[0]
-
-
 def shard(
     model: LanguageModel, world: World, config: FsdpConfig, dtype: torch.dtype, extra: Sequence[nn.Module] = ()
 ) -> Sharded:
-    """Spread a model that is whole, in float32, on every rank; forward and backward passes compute in `dtype`.
+    """Spread a model in float32 that every rank has whole, or without values; its passes compute in `dtype`.
 
     `extra` modules compute in float32. ModelError where the model cannot be split over the mesh's axis `tp`.
     """
     network = model.network
     shared = _split(model, world) if world.tensors.size() > 1 else []
-    nn.Module.to(network, world.device)
+    if model.device.type != "meta":
+        nn.Module.to(network, world.device)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
     place = partial(fully_shard, mesh=world.sharding, offload_policy=offload)
     # What goes in stays as it is: temperatures and positions are no states. Reduced in float32, summed, not averaged.

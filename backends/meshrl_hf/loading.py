@@ -3,13 +3,18 @@
 import contextlib
 import threading
 from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -31,6 +36,53 @@ def load(config: ModelConfig) -> LanguageModel:
     """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
     with _lock:
         return _load(config)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model whose parameters have no values yet, and where these are."""
+
+    model: LanguageModel
+    folder: Path
+    """Safetensors files with each parameter under its own name."""
+
+
+def outline(config: ModelConfig) -> Outline | None:
+    """The model that a role's table names, float32, its parameters not read. None where they have other names."""
+    if isinstance(config.model, NewModel):
+        return None
+    with _lock, quiet():
+        folder = folder_of(config.model)
+        network = _empty(config.model, folder)
+        if not _named_alike(network, folder):
+            return None
+        return Outline(ready(network, _tokenizer(config.model, folder), config.chat), folder)
+
+
+def _empty(name: str, folder: Path) -> PreTrainedModel:
+    """Buffers are computed, parameters are on the device `meta`."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with init_empty_weights(include_buffers=False):
+            network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise _unreadable(name, error) from error
+    _check_kind(name, network)
+    network.tie_weights()
+    with contextlib.suppress(OSError):  # one without the file has what its configuration says
+        network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return cast("PreTrainedModel", network)
+
+
+def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
+    """Whether the folder's safetensors have each parameter, under its name and in its shape."""
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            shapes.update({name: list(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+    saved = network.state_dict().keys()
+    buffers = {name for name, _ in network.named_buffers() if name in saved}
+    return not buffers and all(shapes.get(name) == list(each.shape) for name, each in network.named_parameters())
 
 
 def _load(config: ModelConfig) -> LanguageModel:
@@ -77,21 +129,31 @@ def _read(name: str, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except Exception as error:
-        raise ModelError(
-            f"model {name!r}: cannot be loaded as a causal language model: {_first_line(error)}"
-        ) from error
+        raise _unreadable(name, error) from error
     network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
-    written = getattr(network.config, "architectures", None) or ()
-    if written and not any(type(network).__name__ == each for each in written):
-        raise ModelError(f"model {name!r} is a {written[0]}, not a causal language model: it cannot generate")
+    _check_kind(name, network)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
             f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
             "random: the folder is incomplete or of another architecture"
         )
+    return network, _tokenizer(name, folder)
+
+
+def _unreadable(name: str, error: Exception) -> ModelError:
+    return ModelError(f"model {name!r}: cannot be loaded as a causal language model: {_first_line(error)}")
+
+
+def _check_kind(name: str, network: PreTrainedModel) -> None:
+    written = getattr(network.config, "architectures", None) or ()
+    if written and not any(type(network).__name__ == each for each in written):
+        raise ModelError(f"model {name!r} is a {written[0]}, not a causal language model: it cannot generate")
+
+
+def _tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     try:
-        return network, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ModelError(
             f"model {name!r}: the folder's tokenizer cannot be loaded (tokenizer.json or tokenizer.model and "

@@ -118,7 +118,8 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bo
             f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use an "
             "instruction-tuned model, or chat = false"
         )
-    _check_packing(model)
+    if network.device.type != "meta":  # one without values is checked when it has them
+        check_packing(model)
     return model
 
 
@@ -151,10 +152,10 @@ def _headless(network: PreTrainedModel) -> PreTrainedModel:
     return head
 
 
-def _check_packing(model: LanguageModel) -> None:
+def check_packing(model: LanguageModel) -> None:
     """ModelError for an architecture whose sequences see each other when packed, or that ignores positions."""
     ids, positions = torch.tensor([[2, 3, 4, 5, 6, 2, 3]]), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    ids %= _embeddings(model.network)
+    ids, positions = ids.to(model.device) % _embeddings(model.network), positions.to(model.device)
     name = type(model.network).__name__
     try:
         with torch.no_grad():

@@ -54,7 +54,11 @@ class ValueModel:
 
 def load_valued(config: ModelConfig) -> ValueModel:
     """The model that a role's table names, with the head that its folder holds, or a new one whose values are 0."""
-    model = load(config)
+    return with_head(load(config), config)
+
+
+def with_head(model: LanguageModel, config: ModelConfig) -> ValueModel:
+    """The model with the head that its folder holds, or a new one whose values are 0."""
     head = nn.Linear(int(model.network.config.get_text_config().hidden_size), 1)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)

@@ -1,0 +1,93 @@
+"""Models onto the ranks: each reads its own part of the files, where these name parameters as the model does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_into
+from torch.distributed.tensor import DTensor
+
+from meshrl.actor import Rank
+from meshrl.layout import FsdpConfig
+from meshrl.roles import ModelConfig
+from meshrl_fsdp.sharded import Sharded, shard
+from meshrl_fsdp.world import World
+from meshrl_hf.loading import load, outline
+from meshrl_hf.model import LanguageModel, check_packing
+from meshrl_hf.value_head import ValueModel, with_head
+
+
+def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank, *, checkpointing: bool = False) -> Sharded:
+    """The model that a role's table names, on the ranks of its mesh: all call it at the same time."""
+    world = World.of(rank, layout)
+    model, folder = _model(world, config)
+    if checkpointing:
+        model.network.activation_checkpointing_enable({"use_reentrant": False})
+        model.network.train(True)  # what transformers asks for; its dropout is zero
+    return _spread(model, folder, world, config, layout)
+
+
+def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
+    """The same for a critic."""
+    world = World.of(rank, layout)
+    model, folder = _model(world, config)
+    kept: list[ValueModel] = []
+    world.agree(lambda: kept.append(with_head(model, config)))
+    valued = kept[0]
+    return valued, _spread(model, folder, world, config, layout, [valued.head])
+
+
+def _model(world: World, config: ModelConfig) -> tuple[LanguageModel, Path | None]:
+    """The model in float32: without values, and where they are, or whole. Where a rank cannot read it, all say so."""
+    whole = config.model_copy(update={"dtype": "float32"})
+    kept: list[tuple[LanguageModel, Path | None]] = []
+
+    def read() -> None:
+        found = outline(whole)
+        kept.append((found.model, found.folder) if found else (load(whole), None))
+
+    world.agree(read)
+    return kept[0]
+
+
+def _spread(
+    model: LanguageModel,
+    folder: Path | None,
+    world: World,
+    config: ModelConfig,
+    layout: FsdpConfig,
+    extra: Sequence[nn.Module] = (),
+) -> Sharded:
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
+    sharded = shard(model, world, layout, dtype, extra)
+    if folder is not None:
+        _fill(sharded, folder, torch.device("cpu") if layout.cpu_offload else world.device)
+        with torch.no_grad():
+            sharded(lambda: _checked(model))
+    return sharded
+
+
+def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
+    """Give the parameters their values: each rank reads its shards alone."""
+    root = sharded.root
+    real = {name: each for name, each in root.named_parameters() if not each.is_meta}
+    kept = {name: _local(each).clone() for name, each in {**real, **dict(root.named_buffers())}.items()}
+    root.to_empty(device=device)
+    with torch.no_grad():
+        for name, each in [*root.named_parameters(), *root.named_buffers()]:
+            if name in kept:
+                _local(each).copy_(kept[name])
+    wanted: dict[str, Tensor] = {name: each.detach() for name, each in sharded.parameters.items()}
+    read_into(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def _checked(model: LanguageModel) -> Tensor:
+    check_packing(model)
+    return torch.zeros(())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()
