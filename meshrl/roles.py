@@ -57,16 +57,22 @@ class AlgorithmConfig(Config):
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
-        """The table with the policy's model in each role that holds a model and names none."""
+        """The table with the policy's model in each role that holds a model and names none.
+
+        A sampler has its adapters too, where they are what it is given.
+        """
         policy = table.get("policy")
         if not isinstance(policy, Mapping) or "model" not in policy:
             return table
         filled = dict(table)
+        lora = policy.get("lora")
+        adapters = {"lora": lora} if isinstance(lora, Mapping) and lora.get("sync") == "adapters" else {}
         for name, field in cls.model_fields.items():
             kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
             role = filled.get(name, {} if field.is_required() else None)
             if isinstance(role, Mapping) and any(issubclass(kind, ModelConfig) for kind in kinds):
-                filled[name] = {"model": policy["model"], **role}
+                samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
+                filled[name] = {"model": policy["model"], **(adapters if samples else {}), **role}
         return filled
 
 
@@ -84,6 +90,17 @@ class OptimizerConfig(Config):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
 
 
+class LoraConfig(Config):
+    """Low-rank adapters (arXiv:2106.09685), which alone are trained: W + alpha / rank * B A."""
+
+    rank: int = Field(default=16, gt=0)
+    alpha: int = Field(default=32, gt=0)
+    targets: tuple[str, ...] = ()
+    """Names of layers, such as `q_proj`; none means all linear layers but the head."""
+    sync: Literal["merged", "adapters"] = "merged"
+    """What samplers are given: whole weights, or the adapters alone, which they put beside weights of their own."""
+
+
 class PolicyConfig(ModelConfig):
     """A model that is trained."""
 
@@ -91,6 +108,8 @@ class PolicyConfig(ModelConfig):
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
     activation_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    """Train adapters; nothing means all parameters."""
     fsdp: FsdpConfig = FsdpConfig()
 
 
@@ -115,6 +134,8 @@ class SamplerConfig(ModelConfig):
 
     slots: int = Field(default=512, gt=0)
     """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
+    lora: LoraConfig | None = None
+    """The policy's, where its `sync` is "adapters"; filled in by an algorithm's configuration."""
 
 
 class Sampling(Config):

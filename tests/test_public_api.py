@@ -31,6 +31,7 @@ PUBLIC = [
     "Gae",
     "Gather",
     "LocalEngine",
+    "LoraConfig",
     "Loss",
     "Mean",
     "Mesh",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +11,40 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_into
 from torch.distributed.tensor import DTensor
 
 from meshrl.actor import Rank
+from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
-from meshrl.roles import ModelConfig
+from meshrl.roles import ModelConfig, PolicyConfig
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.world import World
 from meshrl_hf.loading import load, outline
+from meshrl_hf.lora import adapt, own_name
 from meshrl_hf.model import LanguageModel, check_packing
 from meshrl_hf.value_head import ValueModel, with_head
 
+_NETWORK: Final = "parts.0."
+"""What stands before the names of a model's parameters in a `Root`."""
 
-def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank, *, checkpointing: bool = False) -> Sharded:
+
+def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> Sharded:
     """The model that a role's table names, on the ranks of its mesh: all call it at the same time."""
     world = World.of(rank, layout)
     model, folder = _model(world, config)
-    if checkpointing:
+    return _spread(model, folder, world, config, layout)
+
+
+def load_sharded_policy(config: PolicyConfig, rank: Rank) -> Sharded:
+    """The same for a policy, with its adapters."""
+    world = World.of(rank, config.fsdp)
+    if config.lora and world.tensors.size() > 1:
+        raise ConfigError(
+            "the backend 'fsdp' has no adapters on a mesh with an axis tp: take tp = 1, or leave lora out"
+        )
+    model, folder = _model(world, config)
+    world.agree(lambda: adapt(model, config.lora, config.seed))
+    if config.activation_checkpointing:
         model.network.activation_checkpointing_enable({"use_reentrant": False})
         model.network.train(True)  # what transformers asks for; its dropout is zero
-    return _spread(model, folder, world, config, layout)
+    return _spread(model, folder, world, config, config.fsdp)
 
 
 def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
@@ -80,7 +97,8 @@ def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
         for name, each in [*root.named_parameters(), *root.named_buffers()]:
             if name in kept:
                 _local(each).copy_(kept[name])
-    wanted: dict[str, Tensor] = {name: each.detach() for name, each in sharded.parameters.items()}
+    absent = {name: each.detach() for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in kept}
+    wanted: dict[str, Tensor] = {own_name(name): each for name, each in absent.items()}
     read_into(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 

@@ -1,5 +1,6 @@
 """The policy of the FSDP2 backend: packed training of a model that is spread over the ranks."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -12,11 +13,12 @@ from meshrl.metrics import Metrics
 from meshrl.ragged import Source
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Weights
-from meshrl_fsdp.loading import load_sharded
+from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
+from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 from meshrl_hf.transfer import weights_of
@@ -33,9 +35,9 @@ class FsdpPolicy(Policy):
         torch.set_num_threads(rank.threads)
         self._config = config
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._sharded = load_sharded(config, config.fsdp, rank, checkpointing=config.activation_checkpointing)
+        self._sharded = load_sharded_policy(config, rank)
         self._model, self._world = self._sharded.model, self._sharded.world
-        self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(self._sharded.parameters.values()))
+        self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(trained(self._model).values()))
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -62,14 +64,20 @@ class FsdpPolicy(Policy):
         return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source, self._world))
 
     async def weights(self) -> Weights:
-        """A copy of the weights, whole, in the dtype of the table."""
-        whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
-        return weights_of(whole, self._optimizer.steps)
+        """A copy of the weights, whole, in the dtype of the table; of adapted ones as `lora.sync` says."""
+        return weights_of(self._cast(published(self._sharded.whole(), self._config.lora)), self._optimizer.steps)
 
     async def save(self, folder: str) -> None:
-        """Write a Hugging Face folder in the dtype of the table, whole or not at all; the first rank does."""
-        whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
-        self._world.first(lambda: checkpoint.write(self._model, folder, tensors=whole))
+        """Write a Hugging Face folder in the dtype of the table, or the adapters as peft does, whole or not at all."""
+        tensors = self._cast(self._sharded.whole())
+
+        def write() -> None:
+            if self._config.lora is None:
+                checkpoint.write(self._model, folder, tensors=tensors)
+            else:
+                checkpoint.write_adapters(self._model, folder, tensors, self._config)
+
+        self._world.first(write)
 
     async def checkpoint(self, folder: str) -> None:
         """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
@@ -81,7 +89,10 @@ class FsdpPolicy(Policy):
 
     @property
     def _state(self) -> ShardedState:
-        return ShardedState("policy", self._world, self._sharded.parameters, self._optimizer)
+        return ShardedState("policy", self._world, trained(self._model), self._optimizer)
+
+    def _cast(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self._dtype) for name, tensor in tensors.items()}
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return self._sharded(partial(predicted, self._model, batch, micro))

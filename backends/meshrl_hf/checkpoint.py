@@ -1,7 +1,8 @@
 """Model folders, written whole or not at all."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshrl.errors import ModelError
+from meshrl.roles import PolicyConfig
+from meshrl_hf import lora
 from meshrl_hf.loading import quiet
 from meshrl_hf.model import LanguageModel
 
@@ -22,12 +25,32 @@ def write(
     value_head: Mapping[str, Tensor] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face folder: beside its place first, then renamed. An older model there is replaced.
+    """Write a Hugging Face folder. `tensors`: the model's, where it has only shards of them itself.
 
-    With a value head the folder holds it in a file of its own, which other readers of the model leave alone. `tensors`:
-    the model's, where it has only shards of them itself.
+    With a value head the folder holds it in a file of its own, which other readers of the model leave alone.
     ModelError if the place is taken by something that is no model.
     """
+    with _replaced(folder) as fresh:
+        model.network.save_pretrained(fresh, state_dict=dict(tensors) if tensors else None)
+        model.tokenizer.save_pretrained(fresh)
+        if value_head is not None:
+            save_file(dict(value_head), fresh / VALUE_HEAD)
+
+
+def write_adapters(model: LanguageModel, folder: str, tensors: Mapping[str, Tensor], config: PolicyConfig) -> None:
+    """Write the adapters among these tensors as peft does, with the tokenizer. ModelError as for `write`."""
+    if config.lora is None:
+        raise ModelError("the model has no adapters")
+    base = config.model if isinstance(config.model, str) else ""
+    with _replaced(folder) as fresh:
+        fresh.mkdir()
+        lora.write(tensors, config.lora, base, fresh)
+        model.tokenizer.save_pretrained(fresh)
+
+
+@contextmanager
+def _replaced(folder: str) -> Generator[Path]:
+    """A place beside the folder, which is written and then renamed. An older model there is replaced."""
     target = Path(folder).expanduser()
     if target.exists() and not _replaceable(target):
         raise ModelError(f"cannot save to {target}: it holds other files and no config.json; give a folder of its own")
@@ -35,10 +58,7 @@ def write(
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         fresh = Path(beside, "new")
         with quiet():
-            model.network.save_pretrained(fresh, state_dict=dict(tensors) if tensors else None)
-            model.tokenizer.save_pretrained(fresh)
-        if value_head is not None:
-            save_file(dict(value_head), fresh / VALUE_HEAD)
+            yield fresh
         old = Path(beside, "old")
         if target.exists():
             target.rename(old)
@@ -51,4 +71,5 @@ def write(
 
 
 def _replaceable(target: Path) -> bool:
-    return target.is_dir() and ((target / "config.json").exists() or not any(target.iterdir()))
+    known = ("config.json", "adapter_config.json")
+    return target.is_dir() and (any((target / name).exists() for name in known) or not any(target.iterdir()))

@@ -11,14 +11,8 @@ from torch import Tensor
 from meshrl.errors import ModelError
 from meshrl.sharding import Array
 from meshrl.weights import Weights
-from meshrl_hf.model import LanguageModel
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
-
-
-def export_weights(model: LanguageModel, version: int) -> Weights:
-    """A copy of the model's tensors."""
-    return weights_of(model.tensors(), version)
 
 
 def weights_of(tensors: Mapping[str, Tensor], version: int) -> Weights:
@@ -26,9 +20,9 @@ def weights_of(tensors: Mapping[str, Tensor], version: int) -> Weights:
     return Weights(version, {name: _array(tensor) for name, tensor in tensors.items()})
 
 
-def import_weights(model: LanguageModel, weights: Weights) -> None:
-    """Copy the weights into the model in place; ModelError, and nothing copied, if they are not of this model."""
-    own = {name: _array(tensor) for name, tensor in model.tensors().items()}
+def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
+    """Copy the weights into a model's tensors; ModelError, and nothing copied, if they are not of this model."""
+    own = {name: _array(tensor) for name, tensor in tensors.items()}
     given = weights.tensors
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if lacking or strange:

@@ -16,11 +16,12 @@ from meshrl.weights import Weights
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.loading import load
+from meshrl_hf.lora import adapt, published, trained
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 from meshrl_hf.state import TrainingState
-from meshrl_hf.transfer import export_weights
+from meshrl_hf.transfer import weights_of
 
 
 class TorchPolicy(Policy):
@@ -35,10 +36,12 @@ class TorchPolicy(Policy):
         torch.set_num_threads(rank.threads)
         self._config = config
         self._model = load(config)
+        adapt(self._model, config.lora, config.seed)
         if config.activation_checkpointing:
             self._model.network.activation_checkpointing_enable({"use_reentrant": False})
             self._model.network.train(True)  # what transformers asks for; its dropout is zero
-        self._optimizer = Optimizer(config.optimizer, list(self._model.network.parameters()))
+        self._trained = trained(self._model)
+        self._optimizer = Optimizer(config.optimizer, list(self._trained.values()))
         self._updating = asyncio.Lock()
 
     async def encode(self, batch: Batch) -> Batch:
@@ -72,13 +75,16 @@ class TorchPolicy(Policy):
             return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source))
 
     async def weights(self) -> Weights:
-        """A copy of the weights, after the updates that were called before."""
+        """A copy of the weights, after the updates that were called before; of adapted ones as `lora.sync` says."""
         async with self._updating:
-            return export_weights(self._model, self._optimizer.steps)
+            return weights_of(published(self._model.tensors(), self._config.lora), self._optimizer.steps)
 
     async def save(self, folder: str) -> None:
-        """Write a Hugging Face folder, whole or not at all."""
-        checkpoint.write(self._model, folder)
+        """Write a Hugging Face folder, or the adapters as peft does, whole or not at all."""
+        if self._config.lora is None:
+            checkpoint.write(self._model, folder)
+        else:
+            checkpoint.write_adapters(self._model, folder, self._model.tensors(), self._config)
 
     async def checkpoint(self, folder: str) -> None:
         """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
@@ -92,5 +98,5 @@ class TorchPolicy(Policy):
 
     @property
     def _state(self) -> TrainingState:
-        network = self._model.network
-        return TrainingState("policy", self._model.tensors(), dict(network.named_parameters()), self._optimizer)
+        tensors = self._trained if self._config.lora else self._model.tensors()
+        return TrainingState("policy", tensors, self._trained, self._optimizer)

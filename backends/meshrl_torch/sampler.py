@@ -16,6 +16,7 @@ from meshrl.roles import Sampler, SamplerConfig, Sampling
 from meshrl.sharding import Array
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
+from meshrl_hf.lora import adapt, adapters
 from meshrl_hf.packing import runs
 from meshrl_hf.text import decode, encode_prompts, texts_of
 from meshrl_hf.transfer import import_weights
@@ -42,6 +43,10 @@ class TorchSampler(Sampler):
         torch.set_num_threads(current_rank().threads)
         self._config = config
         self._model = load(config)
+        adapt(self._model, config.lora, config.seed)
+        tensors = self._model.tensors()
+        self._taken = adapters(tensors) if config.lora else tensors
+        """What new weights are copied into."""
         self._version = 0
         self._calls = Calls()
         self._caches: list[Cache] = []
@@ -76,7 +81,7 @@ class TorchSampler(Sampler):
     async def load(self, weights: Weights) -> Batch:
         """Copy the weights in place; rows being decoded go on with them from their next token."""
         async with self._calls.loading() as places:
-            import_weights(self._model, weights)
+            import_weights(self._taken, weights)
             self._version = weights.version
         return places
 

@@ -43,7 +43,7 @@ def critic(*, seed: int | None = 0, **changes: object) -> TorchCritic:
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in valued(made).parameters:
+            for parameter in valued(made).parameters.values():
                 if parameter.dim() == 2:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     return made
@@ -121,7 +121,7 @@ async def test_update_is_the_gradient_of_the_global_batch() -> None:
         columns = {name: torch.from_numpy(batch.ragged(name)[row].copy()) for name in ("values", "returns")}
         whole = whole + ValueLoss(clip=0.2)(values, columns).values[mask].sum() / int(batch.loss_mask.values.sum())
     whole.backward()
-    gradients = [each.grad for each in valued(plain).parameters if each.grad is not None]
+    gradients = [each.grad for each in valued(plain).parameters.values() if each.grad is not None]
     assert len(gradients) == len(valued(plain).parameters)
     assert metrics["loss"] == pytest.approx(whole.item(), abs=1e-6)
     assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)

@@ -1,0 +1,94 @@
+"""Low-rank adapters, through peft: only they are trained, in a model whose own parameters are frozen."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from meshrl.errors import ConfigError
+from meshrl.roles import LoraConfig
+from meshrl_hf.model import LanguageModel
+
+T = TypeVar("T", bound=Tensor)
+
+_NAME: Final = "default"
+_BASE: Final = ".base_layer."
+_ADAPTER: Final = ".lora_"
+
+
+def adapt(model: LanguageModel, config: LoraConfig | None, seed: int) -> None:
+    """Put adapters into a model, in place, that change nothing yet. ConfigError where it has none of the layers."""
+    if config is None:
+        return
+    network = model.network
+    try:
+        inject_adapter_in_model(_peft(config), network, adapter_name=_NAME)
+    except ValueError as error:
+        raise ConfigError(f"lora.targets = {list(config.targets)}: {error}") from error
+    # Drawn here, so that they are the same on each rank, also where the model has no values yet.
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in adapters(dict(network.named_parameters())).items():
+        values = torch.zeros(parameter.shape, dtype=parameter.dtype)
+        if ".lora_A." in name:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=random)
+        network.get_submodule(name.removesuffix(".weight")).register_parameter("weight", nn.Parameter(values))
+
+
+def trained(model: LanguageModel) -> dict[str, nn.Parameter]:
+    """The parameters that are trained, by name: the adapters, where there are some."""
+    return {name: each for name, each in model.network.named_parameters() if each.requires_grad}
+
+
+def own_name(name: str) -> str:
+    """The name that a parameter of an adapted model has in the model itself."""
+    return name.replace(_BASE, ".")
+
+
+def adapters(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Those of an adapted model's tensors that are adapters."""
+    return {name: tensor for name, tensor in tensors.items() if _ADAPTER in name}
+
+
+def published(tensors: Mapping[str, Tensor], config: LoraConfig | None) -> Mapping[str, Tensor]:
+    """What a sampler is given of a model's tensors: all, or as `lora.sync` says."""
+    if config is None:
+        return tensors
+    return adapters(tensors) if config.sync == "adapters" else merged(tensors, config)
+
+
+def merged(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """An adapted model's tensors as those of the model itself: W + alpha / rank * B A, in W's dtype."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if _ADAPTER in name:
+            continue
+        path, _, kind = name.rpartition(_BASE)
+        if path and kind == "weight":
+            down, up = (tensors[f"{path}.lora_{letter}.{_NAME}.weight"].float() for letter in "AB")
+            tensor = (tensor.float() + config.alpha / config.rank * (up @ down)).to(tensor.dtype)  # noqa: PLW2901
+        result[own_name(name)] = tensor
+    return result
+
+
+def write(tensors: Mapping[str, Tensor], config: LoraConfig, base: str, folder: Path) -> None:
+    """Write the two files that `PeftModel.from_pretrained` reads. `base`: the model they belong to."""
+    named = {
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor.contiguous()
+        for name, tensor in adapters(tensors).items()
+    }
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft = _peft(config)
+    peft.base_model_name_or_path = base
+    peft.inference_mode = True
+    peft.save_pretrained(str(folder))
+
+
+def _peft(config: LoraConfig) -> PeftConfig:
+    targets = "all-linear" if not config.targets else list(config.targets)
+    return PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
