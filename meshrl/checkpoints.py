@@ -48,7 +48,10 @@ class Checkpoints:
         self._kept = kept
         self._actors: dict[str, Stateful] = {}
         self._places = 0
-        self._from = _newest(self._folder) if resume else None
+        self._from: Path | None = None
+        if resume:
+            self._clean_up()
+            self._from = next(reversed(_whole(self._folder)), None)
         self.saved = _read(self._from / _RUN) if self._from else None
         """Where the run goes on from; None where it begins anew."""
 
@@ -92,24 +95,18 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        await asyncio.to_thread(self._settle)
+        await asyncio.to_thread(_sync_one, self._folder)
+        await asyncio.to_thread(self._clean_up)
 
-    def _settle(self) -> None:
-        _sync_one(self._folder)
+    def _clean_up(self) -> None:
+        """Remove what is too old, or was left half-written or half-removed."""
         for old in _whole(self._folder)[: -self._kept]:
-            gone = old.with_name(f".{old.name}-gone")  # so that one that is half removed is not taken for whole
-            old.rename(gone)
-            shutil.rmtree(gone)
+            old.rename(old.with_name(f".{old.name}-gone"))  # so that one that is half removed is not taken for whole
+        for part in self._folder.glob(".step-*"):
+            shutil.rmtree(part)
 
     def _saved_places(self) -> list[str]:
         return sorted(each.name for each in self._from.iterdir() if each.is_dir()) if self._from else []
-
-
-def _newest(folder: Path) -> Path | None:
-    """The newest checkpoint, after what was left half-written or half-removed is cleaned up."""
-    for part in folder.glob(".step-*"):
-        shutil.rmtree(part)
-    return next(reversed(_whole(folder)), None)
 
 
 def _whole(folder: Path) -> list[Path]:
