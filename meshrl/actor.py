@@ -8,7 +8,10 @@ from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
 
+C = TypeVar("C", bound=type)
+
 _ENDPOINT = "__meshrl_endpoint__"
+_TOGETHER = "__meshrl_together__"
 
 
 class Actor:
@@ -24,6 +27,20 @@ def endpoint(method: F) -> F:
 def is_endpoint(method: object) -> bool:
     """Whether `@endpoint` stands on this very function."""
     return getattr(method, _ENDPOINT, False) is True
+
+
+def together(actor: C) -> C:
+    """Mark an actor whose ranks wait for each other, as in collectives: a call that was sent runs to its end on all.
+
+    If its caller is cancelled, he is free at once and the ranks go on: one that left would keep the others waiting.
+    """
+    setattr(actor, _TOGETHER, True)
+    return actor
+
+
+def is_together(actor: type) -> bool:
+    """Whether `@together` stands on this class or one that it inherits from."""
+    return getattr(actor, _TOGETHER, False) is True
 
 
 def free_cores() -> int:

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank
+from meshrl.actor import current_rank, together
 from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
 from meshrl.data import Batch
@@ -20,6 +20,7 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch
 
 
+@together
 class FsdpCritic(Critic):
     """The policy's architecture with a linear head in place of its last layer, sharded; a new head gives 0.
 

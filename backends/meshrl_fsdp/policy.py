@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank
+from meshrl.actor import current_rank, together
 from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
@@ -24,6 +24,7 @@ from meshrl_hf.scoring import logprobs, predicted
 from meshrl_hf.transfer import weights_of
 
 
+@together
 class FsdpPolicy(Policy):
     """A model whose parameters and optimizer, float32, are sharded; it computes in the dtype of its table.
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank
+from meshrl.actor import current_rank, together
 from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
@@ -14,6 +14,7 @@ from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 
 
+@together
 class FsdpReference(Reference):
     """A model whose parameters are sharded; it computes in the dtype of its table."""
 

@@ -9,7 +9,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from meshrl import log
-from meshrl.actor import Rank
+from meshrl.actor import Rank, is_together
 from meshrl.engine import INLINE_BYTES, Member, Resources, Slot
 from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_cause
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room, patiently
@@ -103,7 +103,8 @@ class RayEngine(RayCaller):
         if reservation.has_died and not reservation.members:
             reservation.revive()
             await reservation.settle(self._cluster)
-        spawn = Spawn(token_hex(8), create.__name__, ranks, [slot.process for slot in places])
+        processes = [slot.process for slot in places]
+        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=is_together(create))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
         await self._construct(members, origin)

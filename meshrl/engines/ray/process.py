@@ -108,18 +108,22 @@ def _process(key: str, handle: RankHandle, place: Place | None) -> Process:
 class Spawn:
     """An actor on all ranks of a mesh."""
 
-    def __init__(self, key: str, name: str, ranks: Sequence[Rank], processes: Sequence[Process]) -> None:
+    def __init__(
+        self, key: str, name: str, ranks: Sequence[Rank], processes: Sequence[Process], *, together: bool
+    ) -> None:
+        """`together`: its ranks wait for each other, so that no call is cancelled on one of them."""
         self.key = key
         self.name = name
         self.ranks = ranks
+        self.together = together
         self.processes = list(processes)
         self.dead: Process | None = None
         """One that is gone; then no rank takes a call."""
         for process in self.processes:
             process.spawns.add(self)
 
-    def __reduce__(self) -> tuple[type["Spawn"], tuple[object, ...]]:
-        return Spawn, (self.key, self.name, self.ranks, self.processes)
+    def __reduce__(self) -> tuple[Callable[..., "Spawn"], tuple[object, ...]]:
+        return partial(Spawn, together=self.together), (self.key, self.name, self.ranks, self.processes)
 
     def move(self, index: int, process: Process) -> None:
         """The actor's rank is in another process from now on."""
@@ -270,10 +274,14 @@ class Sent:
         return await self.member.reply(self.process, self.endpoint, sent)
 
     def cancel(self) -> None:
-        """Cancel it on the rank, once, unless it has ended: a second time would cut its clean-up short."""
+        """Cancel it on the rank, once, unless it has ended: a second time would cut its clean-up short.
+
+        On an actor whose ranks wait for each other it goes on there.
+        """
         if not self.ended and self.process.death is None:
             self.ended = True
-            self.process.handle.cancel.remote(self.process.line, self.number)
+            if not self.member.spawn.together:
+                self.process.handle.cancel.remote(self.process.line, self.number)
             self._note(self._began, clock())  # as it was seen from here: nobody waits for the rank's answer
 
     def _note(self, began: float, ended: float) -> None:
