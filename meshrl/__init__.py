@@ -1,6 +1,6 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
-from meshrl.actor import Actor, Rank, current_rank, endpoint
+from meshrl.actor import Actor, Rank, current_rank, endpoint, together
 from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
 from meshrl.config import Config
 from meshrl.data import Batch
@@ -138,5 +138,6 @@ __all__ = [
     "rollout",
     "rollouts",
     "stop",
+    "together",
     "whiten",
 ]

@@ -90,6 +90,7 @@ PUBLIC = [
     "rollout",
     "rollouts",
     "stop",
+    "together",
     "whiten",
 ]
 

@@ -1,0 +1,135 @@
+"""FSDP2 on two processes: what one rank alone does not show. The numbers are held in tests/conformance."""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from meshrl import (
+    Actor,
+    Batch,
+    ClippedLoss,
+    FsdpConfig,
+    Gather,
+    LocalEngine,
+    Mesh,
+    NewModel,
+    Policy,
+    PolicyConfig,
+    Ragged,
+    RankDied,
+    RankFailed,
+    Resources,
+    endpoint,
+    respawn,
+)
+from meshrl.engines.ray import RayEngine
+from meshrl.losses.loss import TokenLoss
+from meshrl_fsdp.policy import FsdpPolicy
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
+CONFIG = PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2}})
+
+
+def rollouts(rows: int = 6, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.of([rng.integers(2, 11, 4 + row) for row in range(rows)], np.int32)
+    learned = np.concatenate([np.arange(4 + row) >= 2 for row in range(rows)])
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(learned, tokens.offsets),
+        sampler_logprobs=Ragged(np.full(len(tokens.values), -2.0, np.float32), tokens.offsets),
+        advantages=rng.normal(size=rows).astype(np.float32),
+    )
+
+
+class Picky(ClippedLoss):
+    """A loss that fails where it is given many tokens: on one of two ranks."""
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        if len(logprobs) > 5:
+            raise ValueError(f"{len(logprobs)} tokens are too many")
+        return super().__call__(logprobs, columns)
+
+
+class Process(Actor):
+    """Tells where a rank is."""
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        return np.array([os.getpid()])
+
+
+@pytest.fixture
+async def two(engine: RayEngine) -> Mesh:
+    """Two ranks."""
+    return (await Mesh.reserve(engine, 2, Resources(cpus=0))).shape(dp=2)
+
+
+async def spawn(mesh: Mesh, **changes: object) -> Policy:
+    return await mesh.spawn(FsdpPolicy, CONFIG.model_copy(update=changes))
+
+
+async def test_a_loss_that_fails_on_one_rank_leaves_the_weights_and_the_mesh_as_they_were(two: Mesh) -> None:
+    policy = await spawn(two)
+    before = await policy.weights()
+    uneven = rollouts().select([0, 5])  # 2 learned tokens for one rank, 7 for the other
+    with pytest.raises(RankFailed, match="ValueError: 7 tokens are too many"):
+        await policy.update(uneven, Picky())
+    assert await policy.weights() == before
+    await policy.update(uneven, ClippedLoss())
+    assert (await policy.weights()).version == 1
+
+
+async def test_after_a_death_the_ranks_meet_again_and_go_on_from_a_checkpoint(two: Mesh, tmp_path: Path) -> None:
+    policy = await spawn(two)
+    await policy.update(rollouts(), ClippedLoss())
+    await policy.checkpoint(str(tmp_path / "state"))
+    wanted = (await policy.update(rollouts(seed=1), ClippedLoss())).means()
+    pids = await (await two.spawn(Process)).pid()
+    os.kill(int(pids[1]), signal.SIGKILL)
+    with pytest.raises(RankDied):
+        await policy.update(rollouts(), ClippedLoss())
+    await respawn(policy)
+    await policy.restore(str(tmp_path / "state"))
+    assert (await policy.update(rollouts(seed=1), ClippedLoss())).means() == wanted
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 1, "tp": 2}], ids=str)
+async def test_a_checkpoint_of_two_ranks_is_read_by_one_and_back(
+    two: Mesh, tmp_path: Path, shape: dict[str, int]
+) -> None:
+    policy = await spawn(two.shape(**shape))
+    await policy.update(rollouts(), ClippedLoss())
+    await policy.checkpoint(str(tmp_path / "two"))
+    engine = LocalEngine()
+    one = await spawn(await Mesh.reserve(engine, 1, Resources(cpus=1)))
+    await one.restore(str(tmp_path / "two"))
+    assert await (await one.weights()).load() == await (await policy.weights()).load()
+    told = [(await each.update(rollouts(seed=1), ClippedLoss())).means() for each in (policy, one)]
+    assert told[0] == pytest.approx(told[1], rel=1e-5, abs=1e-6)
+    await one.checkpoint(str(tmp_path / "one"))
+    await policy.restore(str(tmp_path / "one"))
+    assert await (await one.weights()).load() == await (await policy.weights()).load()
+    await engine.close()
+
+
+async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:
+    three = NewModel.model_validate({**MODEL.model_dump(), "hidden_size": 18, "heads": 3})
+    with pytest.raises(RankFailed, match=r"num_attention_heads': 3.*tp = 2 does not divide"):
+        await spawn(two.shape(dp=1, tp=2), model=three)
+    with pytest.raises(RankFailed, match="knows the axes dp and tp"):
+        await spawn(two.shape(dp=1, pp=2))
+    with pytest.raises(RankFailed, match=r"fsdp.replicate = 3 does not divide the 2 ranks"):
+        await spawn(two, fsdp=FsdpConfig(replicate=3))
+
+
+async def test_threads_are_no_processes() -> None:
+    engine = LocalEngine(cores=2)
+    with pytest.raises(RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'ray'"):
+        await spawn((await Mesh.reserve(engine, 2, Resources(cpus=1))).shape(dp=2))
+    await engine.close()
