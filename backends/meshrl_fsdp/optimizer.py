@@ -58,7 +58,7 @@ class ShardedOptimizer(Optimizer):
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm over all shards of all ranks, float32[]."""
-        squares = torch.stack(torch._foreach_norm(list(gradients))).double().square()  # noqa: SLF001 - as torch's clipping
+        squares = torch.stack([torch.linalg.vector_norm(each) for each in gradients]).double().square()
         there = [split for split, shard in zip(self._is_split, self.shards, strict=True) if shard.grad is not None]
         split = torch.tensor(there, device=squares.device)
         mesh = self._sharded.world.mesh

@@ -1,7 +1,7 @@
 """A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
@@ -100,7 +100,7 @@ def shard(
 
 def _blocks(network: nn.Module) -> list[nn.Module]:
     """The model's layers, by the names that transformers gives as not to be split."""
-    names = set(getattr(network, "_no_split_modules", None) or ())
+    names = cast("Iterable[str]", getattr(network, "_no_split_modules", None) or ())
     return [module for module in network.modules() if type(module).__name__ in names]
 
 
@@ -117,7 +117,9 @@ def _split(model: LanguageModel, world: World) -> list[nn.Parameter]:
     heads = {key: int(getattr(config, key)) for key in ("num_attention_heads", "num_key_value_heads")}
     if wrong := {key: number for key, number in heads.items() if number % count}:
         raise ModelError(f"{name} has {wrong}, which the mesh's tp = {count} does not divide")
-    styles = {pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES}
+    styles: dict[str, ParallelStyle] = {
+        pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES
+    }
     body = network.base_model
     parallelize_module(body, world.tensors, styles)
     ends = tuple(pattern.rpartition(".")[2] for pattern, style in plan.items() if style == _SHARED)

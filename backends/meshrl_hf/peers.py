@@ -50,8 +50,9 @@ class Peers(Protocol):
 class Alone:
     """One rank."""
 
-    size: Final = 1
-    interruptible: Final = True
+    def __init__(self) -> None:
+        self.size = 1
+        self.interruptible = True
 
     def total(self, share: Callable[[], Share]) -> Share:
         """Its own."""
