@@ -1,12 +1,14 @@
 """The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
@@ -34,18 +36,18 @@ def join(rank: Rank, device: torch.device) -> None:
     global _joined  # noqa: PLW0603 - torch has one default group a process
     if rank.size == 1:
         if not dist.is_initialized():
-            dist.init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+            own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
+            dist.init_process_group(_backend(device), store=own(), rank=0, world_size=1)
         return
     if os.environ.get("WORLD_SIZE") != str(rank.size):
         raise ConfigError(
             f"the backend 'fsdp' needs a process for each of {rank.size} ranks, and the local engine gives threads: "
             "set run.engine = 'ray', or take a mesh of one rank"
         )
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    place = f"{host}:{port}"
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _joined is not None and _joined.place == place:
         return
-    store = TCPStore(host, port, rank.size, is_master=rank.index == 0, timeout=_PATIENCE)
+    store, _, _ = next(rendezvous(f"tcp://{place}", rank.index, rank.size, timeout=_PATIENCE))
     known = _generations(store, rank, _joined.generation if _joined else "")
     if "" in known or len(known) > 1:  # a process is new: the old group, where there is one, lacks it
         if dist.is_initialized():
@@ -60,11 +62,11 @@ def join(rank: Rank, device: torch.device) -> None:
     _stores.append(store)
 
 
-_stores: Final[list[TCPStore]] = []
+_stores: Final[list[Store]] = []
 """Kept: the first rank serves them to the others."""
 
 
-def _generations(store: TCPStore, rank: Rank, own: str) -> set[str]:
+def _generations(store: Store, rank: Rank, own: str) -> set[str]:
     """The groups that the ranks' processes are in; empty where one is in none."""
     store.set(f"generation/{rank.index}", own)
     return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
