@@ -1,9 +1,8 @@
 """The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _PATIENCE: Final = timedelta(minutes=30)
 """How long a rank waits for another in one collective."""
