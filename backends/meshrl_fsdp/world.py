@@ -42,6 +42,10 @@ class World:
         if dp % config.replicate:
             raise ConfigError(f"fsdp.replicate = {config.replicate} does not divide the {dp} ranks of the axis dp")
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if config.cpu_offload and device.type == "cpu":
+            raise ConfigError(
+                "fsdp.cpu_offload keeps parameters out of a GPU's memory, and this rank has none: leave it out"
+            )
         join(rank, device)
         numbers = torch.arange(prod(rank.shape.values())).reshape(tuple(rank.shape.values()))
         order = [list(rank.shape).index(axis) for axis in ("dp", "tp") if axis in rank.shape]
