@@ -4,7 +4,8 @@ Each prompt of a run has a number of its own, in `groups`. A checkpoint keeps th
 that goes on from it leaves them out, and draws the others, also those that were under way.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, Protocol
 
@@ -63,6 +64,7 @@ class Position:
     def __init__(self, before: Reached | None = None) -> None:
         self.begun = False
         """Whether the loop has begun. What a script does before it, is done again with the same prompts."""
+        self._pulling = False
         self._before = before
         self._left_out = Ranges(before.used if before else ())
         self._used = Ranges(before.used if before else ())
@@ -87,12 +89,22 @@ class Position:
         """Which of these prompts were not used before the checkpoint, bool[prompts]. All before the loop begins."""
         return ~self._left_out.has(numbers) if self.begun else np.ones(len(numbers), np.bool_)
 
+    @contextmanager
+    def pulling(self) -> Generator[None]:
+        """A stream takes a batch of prompts: what is dealt meanwhile will be drawn by it, now or later."""
+        self._pulling = True
+        try:
+            yield
+        finally:
+            self._pulling = False
+
     def use(self, numbers: Numbers) -> None:
-        """The script has these prompts."""
-        self._used.add(numbers)
+        """These prompts were dealt. Where the script itself asked for them in its loop, they are used."""
+        if self.begun and not self._pulling:
+            self._used.add(numbers)
 
     def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """A stream has these prompts, and tells when they are used; which were not before the checkpoint.
+        """A stream has these prompts, and knows when they are used; which were not before the checkpoint.
 
         DataError for a number that a stream of the run had already.
         """
@@ -164,8 +176,6 @@ class Ranges:
         ends = np.sort(np.concatenate([self._bounds[:, 1], gone]))
         return Ranges([pair for pair in zip(firsts.tolist(), ends.tolist(), strict=True) if pair[0] < pair[1]])
 
-
-Draw = Callable[[Numbers], NDArray[np.bool_]]
 
 position: ContextVar[Position | None] = ContextVar("position", default=None)
 """Where the current run stands in its data, where it keeps that."""

@@ -2,28 +2,29 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.position import Draw
+from meshrl.position import Position
 
 
 class Prompts:
     """Batches of prompts of one size, dealt out some rows at a time. False when there are no more."""
 
-    def __init__(self, batches: Iterable[Batch], draw: Draw | None = None) -> None:
-        """`draw`: told the `groups` of each batch that is taken from `batches`, says which are to be kept."""
+    def __init__(self, batches: Iterable[Batch], here: Position | None = None) -> None:
+        """`here`: where the run stands in its data, which leaves out what was used."""
         self._batches = iter(batches)
-        self._draw = draw
+        self._here = here
         self._next: deque[Batch] = deque()
         self.size = 0
         """Rows of a batch, the first that came."""
         bool(self)
 
     def __bool__(self) -> bool:
-        while not self._next and (batch := next(self._batches, None)) is not None:
+        while not self._next and (batch := self._pull()) is not None:
             if "groups" not in batch:
                 raise DataError(
                     "a stream of rollouts needs prompts with `groups`, another number for each: take them from "
@@ -32,10 +33,14 @@ class Prompts:
             if not len(batch):
                 raise DataError("a stream of rollouts got a batch of no prompts: leave it out")
             self.size = self.size or len(batch)
-            kept = batch if self._draw is None else batch.select(self._draw(batch.groups))
+            kept = batch.select(self._here.draw(batch.groups)) if self._here else batch
             if len(kept):
                 self._next.append(kept)
         return bool(self._next)
+
+    def _pull(self) -> Batch | None:
+        with self._here.pulling() if self._here else nullcontext():
+            return next(self._batches, None)
 
     def take(self, most: int) -> Batch:
         """The next prompts, at most so many and at most a batch: as many, wherever the batches begin and end."""

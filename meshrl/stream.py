@@ -87,8 +87,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
             raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
-    here = position.get()
-    source = Prompts(prompts, here.draw if here else None)
+    source = Prompts(prompts, position.get())
     return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
 
 

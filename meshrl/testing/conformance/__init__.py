@@ -14,11 +14,11 @@ from meshrl.testing.conformance import checkpoints, numbers, refusals, state
 from meshrl.testing.conformance.subject import PLAIN, Bench, Check, Side, Subject, Trial, name_of
 
 __all__ = [
+    "ADAPTERS",
     "CHECKS",
     "CRITIC",
     "PLAIN",
     "POLICY",
-    "PROCESSES",
     "REFERENCE",
     "Bench",
     "Check",
@@ -37,8 +37,8 @@ CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *checkpoi
 REFERENCE: Final[tuple[Check, ...]] = numbers.REFERENCE
 """What a reference promises."""
 
-PROCESSES: Final[tuple[Check, ...]] = checkpoints.PROCESSES
-"""What a policy promises whose ranks are processes, which may die: for another engine than "local"."""
-
 CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHER)
 """What a backend promises that has all three roles."""
+
+ADAPTERS: Final[tuple[Check, ...]] = numbers.ADAPTERS
+"""What a policy promises that trains adapters where its table has `lora`."""

@@ -34,9 +34,10 @@ def close(what: str, found: Array, expected: Array, tolerance: float) -> None:
     if bad.any():
         worst = np.unravel_index(int(np.argmax(np.where(np.isfinite(error), error, np.inf))), error.shape)
         place = f"[{', '.join(map(str, worst))}]" if error.ndim else ""
+        others = f", and so do {int(bad.sum()) - 1} more of {bad.size}" if bad.sum() > 1 else ""
         raise PromiseBroken(
-            f"{what}{place} is {one[worst]:.8g}, and the plain backend says {other[worst]:.8g}: they "
-            f"differ by {error[worst]:.2g}, and rounding by at most {tolerance:g}; so do {int(bad.sum())} of {bad.size}"
+            f"{what}{place} is {one[worst]:.8g}, and the plain backend says {other[worst]:.8g}: they differ by "
+            f"{error[worst]:.2g}, where rounding makes at most {tolerance:g}{others}"
         )
 
 

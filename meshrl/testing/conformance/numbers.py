@@ -54,12 +54,20 @@ async def token_advantages(trial: Trial) -> None:
     await _same_weights("after it", trial, policies)
 
 
+async def low_rank_adapters(trial: Trial) -> None:
+    """Adapters begin and learn as the plain backend's: the metrics of two updates, and the weights with them merged."""
+    policies = await trial.policies(lora={"rank": 4, "alpha": 8})
+    for number, batch in enumerate(await trial.batches(2)):
+        await _same_update(f"update {number} of adapters", trial, policies, batch, LOSS)
+    await _same_weights("after two updates of adapters", trial, policies)
+
+
 async def micro_batches(trial: Trial) -> None:
     """The step does not depend on `micro_batch_tokens`, nor on activation checkpointing."""
-    (batch,) = await trial.batches(1, 20)
+    (batch,) = await trial.batches(1)
     plain = await trial.plain.policy()
     expected = await plain.update(batch, LOSS)
-    for keys in ({"micro_batch_tokens": 1000}, {"micro_batch_tokens": 12}, {"activation_checkpointing": True}):
+    for keys in ({"micro_batch_tokens": 1000}, {"micro_batch_tokens": 20}, {"activation_checkpointing": True}):
         policy = await trial.own.policy(**keys)
         close_metrics(f"the update with {keys}", await policy.update(batch, LOSS), expected, trial.tolerance)
         close_weights(f"the update with {keys}", await loaded(policy), await loaded(plain), trial.tolerance)
@@ -218,6 +226,9 @@ POLICY: Final[tuple[Check, ...]] = (
     encoding,
 )
 """Of a policy's numbers."""
+
+ADAPTERS: Final[tuple[Check, ...]] = (low_rank_adapters,)
+"""Of the numbers of a policy that trains adapters."""
 
 CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
 """Of a critic's numbers."""

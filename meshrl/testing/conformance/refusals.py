@@ -112,7 +112,9 @@ async def _told(trial: Trial, kind: type[MeshrlError], *wrongs: _Wrong) -> None:
     before = await loaded(policy)
     for wrong in wrongs:
         await refused(f"an update of {len(wrong.batch)} rows", policy.update(wrong.batch, wrong.loss), kind, wrong.word)
-        require(await loaded(policy) == before, "an update is refused, and yet the weights have changed")
+        require(
+            await loaded(policy) == before, "an update is refused, and yet the weights or their version have changed"
+        )
     await trial.standard(policy)
 
 

@@ -109,9 +109,9 @@ async def the_same_bits(trial: Trial) -> None:
 
 async def a_cancelled_update(trial: Trial) -> None:
     """An update that is cancelled, at whatever moment, makes its whole step or none of it, and the mesh goes on."""
-    (batch,) = await trial.batches(1, 20)
-    policy, twin = [await trial.own.policy(micro_batch_tokens=20) for _ in range(2)]
-    moments = (0.0, 0.2, 0.5, 0.8)
+    (batch,) = await trial.batches(1)
+    policy, twin = [await trial.own.policy(micro_batch_tokens=24) for _ in range(2)]
+    moments = (0.0, 0.3, 0.7)
     prints, told = [(await loaded(twin)).fingerprint()], list[Metrics]()
     seconds = 0.0
     for _ in range(len(moments) + 1):

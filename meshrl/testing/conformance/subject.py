@@ -44,6 +44,12 @@ OPTIMIZER: Final = OptimizerConfig(lr=0.03, eps=0.01, weight_decay=0.1, warmup_s
 the gradient, where Adam's own would make a full step of the sign of a gradient that is zero but for rounding. The
 norm's bound is below the norms of these batches."""
 
+_ROWS: Final = 14
+"""Of a batch: some for each of several ranks, and of many lengths."""
+
+_START: Final = 300.0
+"""Seconds that processes have to start and to make a first policy, which loads libraries."""
+
 _GRACE: Final = 5.0
 """Seconds that a check has to end after it was cancelled, and a mesh that hangs to be given back."""
 
@@ -144,9 +150,9 @@ class Trial:
         """A fresh critic of each side, the subject's first."""
         return await self.own.critic(**keys), await self.plain.critic(**keys)
 
-    async def batches(self, count: int = 3, rows: int = 14) -> list[Batch]:
+    async def batches(self, count: int = 3) -> list[Batch]:
         """Different batches of rollouts, with the log-probs that losses read."""
-        return [await self.bench.batch(self, rows, seed) for seed in range(count)]
+        return [await self.bench.batch(self, seed) for seed in range(count)]
 
     async def standard(self, policy: Policy) -> None:
         """Require that the policy, which was never updated, makes the subject's first update, to the bit."""
@@ -176,9 +182,10 @@ class Bench:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._stack = AsyncExitStack()
+        self._started = False
         self._models: dict[str | None, Model] = {}
         self._standards: dict[Model, tuple[Metrics, str]] = {}
-        self._batches: dict[tuple[Model, int, int], Batch] = {}
+        self._batches: dict[tuple[Model, int], Batch] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -208,6 +215,9 @@ class Bench:
 
     async def run(self, check: Check, model: str | None = None) -> None:
         """Run one check. Raises what it raises, and `PromiseBroken` where it does not end in time."""
+        if not self._started:  # what comes once is no part of the check's time
+            await asyncio.wait_for(self._run(_begin, None), _START)
+            self._started = True
         task = asyncio.ensure_future(self._run(check, model))
         try:
             await asyncio.wait({task}, timeout=self.subject.seconds)
@@ -222,11 +232,11 @@ class Bench:
             await self._reserve()
             raise
 
-    async def batch(self, trial: Trial, rows: int, seed: int) -> Batch:
+    async def batch(self, trial: Trial, seed: int) -> Batch:
         """Rollouts, made once."""
-        key = trial.model, rows, seed
+        key = trial.model, seed
         if key not in self._batches:
-            scored = await (await trial.plain.policy()).logprobs(rollouts(trial.model, rows, seed))
+            scored = await (await trial.plain.policy()).logprobs(rollouts(trial.model, _ROWS, seed))
             self._batches[key] = with_logprobs(scored, seed)
         return self._batches[key]
 
@@ -253,10 +263,15 @@ class Bench:
         self._engine = _engine(self.subject.engine)
         mesh = await Mesh.reserve(self._engine, prod(self.subject.axes.values()), self.subject.resources, "subject")
         self._mesh = mesh.shape(**self.subject.axes)
+        self._started = False
 
     async def _release(self) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._engine.close(), _GRACE)
+
+
+async def _begin(trial: Trial) -> None:
+    await trial.own.policy()
 
 
 def name_of(check: Check) -> str:

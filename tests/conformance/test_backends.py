@@ -1,0 +1,134 @@
+"""The backends that train, against the suite that each of them must pass."""
+
+from collections.abc import AsyncGenerator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from meshrl import PolicyConfig, RankFailed
+from meshrl.testing.conformance import (
+    CHECKS,
+    CRITIC,
+    REFERENCE,
+    Bench,
+    Check,
+    Subject,
+    Trial,
+    checkpoints,
+    name_of,
+    numbers,
+    refusals,
+    state,
+)
+from meshrl.testing.conformance.compare import close
+from meshrl.testing.conformance.material import SMALL
+from meshrl_torch.policy import TorchPolicy
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SUBJECTS = [
+    Subject("torch"),
+    Subject("torch", engine="ray"),
+    Subject("fsdp", {"dp": 2}, "ray"),
+    Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"replicate": 2}}),
+    Subject("fsdp", {"dp": 1, "tp": 2}, "ray"),
+]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=SUBJECTS, ids=str)
+async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
+    subject: Subject = request.param
+    if subject.engine == "ray":
+        request.getfixturevalue("ray_cluster")
+    async with Bench(subject) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with fewer heads of keys than of queries, and a head of its own."""
+    folder = tmp_path_factory.mktemp("grouped") / "model"
+    TorchPolicy(PolicyConfig(model=SMALL))._model.tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=11,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=40,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=1,
+            initializer_range=0.15,
+        )
+    )
+    network.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+async def test_a_backend_conforms(bench: Bench, check: Check) -> None:
+    await bench.run(check)
+
+
+async def test_adapters(bench: Bench) -> None:
+    if "tp" not in bench.subject.axes:
+        await bench.run(numbers.low_rank_adapters)
+        return
+    async with bench.trial() as trial:
+        with pytest.raises(RankFailed, match="no adapters on a mesh with an axis tp"):
+            await trial.own.policy(lora={"rank": 4})
+
+
+WITH_GROUPS = [*numbers.POLICY[3:5], numbers.uneven_rows, *CRITIC[:2], *REFERENCE, state.weights, state.saving]
+
+
+@pytest.mark.parametrize("check", WITH_GROUPS, ids=name_of)
+async def test_a_backend_conforms_with_grouped_queries(bench: Bench, grouped: str, check: Check) -> None:
+    await bench.run(check, grouped)
+
+
+WITHOUT_A_MODEL = [
+    refusals.the_loss_of_a_critic,
+    refusals.log_probs_of_another_model,
+    refusals.a_column_that_is_missing,
+    state.the_same_bits,
+    state.a_cancelled_update,
+    state.calls_at_once,
+    state.roles_side_by_side,
+    checkpoints.a_policy_goes_on,
+    checkpoints.a_policy_made_again,
+    checkpoints.a_critic_goes_on,
+]
+"""What can be asked of roles that compute nothing."""
+
+
+@pytest.mark.parametrize("check", WITHOUT_A_MODEL, ids=name_of)
+async def test_the_fakes_keep_what_needs_no_model(check: Check) -> None:
+    async with Bench(Subject("fake")) as bench:
+        await bench.run(check)
+
+
+async def log_probs_of_transformers(trial: Trial) -> None:
+    """`logprobs` are what transformers computes, one row at a time."""
+    (batch,) = await trial.batches(1)
+    scored = await (await (await trial.own.policy()).logprobs(batch)).load()
+    network = AutoModelForCausalLM.from_pretrained(trial.model.folder, attn_implementation="eager")
+    expected: list[np.ndarray] = []
+    for tokens, temperature in zip(batch.tokens, batch.row("temperature").tolist(), strict=True):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        with torch.no_grad():
+            logprobs = (network(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        expected += [np.zeros(1, np.float32), logprobs.gather(1, ids[1:, None])[:, 0].numpy()]
+    close("log-probs", scored.ragged("logprobs").values, np.concatenate(expected), trial.tolerance)
+
+
+@pytest.mark.parametrize("model", ["small", "grouped"])
+async def test_log_probs_are_those_of_transformers(bench: Bench, grouped: str, model: str) -> None:
+    await bench.run(log_probs_of_transformers, grouped if model == "grouped" else None)

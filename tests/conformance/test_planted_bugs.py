@@ -1,0 +1,252 @@
+"""The suite finds what is wrong: each of these backends has one mistake, which the check of that promise tells."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, RankFailed, Weights, registry
+from meshrl.losses import Normalise, Predicts, TokenLoss
+from meshrl.testing import PromiseBroken
+from meshrl.testing.conformance import CHECKS, Bench, Subject, name_of
+from meshrl_hf import checkpoint
+from meshrl_torch.critic import TorchCritic
+from meshrl_torch.policy import TorchPolicy
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A loss whose tokens weigh what the column `share` says of their rows."""
+
+    inner: Loss
+
+    @property
+    def predicts(self) -> Predicts:
+        return self.inner.predicts
+
+    @property
+    def normalise(self) -> Normalise:
+        return self.inner.normalise
+
+    @property
+    def constant(self) -> int | None:
+        return self.inner.constant
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.inner.columns, "share")
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        judged = self.inner(logprobs, columns)
+        return TokenLoss(judged.values * columns["share"], judged.metrics)
+
+
+class NormalisesByRank(TorchPolicy):
+    """As if two ranks divided by their own tokens, and their gradients were averaged."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        tokens = np.array([float(mask.sum()) for mask in batch.loss_mask])
+        share = np.ones(len(batch), np.float32)
+        for rows in batch.plan(2):
+            share[rows] = tokens.sum() / (2 * max(1, tokens[rows].sum()))
+        return await super().update(batch.assign(share=share), Scaled(loss))
+
+
+class ClipsByShard(TorchPolicy):
+    """As if two ranks clipped the gradient of their halves of the parameters, each by the norm of its half."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        whole = config.optimizer.model_copy(update={"max_grad_norm": None})
+        super().__init__(config.model_copy(update={"optimizer": whole}))
+        parameters = list(self._model.network.parameters())
+
+        def clip(*_: object) -> None:
+            for half in (parameters[::2], parameters[1::2]):
+                torch.nn.utils.clip_grad_norm_(half, config.optimizer.max_grad_norm or 1)
+
+        self._optimizer._adamw.register_step_pre_hook(clip)
+
+
+class ExportsBeforeTheUpdate(TorchPolicy):
+    """Its weights are those before the last update, under the version after it."""
+
+    _before: Weights | None = None
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        self._before = await super().weights()
+        return await super().update(batch, loss)
+
+    async def weights(self) -> Weights:
+        now = await super().weights()
+        return self._before.with_version(now.version) if self._before else now
+
+
+class CrashesOnAnEmptyRank(TorchPolicy):
+    """As if each of two ranks looked at its first row."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        assert [part.tokens[0] for part in batch.split(2)]
+        return await super().update(batch, loss)
+
+
+class WaitsForAnEmptyRank(TorchPolicy):
+    """As if a rank with rows waited for one without, which does not come."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        if not all(map(len, batch.split(2))):
+            await asyncio.Event().wait()
+        return await super().update(batch, loss)
+
+
+class TellsTheRowsOfARank(TorchPolicy):
+    """The mean over ranks of a number that each counted of its own rows."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        metrics = await super().update(batch, loss)
+        return Metrics({**metrics.entries, "rows": (len(batch) / 2, 1)})
+
+
+class MixesRows(TorchPolicy):
+    """Scores rows from the last to the first, and gives the log-probs in that order."""
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        scored = (await super().logprobs(batch.select(np.arange(len(batch))[::-1]))).ragged("logprobs")
+        return batch.assign(logprobs=Ragged(scored.values, scored.offsets, source=scored.source))
+
+
+class IgnoresTemperature(TorchPolicy):
+    async def logprobs(self, batch: Batch) -> Batch:
+        plain = batch.drop("temperature") if "temperature" in batch else batch
+        return batch.assign(logprobs=(await super().logprobs(plain)).ragged("logprobs"))
+
+
+class CountsRefusedUpdates(TorchPolicy):
+    """An update that is refused moves the learning rate and the version on."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        try:
+            return await super().update(batch, loss)
+        except DataError:
+            self._optimizer.steps += 1
+            raise
+
+
+class StepsInPart(TorchPolicy):
+    """A cancelled update has changed some parameters already."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        try:
+            return await super().update(batch, loss)
+        except asyncio.CancelledError:
+            with torch.no_grad():
+                next(iter(self._model.network.parameters())).mul_(1.001)
+            raise
+
+
+class Open(asyncio.Lock):
+    """A lock that locks nothing."""
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+class UpdatesTwoAtOnce(TorchPolicy):
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._updating = Open()
+
+
+class RoundsDifferently(TorchPolicy):
+    """Adds in an order that no two runs share: too little to see but in the bits."""
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        metrics = await super().update(batch, loss)
+        with torch.no_grad():
+            for parameter in self._model.network.parameters():
+                parameter.mul_(1 + 1e-6 * np.random.default_rng().random())
+        return metrics
+
+
+class SavesOnce(TorchPolicy):
+    """Writes the folder that is not there, and leaves one that is."""
+
+    _saved = False
+
+    async def save(self, folder: str) -> None:
+        if not self._saved:
+            await super().save(folder)
+        self._saved = True
+
+
+class ForgetsMoments(TorchPolicy):
+    """Takes from a checkpoint the weights and the version alone."""
+
+    async def restore(self, folder: str) -> None:
+        await super().restore(folder)
+        self._optimizer._adamw.state.clear()
+
+
+class SavesNoHead(TorchCritic):
+    async def save(self, folder: str) -> None:
+        checkpoint.write(self._valued.model, folder)
+
+
+BUGS: list[tuple[type[Any], str]] = [
+    (NormalisesByRank, "clipped_loss_by_token_mean"),
+    (NormalisesByRank, "cross_entropy"),
+    (ClipsByShard, "clipped_loss_by_sequence_mean"),
+    (ExportsBeforeTheUpdate, "weights"),
+    (ExportsBeforeTheUpdate, "a_sampler_takes_the_weights"),
+    (CrashesOnAnEmptyRank, "uneven_rows"),
+    (WaitsForAnEmptyRank, "uneven_rows"),
+    (TellsTheRowsOfARank, "clipped_loss_by_a_constant"),
+    (MixesRows, "the_order_of_rows"),
+    (IgnoresTemperature, "log_probs"),
+    (CountsRefusedUpdates, "nothing_to_learn"),
+    (StepsInPart, "a_cancelled_update"),
+    (UpdatesTwoAtOnce, "calls_at_once"),
+    (RoundsDifferently, "the_same_bits"),
+    (SavesOnce, "saving"),
+    (ForgetsMoments, "a_policy_goes_on"),
+    (SavesNoHead, "critic_updates"),
+]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Any]], str]:
+    """Makes a backend of this class, and torch's for the other roles; gives its name."""
+
+    def backend(cls: type[Any]) -> str:
+        module = ModuleType("planted")
+        role = "Critic" if issubclass(cls, TorchCritic) else "Policy"
+        torch_roles = {
+            "Policy": "meshrl_torch.policy:TorchPolicy",
+            "Critic": "meshrl_torch.critic:TorchCritic",
+            "Reference": "meshrl_torch.reference:TorchReference",
+        }
+        vars(module).update(ROLES={**torch_roles, role: "planted:Planted"}, Planted=cls)
+        monkeypatch.setitem(sys.modules, "planted", module)
+        monkeypatch.setattr(registry, "backends", lambda: {"torch": "meshrl_torch", "planted": "planted"})
+        return "planted"
+
+    return backend
+
+
+@pytest.mark.parametrize(("bug", "found_by"), BUGS, ids=lambda value: getattr(value, "__name__", value))
+async def test_a_planted_bug_is_found(plant: Callable[[type[Any]], str], bug: type[Any], found_by: str) -> None:
+    (check,) = [check for check in CHECKS if name_of(check) == found_by]
+    waits, crashes = bug is WaitsForAnEmptyRank, bug is CrashesOnAnEmptyRank
+    async with Bench(Subject(plant(bug), seconds=3 if waits else 60)) as bench:
+        with pytest.raises(RankFailed if crashes else PromiseBroken) as caught:
+            await bench.run(check)
+        assert ("hangs" in str(caught.value)) is waits

@@ -1,0 +1,162 @@
+"""Runs that are killed at any moment, in virtual time: no prompt is lost or trained twice, and the bound holds."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    CrossEntropy,
+    MeshConfig,
+    Policy,
+    PolicyConfig,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Task,
+    publish,
+    rollouts,
+)
+from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
+
+SIZE, PROMPTS = 3, 26
+TASK = Task(
+    train=Batch.of(prompt=[f"{n}+1=" for n in range(PROMPTS)], answer=["?" * (n % 4) for n in range(PROMPTS)]),
+    held_out=Batch.of(prompt=[]),
+)
+
+
+@dataclass
+class Story:
+    """What counts of a run and of those that went on from it: what came after a checkpoint is forgotten with it."""
+
+    ahead: int
+    source: str
+    keeps: int
+    """A group in so many is dropped."""
+    steps: int = 12
+    trained: list[tuple[list[int], list[object]]] = field(default_factory=list)
+    """By step: the groups of its rows, and what was generated."""
+    ended: bool = False
+
+    async def script(self, run: Run) -> None:
+        """Train until the prompts or the steps end."""
+        policy = await run.spawn(Policy, PolicyConfig(model="none"))
+        sampler = await run.spawn(Sampler, SamplerConfig(model="none"))
+        await publish(policy, sampler)
+        prompts = self.prompts(run)
+        if self.source == "no stream":
+            async for step in run.steps(self.steps):
+                rows = next(prompts)
+                await self.train(policy, step, rows.assign(completion=rows["answer"]))
+        else:
+            async with rollouts(sampler, prompts, Sampling(n=2), ahead=self.ahead, keep=self.keep) as stream:
+                async for step in run.steps(self.steps):
+                    if (batch := await anext(stream, None)) is None:
+                        break
+                    version = (await policy.weights()).version
+                    assert version == step
+                    assert version - batch.row("oldest_version").min() <= self.ahead, "too old"
+                    await self.train(policy, step, batch)
+                    await publish(policy, stream)
+        self.ended = True
+
+    async def train(self, policy: Policy, step: int, batch: Batch) -> None:
+        del self.trained[step:]
+        encoded = batch if "tokens" in batch else await policy.encode(batch)
+        await policy.update(encoded, CrossEntropy())
+        self.trained.append((batch.groups.tolist(), list(batch.objects("completion"))))
+
+    def prompts(self, run: Run) -> Iterator[Batch]:
+        dealt = TASK.batches(SIZE, run.seed)
+        if self.source == "finite":
+            return iter([next(dealt) for _ in range(PROMPTS // SIZE)])
+        return early(dealt) if self.source == "wrapped" else dealt
+
+    def keep(self, batch: Batch) -> NDArray[np.bool_]:
+        return np.not_equal(batch.groups % self.keeps, self.keeps - 1)
+
+    def go_on(self, folder: str, until: float, seed: int) -> None:
+        """Begin, or go on, until a virtual second."""
+
+        async def main() -> None:
+            meshes = {"main": MeshConfig(cpus=0)}
+            config = RunConfig(folder=folder, meshes=meshes, checkpoint_every=2, resume=True)
+            async with asyncio.timeout(until), Run(config) as run:
+                await self.script(run)
+
+        try:
+            simulate(main, seed=seed)
+        except TimeoutError:
+            assert not self.ended
+
+
+@pytest.fixture(autouse=True)
+def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Lognormal(0.1, 1)
+    roles = {
+        "Policy": delayed(Learner, update=Lognormal(1, 0.5), weights=short, checkpoint=short, restore=short),
+        "Sampler": delayed(FakeSampler, generate=Lognormal(0.3, 1), load=short),
+    }
+    monkeypatch.setattr("meshrl.run.implementation", lambda role, _: roles[role.__name__])
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+class Learner(FakePolicy):
+    """So slow that what the sampler gives hangs on its draws to the end."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config, skill=0.5, rate=0.01)
+
+
+def early(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each taken when the one before it is asked for."""
+    coming = next(batches)
+    while True:
+        batch, coming = coming, next(batches)
+        yield batch
+
+
+SOURCES = ("dealt", "wrapped", "finite", "no stream")
+KILLS = st.lists(st.floats(0.5, 20), max_size=3)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(
+    st.sampled_from([0, 0, 1, 2, 3]), st.sampled_from(SOURCES), st.sampled_from([1000, 3]), KILLS, st.integers(0, 1000)
+)
+def test_each_prompt_is_trained_once_or_dropped(
+    ahead: int, source: str, keeps: int, kills: list[float], seed: int
+) -> None:
+    story = Story(ahead, source, keeps)
+    whole = Story(ahead, source, keeps)
+    with capture_logs(), tempfile.TemporaryDirectory() as folder:
+        for number, until in enumerate([*kills, 10_000]):
+            if not story.ended:
+                story.go_on(folder, until, seed + number)
+        whole.go_on(str(Path(folder, "whole")), 10_000, seed)
+    assert story.ended
+    assert whole.ended
+    groups = [group for step, _ in story.trained for group in dict.fromkeys(step)]
+    assert len(groups) == len(set(groups)), "no prompt is trained twice"
+    assert all(len(step) == len(set(step)) * (1 if source == "no stream" else 2) for step, _ in story.trained)
+    drawn = PROMPTS // SIZE * SIZE if source == "finite" else max(groups)
+    missing = set(range(drawn)) - set(groups)
+    if source != "no stream":
+        missing -= {group for group in missing if group % keeps == keeps - 1}
+    under_way = 0 if source in ("finite", "no stream") else ahead * SIZE
+    assert len(missing) <= under_way, "what was drawn is trained, but for what runs at the end"
+    if not ahead or source == "no stream":
+        assert story.trained == whole.trained
