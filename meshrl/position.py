@@ -86,8 +86,12 @@ class Position:
         return number * _APART
 
     def left(self, numbers: Numbers) -> NDArray[np.bool_]:
-        """Which of these prompts were not used before the checkpoint, bool[prompts]. All before the loop begins."""
-        return ~self._left_out.has(numbers) if self.begun else np.ones(len(numbers), np.bool_)
+        """Which of these prompts are to be dealt, bool[prompts]: those that were not used before the checkpoint.
+
+        All where the script itself asks for them before its loop begins.
+        """
+        asked_again = not self.begun and not self._pulling
+        return np.ones(len(numbers), np.bool_) if asked_again else ~self._left_out.has(numbers)
 
     @contextmanager
     def pulling(self) -> Generator[None]:
