@@ -1,14 +1,16 @@
 """The backends that train, against the suite that each of them must pass."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from meshrl import PolicyConfig, RankFailed
+from meshrl import ClippedLoss, PolicyConfig, RankFailed
+from meshrl.losses import TokenLoss
 from meshrl.testing.conformance import (
     CHECKS,
     CRITIC,
@@ -113,6 +115,31 @@ WITHOUT_A_MODEL = [
 async def test_the_fakes_keep_what_needs_no_model(check: Check) -> None:
     async with Bench(Subject("fake")) as bench:
         await bench.run(check)
+
+
+class Fragile(ClippedLoss):
+    """Raises at one row, which one rank has."""
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        if float(columns["advantages"].max()) > 50:
+            raise ZeroDivisionError("an advantage above 50")
+        return super().__call__(logprobs, columns)
+
+
+async def a_loss_that_raises(trial: Trial) -> None:
+    """What a loss of one's own raises on one rank ends the update on all, which changes nothing."""
+    (batch,) = await trial.batches(1)
+    advantages = batch.row("advantages").copy()
+    advantages[3] = 100
+    policy = await trial.own.policy()
+    for rows in (batch.assign(advantages=advantages), batch.assign(advantages=advantages).select([3])):
+        with pytest.raises(RankFailed, match="an advantage above 50"):
+            await policy.update(rows, Fragile())
+    await trial.standard(policy)
+
+
+async def test_a_loss_that_raises_leaves_no_rank_waiting(bench: Bench) -> None:
+    await bench.run(a_loss_that_raises)
 
 
 async def log_probs_of_transformers(trial: Trial) -> None:
