@@ -5,12 +5,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from meshrl import log
 from meshrl.errors import ConfigError, DataError
 from meshrl.position import Reached
 from meshrl.roles import Stateful
@@ -49,6 +50,7 @@ class Checkpoints:
         self._actors: dict[str, Stateful] = {}
         self._places = 0
         self._from: Path | None = None
+        self._writing: asyncio.Task[None] | None = None
         if resume:
             self._clean_up()
             self._from = next(reversed(_whole(self._folder)), None)
@@ -79,24 +81,63 @@ class Checkpoints:
                 "would be lost. Go on with the script and the roles that it was written with"
             )
 
-    async def write(self, saved: Saved) -> None:
-        """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are as they were."""
+    async def write(self, saved: Saved, *, wait: bool) -> None:
+        """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are as they were.
+
+        Without `wait` it returns when the actors have copied their states; `settle` tells how it ended.
+        """
+        await self.settle()
         name = f"step-{saved.done:06}"
         part = self._folder / f".{name}-{secrets.token_hex(4)}"
         part.mkdir(parents=True)
         try:
-            writing = (actor.checkpoint(str(part / place)) for place, actor in self._actors.items())
-            for failed in await asyncio.gather(*writing, return_exceptions=True):  # all: none writes after the cleaning
-                if failed is not None:
-                    raise failed
+            begun = [actor.checkpoint(str(part / place), wait=False) for place, actor in self._actors.items()]
+            await _all(begun)
+        except BaseException:
+            await self._drop(part)
+            raise
+        self._writing = asyncio.create_task(self._finish(part, name, saved))
+        if wait:
+            await self.settle()
+
+    async def settle(self, *, wait: bool = True) -> None:
+        """Raise where the last checkpoint could not be written. With `wait` it is written after this."""
+        if self._writing is None or not (wait or self._writing.done()):
+            return
+        writing, self._writing = self._writing, None
+        try:
+            await writing
+        except asyncio.CancelledError:  # of whoever waits here
+            writing.cancel()
+            await asyncio.wait([writing])
+            raise
+
+    async def close(self, error: BaseException | None) -> None:
+        """End what is being written: whole where the run failed, not at all where it was interrupted."""
+        if self._writing is None:
+            return
+        if not isinstance(error, Exception):
+            self._writing.cancel()
+        await asyncio.wait([self._writing])
+        if not self._writing.cancelled() and (failure := self._writing.exception()):
+            log.warning(f"the last checkpoint could not be written: {type(failure).__name__}: {failure}")
+
+    async def _finish(self, part: Path, name: str, saved: Saved) -> None:
+        try:
+            await _all([actor.written() for actor in self._actors.values()])
             (part / _RUN).write_bytes(msgspec.json.encode(saved))
             await asyncio.to_thread(_sync, part)
-            part.rename(self._folder / name)
+            _announce(part, self._folder / name)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            await self._drop(part)
             raise
         await asyncio.to_thread(_sync_one, self._folder)
         await asyncio.to_thread(self._clean_up)
+
+    async def _drop(self, part: Path) -> None:
+        """Remove what is half-written, when nobody writes there any more."""
+        await asyncio.gather(*(actor.written() for actor in self._actors.values()), return_exceptions=True)
+        shutil.rmtree(part, ignore_errors=True)
 
     def _clean_up(self) -> None:
         """Remove what is too old, or was left half-written or half-removed."""
@@ -107,6 +148,13 @@ class Checkpoints:
 
     def _saved_places(self) -> list[str]:
         return sorted(each.name for each in self._from.iterdir() if each.is_dir()) if self._from else []
+
+
+async def _all(works: Iterable[Awaitable[None]]) -> None:
+    """Wait for the end of all, then raise what the first raised: none goes on after that."""
+    for failed in await asyncio.gather(*works, return_exceptions=True):
+        if failed is not None:
+            raise failed
 
 
 def _whole(folder: Path) -> list[Path]:
@@ -123,6 +171,10 @@ def _read(file: Path) -> Saved:
             f"{file} cannot be read: {type(error).__name__}: {error}. Remove {file.parent}, to go on from the "
             "checkpoint before it"
         ) from error
+
+
+def _announce(part: Path, name: Path) -> None:
+    part.rename(name)
 
 
 def _sync(folder: Path) -> None:

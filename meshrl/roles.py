@@ -161,12 +161,16 @@ class Stateful(Actor, ABC):
 
     @endpoint
     @abstractmethod
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write all that is needed to go on from here into a folder of this actor's own, made where it is not there.
 
         Each rank is given the same folder and writes what the role decides. Who calls sees to it that what is half
-        written is never read.
+        written is never read. With `wait = False` it returns when the state is copied: `written` waits for the rest.
         """
+
+    @endpoint
+    async def written(self) -> None:
+        """Wait until the last checkpoint is written. Raises what went wrong there."""
 
     @endpoint
     @abstractmethod

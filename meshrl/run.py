@@ -72,6 +72,8 @@ class RunConfig(Config):
     """Steps between two checkpoints; without it none is written."""
     checkpoints_kept: int = Field(default=2, ge=1)
     """How many of them stay, the newest."""
+    checkpoint_async: bool = False
+    """Train on while a checkpoint is written: steps wait for copies of the state alone."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
 
@@ -201,13 +203,15 @@ class Run:
         after = self._stepping
         self._end_step()
         self._done += after
+        await self._checkpoints.settle(wait=step is None)
         if step is None:
             return
         if step == first:
             self._begin_loop(loop, first, count)
         elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
             data, once = self._position.reached(), dict(self._once)  # before anything else goes on
-            await self._checkpoints.write(Saved(loop, step, self._done, self.recorder.sizes(), once, data))
+            saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
+            await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
         self._begin_step(step)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
@@ -269,6 +273,7 @@ class Run:
         for reservation in self._meshes.values():
             reservation.cancel()
         try:
+            await self._checkpoints.close(error)
             await self.engine.close()
         finally:
             self._end_step()

@@ -35,6 +35,7 @@ class FsdpCritic(Critic):
         self._valued, self._sharded = load_sharded_valued(config, config.fsdp, rank)
         self._world = self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(self._valued.parameters.values()))
+        self._state = ShardedState("critic", self._world, self._valued.parameters, self._optimizer)
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
@@ -61,17 +62,19 @@ class FsdpCritic(Critic):
         head = {name: gathered(parameter) for name, parameter in self._valued.head.named_parameters()}
         self._world.first(lambda: checkpoint.write(self._valued.model, folder, head, whole))
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder)
+        self._state.begin(folder)
+        if wait:
+            await self._state.written()
+
+    async def written(self) -> None:
+        """Wait until the last checkpoint is written."""
+        await self._state.written()
 
     async def restore(self, folder: str) -> None:
         """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
         self._state.read(folder)
-
-    @property
-    def _state(self) -> ShardedState:
-        return ShardedState("critic", self._world, self._valued.parameters, self._optimizer)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return self._sharded(partial(self._valued.predicted, batch, micro))

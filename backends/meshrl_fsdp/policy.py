@@ -39,6 +39,7 @@ class FsdpPolicy(Policy):
         self._sharded = load_sharded_policy(config, rank)
         self._model, self._world = self._sharded.model, self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(trained(self._model).values()))
+        self._state = ShardedState("policy", self._world, trained(self._model), self._optimizer)
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -80,17 +81,19 @@ class FsdpPolicy(Policy):
 
         self._world.first(write)
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder)
+        self._state.begin(folder)
+        if wait:
+            await self._state.written()
+
+    async def written(self) -> None:
+        """Wait until the last checkpoint is written."""
+        await self._state.written()
 
     async def restore(self, folder: str) -> None:
         """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
         self._state.read(folder)
-
-    @property
-    def _state(self) -> ShardedState:
-        return ShardedState("policy", self._world, trained(self._model), self._optimizer)
 
     def _cast(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self._dtype) for name, tensor in tensors.items()}

@@ -1,20 +1,24 @@
 """What a checkpoint keeps of a model that is spread over ranks: each rank writes its shards, as safetensors."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
 import msgspec
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshrl.errors import ModelError
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.world import World
+from meshrl_hf.writing import Writing
 
 _NUMBERS: Final = "state.json"
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -27,9 +31,10 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 
 class ShardedState:
-    """A model in training. What `write` writes, `read` puts back, to the bit, also on another number of ranks.
+    """A model in training. What `begin` writes, `read` puts back, to the bit, also on another number of ranks.
 
-    torch.distributed.checkpoint writes and reads safetensors: nothing is pickled.
+    torch.distributed.checkpoint writes and reads safetensors: nothing is pickled. A thread writes a copy, while the
+    model may be trained on.
     """
 
     def __init__(
@@ -38,37 +43,49 @@ class ShardedState:
         """`parameters`: what the optimizer steps over, in its order, by name."""
         self._role, self._world, self._optimizer = role, world, optimizer
         self._parameters = {name: cast("DTensor", parameter) for name, parameter in parameters.items()}
+        self._writers = dist.new_group(backend="gloo")  # of its own: the thread's messages and training's never meet
+        self._writing = Writing()
 
-    def write(self, folder: str) -> None:
-        """Write a file for each rank, and one of numbers. All ranks call it at the same time."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        moments = _MOMENTS if self._optimizer.steps else ()
-        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
-        save(dict(self._tensors(moments)), storage_writer=writer)
-        numbers = msgspec.json.encode(_Numbers(self._role, self._optimizer.steps))
-        self._world.first(lambda: _write(Path(folder, _NUMBERS), numbers))
+    def begin(self, folder: str) -> None:
+        """Copy the state and begin to write it: a file for each rank, and one of numbers. All ranks do it at once."""
+        copies = {name: self._copied(tensor) for name, tensor in self._tensors(self._moments).items()}
+        numbers = _Numbers(self._role, self._optimizer.steps)
+        self._writing.begin(partial(self._write, Path(folder), copies, numbers))
+
+    async def written(self) -> None:
+        """Wait until what was begun last is written. Raises what went wrong."""
+        await self._writing.written()
+
+    def _write(self, folder: Path, tensors: Mapping[str, DTensor], numbers: _Numbers) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(dict(tensors), storage_writer=writer, process_group=self._writers)
+        if dist.get_rank() == 0:
+            (folder / _NUMBERS).write_bytes(msgspec.json.encode(numbers))
+
+    def _copied(self, tensor: DTensor) -> DTensor:
+        """The same shard, in the host's memory."""
+        mesh = self._world.host[cast("tuple[str, ...]", tensor.device_mesh.mesh_dim_names)]
+        return _placed(tensor.to_local().to("cpu", copy=True), tensor, mesh)
+
+    @property
+    def _moments(self) -> tuple[str, ...]:
+        return _MOMENTS if self._optimizer.steps else ()
 
     def read(self, folder: str) -> None:
-        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model."""
+        """Take what `begin` wrote; ModelError, and nothing taken, where it is of another role or model."""
         numbers = self._world.agree(lambda: self._checked(Path(folder)))[0]
         self._optimizer.begin(numbers.steps)
         tensors = self._tensors(_MOMENTS if numbers.steps else ())
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(folder))
 
-    def _tensors(self, moments: tuple[str, ...]) -> dict[str, Tensor]:
+    def _tensors(self, moments: tuple[str, ...]) -> dict[str, DTensor]:
         """The parameters and what AdamW keeps of them, sharded alike. Writing into them changes both."""
-        tensors: dict[str, Tensor] = {f"model/{name}": each.detach() for name, each in self._parameters.items()}
+        tensors = {f"model/{name}": cast("DTensor", each.detach()) for name, each in self._parameters.items()}
         for moment in moments:
             kept = self._optimizer.moments(moment)
             for (name, parameter), shard in zip(self._parameters.items(), kept, strict=True):
-                tensors[f"{moment}/{name}"] = DTensor.from_local(
-                    shard,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                tensors[f"{moment}/{name}"] = _placed(shard, parameter, parameter.device_mesh)
         return tensors
 
     def _checked(self, path: Path) -> _Numbers:
@@ -94,5 +111,6 @@ class ShardedState:
         return numbers
 
 
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+def _placed(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's shard of a tensor that is spread as another is."""
+    return DTensor.from_local(shard, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -27,6 +27,8 @@ class World:
     """The ranks of a mesh as FSDP sees them: `replicate x shard x tp`; the first two are the mesh's axis `dp`."""
 
     mesh: DeviceMesh
+    host: DeviceMesh
+    """The same ranks, for tensors in the host's memory."""
     device: torch.device
     size: int
     """Ranks with rows of their own."""
@@ -51,7 +53,8 @@ class World:
         order = [list(rank.shape).index(axis) for axis in ("dp", "tp") if axis in rank.shape]
         others = [index for index in range(numbers.dim()) if index not in order]
         grid = numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
-        return cls(DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP)), device, dp)
+        meshes = {kind: DeviceMesh(kind, grid, mesh_dim_names=(REPLICATE, SHARD, TP)) for kind in ("cpu", device.type)}
+        return cls(meshes[device.type], meshes["cpu"], device, dp)
 
     @property
     def sharding(self) -> DeviceMesh:

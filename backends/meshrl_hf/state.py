@@ -1,6 +1,6 @@
 """What a checkpoint keeps of a model in training: its tensors, its optimizer's moments, and the number of its steps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
@@ -27,7 +27,7 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A model in training, on one rank: what `write` writes, `read` puts back, to the bit. Nothing is pickled."""
+    """A model in training, on one rank: what `copied` keeps, `read` puts back, to the bit. Nothing is pickled."""
 
     role: str
     """Whose state it is, for messages."""
@@ -37,19 +37,22 @@ class TrainingState:
     """What the optimizer steps over, by name."""
     optimizer: Optimizer
 
-    def write(self, folder: str) -> None:
-        """Write two files into a folder, which is made where it is not there."""
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        own = {f"model/{name}": tensor.detach() for name, tensor in self.tensors.items()}
-        # A moment that is expanded or shared would be refused by safetensors; AdamW makes none.
-        save_file(
-            {name: tensor.contiguous() for name, tensor in (own | dict(self._moments())).items()}, path / _TENSORS
-        )
-        (path / _NUMBERS).write_bytes(msgspec.json.encode(_Numbers(self.role, self.optimizer.steps)))
+    def copied(self, folder: str) -> Callable[[], None]:
+        """Copy the state as it is now; what writes the copy, two files, into a folder that is made where it is not."""
+        own = {f"model/{name}": tensor for name, tensor in self.tensors.items()} | dict(self._moments())
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in own.items()}
+        numbers = msgspec.json.encode(_Numbers(self.role, self.optimizer.steps))
+
+        def write() -> None:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            save_file(copies, path / _TENSORS)
+            (path / _NUMBERS).write_bytes(numbers)
+
+        return write
 
     def read(self, folder: str) -> None:
-        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model."""
+        """Take what was written; ModelError, and nothing taken, where it is of another role or model."""
         numbers, saved = _open(Path(folder), self.role)
         self._check(folder, saved)
         with torch.no_grad():

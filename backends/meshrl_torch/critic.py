@@ -16,6 +16,7 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.state import TrainingState
 from meshrl_hf.value_head import load_valued
+from meshrl_hf.writing import Writing
 
 
 class TorchCritic(Critic):
@@ -35,6 +36,7 @@ class TorchCritic(Critic):
         self._valued = load_valued(config)
         self._optimizer = Optimizer(config.optimizer, list(self._valued.parameters.values()))
         self._updating = asyncio.Lock()
+        self._writing = Writing()
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
@@ -61,10 +63,16 @@ class TorchCritic(Critic):
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""
         checkpoint.write(self._valued.model, folder, self._valued.head.state_dict())
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
         async with self._updating:
-            self._state.write(folder)
+            self._writing.begin(self._state.copied(folder))
+        if wait:
+            await self._writing.written()
+
+    async def written(self) -> None:
+        """Wait until the last checkpoint is written."""
+        await self._writing.written()
 
     async def restore(self, folder: str) -> None:
         """Take them; ModelError, and nothing taken, where they are of another role or model."""

@@ -22,6 +22,7 @@ from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 from meshrl_hf.state import TrainingState
 from meshrl_hf.transfer import weights_of
+from meshrl_hf.writing import Writing
 
 
 class TorchPolicy(Policy):
@@ -43,6 +44,7 @@ class TorchPolicy(Policy):
         self._trained = trained(self._model)
         self._optimizer = Optimizer(config.optimizer, list(self._trained.values()))
         self._updating = asyncio.Lock()
+        self._writing = Writing()
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -86,10 +88,16 @@ class TorchPolicy(Policy):
         else:
             checkpoint.write_adapters(self._model, folder, self._model.tensors(), self._config)
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
         async with self._updating:
-            self._state.write(folder)
+            self._writing.begin(self._state.copied(folder))
+        if wait:
+            await self._writing.written()
+
+    async def written(self) -> None:
+        """Wait until the last checkpoint is written."""
+        await self._writing.written()
 
     async def restore(self, folder: str) -> None:
         """Take them; ModelError, and nothing taken, where they are of another role or model."""

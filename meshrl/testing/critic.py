@@ -49,7 +49,7 @@ class FakeCritic(Critic):
         """How often it was updated, as text."""
         _write(Path(folder), self._restored + len(self.updates))
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """The number of updates."""
         State("fake critic", self._restored + len(self.updates)).write(folder)
 

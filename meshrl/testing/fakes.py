@@ -94,7 +94,7 @@ class FakePolicy(Policy):
         """The skill as JSON."""
         _write(Path(folder), self.skill)
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """The skill and the number of updates."""
         State("fake policy", self.version, self.skill).write(folder)
 

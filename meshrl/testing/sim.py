@@ -186,7 +186,7 @@ class SimTrained(SimRole):
 
     _updates = 0
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """The number of updates."""
         State(f"simulated {self.role}", self._updates).write(folder)
 

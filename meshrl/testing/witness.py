@@ -75,9 +75,13 @@ class Witness(Policy):
     async def save(self, folder: str) -> None:
         """Write nothing."""
 
-    async def checkpoint(self, folder: str) -> None:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """The policy's."""
-        await self.policy.checkpoint(folder)
+        await self.policy.checkpoint(folder, wait)
+
+    async def written(self) -> None:
+        """The policy's."""
+        await self.policy.written()
 
     async def restore(self, folder: str) -> None:
         """The policy's."""
