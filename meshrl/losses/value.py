@@ -67,7 +67,7 @@ def clipped_value_error(predicted: Tensor, old: Tensor, returns: Tensor, clip: f
     """
     error = (predicted - returns).square()
     if clip is not None:
-        held = old + (predicted - old).clamp(-clip, clip)
+        held = predicted.clamp(old - clip, old + clip)  # itself where it is within, to the bit
         error = error.maximum((held - returns).square())
     return error / 2
 

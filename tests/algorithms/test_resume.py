@@ -1,6 +1,5 @@
 """A run that is killed again and again, and gone on with, ends as one that was never interrupted: to the bit."""
 
-import hashlib
 import json
 import random
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+from safetensors.numpy import load_file
 
 # Reads commands, a line of JSON each, and runs each in a child of its own: what they import is imported once. A child
 # is `meshrl ARGUMENTS`, and is killed when the moment comes for the `last` time.
@@ -19,9 +19,11 @@ import json, os, signal, sys
 from itertools import count
 from pathlib import Path
 import reasoning_gym
+import meshrl_fsdp.state
 import meshrl_hf.state
 from meshrl.checkpoints import Checkpoints
 from meshrl.cli import main
+from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
@@ -35,23 +37,31 @@ def run(folder, moment, last, arguments):
                 Path(file).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    update, save_file, clean_up = TorchPolicy.update, meshrl_hf.state.save_file, Checkpoints._clean_up
+    save_file, save, clean_up = meshrl_hf.state.save_file, meshrl_fsdp.state.save, Checkpoints._clean_up
 
-    async def updating(self, batch, loss):
-        metrics = await update(self, batch, loss)
-        perhaps_die("in a step")
-        return metrics
+    def dying(update):
+        async def updating(self, batch, loss):
+            metrics = await update(self, batch, loss)
+            perhaps_die("in a step")
+            return metrics
+        return updating
 
     def saving(tensors, file):
         perhaps_die("while a checkpoint is written", file)
         save_file(tensors, file)
+
+    def saving_shards(tensors, storage_writer, process_group):
+        perhaps_die("while a checkpoint is written", Path(storage_writer.path) / "shard-00001.safetensors")
+        save(tensors, storage_writer=storage_writer, process_group=process_group)
 
     def cleaning_up(self):
         if self._actors:  # not before the run begins
             perhaps_die("between two steps")
         clean_up(self)
 
-    TorchPolicy.update, meshrl_hf.state.save_file, Checkpoints._clean_up = updating, saving, cleaning_up
+    for policy in TorchPolicy, FsdpPolicy:
+        policy.update = dying(policy.update)
+    meshrl_hf.state.save_file, meshrl_fsdp.state.save, Checkpoints._clean_up = saving, saving_shards, cleaning_up
     os.chdir(folder)
     main(arguments)
 
@@ -93,6 +103,8 @@ max_tokens = 5
 REWARDED = "reward.function=rewards.py:right_letters"
 MORE = {
     "grpo": ["prompts=8", "sampling.n=4", REWARDED],
+    "grpo on fsdp": ["prompts=8", "sampling.n=4", "policy.backend=fsdp", REWARDED],
+    "grpo, written meanwhile": ["prompts=8", "sampling.n=4", "run.checkpoint_async=true", REWARDED],
     "ppo": ["prompts=12", "minibatches=2", "critic.optimizer.lr=1e-2", REWARDED],
     "sft": ["rows=8"],
 }
@@ -139,7 +151,7 @@ def outcome(folder: Path) -> dict[str, Sequence[object] | Mapping[str, object] |
         "samples": (folder / "samples.jsonl").read_text("utf-8") if (folder / "samples.jsonl").exists() else "",
         "summary": {key: summary[key] for key in summary if key != "wall_s"},
         "files": {
-            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            str(path.relative_to(folder)): {name: tensor.tobytes() for name, tensor in load_file(path).items()}
             for path in sorted(folder.rglob("*.safetensors"))
         },
     }
@@ -147,15 +159,16 @@ def outcome(folder: Path) -> dict[str, Sequence[object] | Mapping[str, object] |
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("algorithm", sorted(MORE))
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, start: Start, algorithm: str) -> None:
+@pytest.mark.parametrize("case", sorted(MORE))
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, start: Start, case: str) -> None:
+    algorithm = case[:4].strip()
     words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(200)]
     rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
     (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
     (tmp_path / "mine.toml").write_text(CONFIG.format(algorithm=algorithm), "utf-8")
 
-    assert start(tmp_path, "mine.toml", [*MORE[algorithm], "run.name=whole"]) == 0
+    assert start(tmp_path, "mine.toml", [*MORE[case], "run.name=whole"]) == 0
     parts = 2 if algorithm == "ppo" else 1  # updates in a step, and actors in a checkpoint
     for moment, last, whole in [
         ("in a step", 1, []),
@@ -163,10 +176,13 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, start: Start, alg
         ("while a checkpoint is written", parts, ["step-000002"]),
         ("between two steps", 2, ["step-000002", "step-000004", "step-000006"]),
     ]:
-        resumed = [*MORE[algorithm], "run.name=killed", "run.resume=true"]
+        resumed = [*MORE[case], "run.name=killed", "run.resume=true"]
         assert start(tmp_path, "mine.toml", resumed, moment, last) == -signal.SIGKILL, moment
         assert sorted(path.name for path in (tmp_path / "runs/killed/checkpoints").glob("step-*")) == whole, moment
     assert start(tmp_path, "mine.toml", resumed) == 0
     expected = outcome(tmp_path / "runs/whole")
-    assert {"checkpoints/step-000006/0-policy/state.safetensors", "model/model.safetensors"} <= set(expected["files"])
+    state = "shard-00001-model-00001-of-00001" if "fsdp" in case else "state"
+    assert {f"checkpoints/step-000006/0-policy/{state}.safetensors", "model/model.safetensors"} <= set(
+        expected["files"]
+    )
     assert outcome(tmp_path / "runs/killed") == expected

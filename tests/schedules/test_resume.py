@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,8 @@ class Story:
     source: str
     keeps: int
     """A group in so many is dropped."""
+    later: bool
+    """Whether it goes on while a checkpoint is written."""
     steps: int = 12
     trained: list[tuple[list[int], list[object]]] = field(default_factory=list)
     """By step: the groups of its rows, and what was generated."""
@@ -93,6 +95,7 @@ class Story:
         async def main() -> None:
             meshes = {"main": MeshConfig(cpus=0)}
             config = RunConfig(folder=folder, meshes=meshes, checkpoint_every=2, resume=True)
+            config = config.model_copy(update={"checkpoint_async": self.later})
             async with asyncio.timeout(until), Run(config) as run:
                 await self.script(run)
 
@@ -135,13 +138,15 @@ KILLS = st.lists(st.floats(0.5, 20), max_size=3)
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(
-    st.sampled_from([0, 0, 1, 2, 3]), st.sampled_from(SOURCES), st.sampled_from([1000, 3]), KILLS, st.integers(0, 1000)
+    st.builds(
+        Story, st.sampled_from([0, 0, 1, 2, 3]), st.sampled_from(SOURCES), st.sampled_from([1000, 3]), st.booleans()
+    ),
+    KILLS,
+    st.integers(0, 1000),
 )
-def test_each_prompt_is_trained_once_or_dropped(
-    ahead: int, source: str, keeps: int, kills: list[float], seed: int
-) -> None:
-    story = Story(ahead, source, keeps)
-    whole = Story(ahead, source, keeps)
+def test_each_prompt_is_trained_once_or_dropped(drawn_story: Story, kills: list[float], seed: int) -> None:
+    story, whole = replace(drawn_story, trained=[]), replace(drawn_story, trained=[])
+    ahead, source, keeps = story.ahead, story.source, story.keeps
     with capture_logs(), tempfile.TemporaryDirectory() as folder:
         for number, until in enumerate([*kills, 10_000]):
             if not story.ended:
