@@ -165,10 +165,12 @@ class Ranges:
 
     def add(self, numbers: Numbers) -> None:
         """Put numbers into the set."""
+        if not len(numbers):
+            return
         bounds = np.concatenate([self._bounds, np.stack([numbers, numbers + 1], axis=1)])
         bounds = bounds[np.argsort(bounds[:, 0], kind="stable")]
         reach = np.maximum.accumulate(bounds[:, 1])
-        begins = np.flatnonzero(np.append(True, bounds[1:, 0] > reach[:-1])[: len(bounds)])
+        begins = np.flatnonzero(np.append(True, bounds[1:, 0] > reach[:-1]))
         ends = np.append(begins[1:], len(bounds)) - 1
         self._bounds = np.stack([bounds[begins, 0], reach[ends]], axis=1)
 

@@ -1,0 +1,341 @@
+"""Checkpoints of a run: whole or not there, and what a run that goes on finds, does again and leaves out."""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    Critic,
+    CriticConfig,
+    CrossEntropy,
+    MeshConfig,
+    Metrics,
+    Policy,
+    PolicyConfig,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Task,
+    publish,
+    rollouts,
+)
+from meshrl.errors import ConfigError, DataError
+from meshrl.events import Step
+from meshrl.position import Ranges
+from meshrl.report.reading import read_events
+from meshrl.roles import RoleConfig, Stateful
+from meshrl.testing import FakePolicy
+
+FAKE = PolicyConfig(backend="fake", model="none")
+TASK = Task(train=Batch.of(prompt=list("abcdefgh"), answer=list("12345678")), held_out=Batch.of(prompt=[]))
+Script = Callable[[Run], Coroutine[None, None, None]]
+
+
+class Killed(BaseException):
+    """Ends a run where it stands."""
+
+
+def config(folder: Path, **changes: object) -> RunConfig:
+    table = {"name": "mine", "folder": str(folder), "checkpoint_every": 2, "resume": True, **changes}
+    return RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})  # type: ignore[arg-type]
+
+
+async def run(script: Script, folder: Path, **changes: object) -> Path:
+    """Run a script until it ends or is killed; the run's folder."""
+    with capture_logs(), suppress(Killed):
+        async with Run(config(folder, **changes)) as under_way:
+            await script(under_way)
+    return folder / str(changes.get("name", "mine"))
+
+
+def counting(steps: int, dies_in: int = -1, seen: list[int] | None = None) -> Script:
+    """A script that trains on each batch of two prompts, and records which it was."""
+
+    async def script(run: Run) -> None:
+        policy = await run.spawn(Policy, FAKE)
+        rows = TASK.batches(2, run.seed)
+        async for step in run.steps(steps):
+            batch = next(rows)
+            await policy.update(await policy.encode(batch.assign(completion=batch["answer"])), CrossEntropy())
+            if seen is not None:
+                seen.append(step)
+            first = float(batch.groups[0])
+            await run.record(Metrics.of(group=(first, 1.0)), batch, reward=step / 10)
+            if step == dies_in:
+                raise Killed
+
+    return script
+
+
+def lines(file: Path) -> list[dict[str, float]]:
+    return [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+async def test_a_checkpoint_is_written_every_so_many_steps_and_the_newest_stay(tmp_path: Path) -> None:
+    folder = await run(counting(9), tmp_path)
+    assert names(folder) == ["step-000006", "step-000008"]
+    assert names(await run(counting(9), tmp_path, name="one", checkpoints_kept=1)) == ["step-000008"]
+    assert names(await run(counting(8), tmp_path, name="even")) == ["step-000004", "step-000006"], "none after the last"
+    never = await run(counting(9), tmp_path, name="never", checkpoint_every=None)
+    assert not (never / "checkpoints").exists()
+
+
+async def test_a_run_goes_on_after_its_checkpoint_in_the_same_files(tmp_path: Path) -> None:
+    seen: list[int] = []
+    folder = await run(counting(9, dies_in=6, seen=seen), tmp_path, samples_every=3)
+    assert seen == list(range(7))
+    seen.clear()
+    assert await run(counting(9, seen=seen), tmp_path, samples_every=3) == folder
+    assert seen == [6, 7, 8]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    steps = lines(folder / "metrics.jsonl")
+    assert [(line["step"], line["group"]) for line in steps] == [(step, 2.0 * step) for step in range(9)]
+    assert sorted(line["seconds"] for line in steps) == [line["seconds"] for line in steps]
+    assert [line["step"] for line in lines(folder / "samples.jsonl")] == [0, 0, 3, 3, 6, 6]
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes())
+    assert (summary["status"], summary["steps"], summary["first_reward"]) == ("finished", 9, 0.0)
+    assert summary["wall_s"] >= steps[-1]["seconds"]
+    events = {path.name: read_events(path, []) for path in folder.glob("events*.jsonl")}
+    assert {name: [event.step for event in found if isinstance(event, Step)] for name, found in events.items()} == {
+        "events-1.jsonl": list(range(7)),
+        "events.jsonl": [6, 7, 8],
+    }
+
+
+async def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    await run(counting(9, dies_in=7), tmp_path)
+    folder = await run(counting(9), tmp_path)
+    accumulator = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    found = accumulator(str(folder))
+    with capture_logs():
+        found.Reload()
+    assert [event.step for event in found.Scalars("group")] == list(range(9))
+
+
+async def test_without_a_checkpoint_a_run_begins_anew(tmp_path: Path) -> None:
+    await run(counting(9, dies_in=0), tmp_path)
+    seen: list[int] = []
+    await run(counting(3, seen=seen), tmp_path)
+    assert seen == [0, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
+
+
+async def test_what_is_half_written_or_half_removed_is_cleaned_up_and_never_read(tmp_path: Path) -> None:
+    folder = await run(counting(9, dies_in=4), tmp_path)
+    for left in (".step-000006-1234", ".step-000002-gone"):
+        (folder / "checkpoints" / left / "0-policy").mkdir(parents=True)
+    seen: list[int] = []
+    await run(counting(5, seen=seen), tmp_path)
+    assert seen == [4]
+    assert names(folder) == ["step-000002", "step-000004"]
+
+
+class Failing(FakePolicy):
+    """Its second checkpoint fails, or never ends, after something was written."""
+
+    hangs = False
+    written = 0
+
+    async def checkpoint(self, folder: str) -> None:
+        await super().checkpoint(folder)
+        Failing.written += 1
+        if Failing.written == 2:
+            if self.hangs:
+                await asyncio.Event().wait()
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "is cancelled"])
+async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("meshrl.testing.FakePolicy", Failing)
+    monkeypatch.setattr(Failing, "hangs", hangs)
+    monkeypatch.setattr(Failing, "written", 0)
+    with pytest.raises(TimeoutError if hangs else Exception, match=None if hangs else "No space left on device"):
+        async with asyncio.timeout(1 if hangs else 60):
+            await run(counting(9), tmp_path)
+    assert names(tmp_path / "mine") == ["step-000002"]
+    seen: list[int] = []
+    await run(counting(9, seen=seen), tmp_path)
+    assert seen == list(range(2, 9))
+
+
+async def test_what_is_measured_once_is_in_the_checkpoint(tmp_path: Path) -> None:
+    measured: list[str] = []
+
+    def script(dies: bool) -> Script:
+        async def measure(name: str) -> dict[str, float]:
+            measured.append(name)
+            return {"greedy": 0.1 + 0.2, "sampled": math.nan}
+
+        async def counted(run: Run) -> None:
+            before = await run.once("before", lambda: measure("before"))
+            assert before["greedy"] == 0.1 + 0.2
+            assert math.isnan(before["sampled"])
+            await counting(9, dies_in=4 if dies else -1)(run)
+            await run.once("after", lambda: measure("after"))
+
+        return counted
+
+    await run(script(dies=True), tmp_path)
+    await run(script(dies=False), tmp_path)
+    assert measured == ["before", "after"]
+
+
+async def test_a_script_of_two_loops_goes_on_in_the_second(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    def script(dies_in: int) -> Script:
+        async def two(run: Run) -> None:
+            policy = await run.spawn(Policy, FAKE)
+            first, second = TASK.batches(2, run.seed), TASK.batches(2, run.seed + 1)
+            for name, rows, count in (("first", first, 3), ("second", second, 5)):
+                async for step in run.steps(count):
+                    batch = next(rows)
+                    await policy.update(await policy.encode(batch.assign(completion=batch["answer"])), CrossEntropy())
+                    seen.append((name, step, int(batch.groups[0]) % 2**40))
+                    if name == "second" and step == dies_in:
+                        raise Killed
+
+        return two
+
+    folder = await run(script(dies_in=2), tmp_path)
+    assert names(folder) == ["step-000002", "step-000004"]
+    assert seen[-1] == ("second", 2, 4)
+    seen.clear()
+    await run(script(dies_in=-1), tmp_path)
+    assert seen == [("second", step, 2 * step) for step in range(1, 5)]
+
+
+async def test_rows_that_a_script_looks_at_before_its_loop_are_the_same_again(tmp_path: Path) -> None:
+    looked: list[list[int]] = []
+    trained: list[int] = []
+
+    def script(dies_in: int) -> Script:
+        async def looking(run: Run) -> None:
+            await run.spawn(Policy, FAKE)
+            rows = TASK.batches(2, run.seed)
+            looked.append(next(rows).groups.tolist())
+            async for step in run.steps(5):
+                trained.extend(next(rows).groups.tolist())
+                if step == dies_in:
+                    raise Killed
+
+        return looking
+
+    await run(script(dies_in=2), tmp_path)
+    assert trained == [2, 3, 4, 5, 6, 7]
+    trained.clear()
+    await run(script(dies_in=3), tmp_path)
+    assert trained == [6, 7, 8, 9]
+    assert looked == [[0, 1], [0, 1]]
+
+
+# --- what does not fit the checkpoint --------------------------------------------------------------
+
+
+async def test_rows_of_older_weights_than_the_checkpoints_are_refused(tmp_path: Path) -> None:
+    """The sampler of a run that goes on has the weights that it was made with, until somebody publishes."""
+
+    def script(dies: bool, publishes: bool) -> Script:
+        async def streaming(run: Run) -> None:
+            policy = await run.spawn(Policy, FAKE)
+            sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
+            if publishes:
+                await publish(policy, sampler)
+            async with rollouts(sampler, TASK.batches(2, run.seed), Sampling(), ahead=1) as stream:
+                async for step in run.steps(5):
+                    batch = await anext(stream)
+                    assert step - batch.row("oldest_version").min() <= 1
+                    await policy.update(batch, CrossEntropy())
+                    await publish(policy, stream)
+                    if dies and step == 3:
+                        raise Killed
+
+        return streaming
+
+    await run(script(dies=True, publishes=False), tmp_path)
+    with pytest.raises(DataError, match=r"weights of version 0, and when the checkpoint .* those of version 2"):
+        await run(script(dies=False, publishes=False), tmp_path)
+    await run(script(dies=False, publishes=True), tmp_path)
+
+
+async def test_other_prompts_are_refused(tmp_path: Path) -> None:
+    await run(counting(9, dies_in=3), tmp_path)
+    with pytest.raises(DataError, match=r"8 prompts \(\w+\) in the order of seed 1, .* of seed 0: it would train on"):
+        await run(counting(9), tmp_path, seed=1)
+
+
+async def test_a_number_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    def prompts() -> Iterator[Batch]:
+        yield Batch.of(prompt=["a", "b"], answer=["1", "2"], groups=np.arange(2))
+
+    async def twice(run: Run) -> None:
+        sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
+        for _ in range(2):
+            async with rollouts(sampler, prompts(), Sampling()) as stream:
+                await anext(stream)
+
+    with pytest.raises(DataError, match=r"prompt 0 \(`groups`\) came to a stream of rollouts a second time"):
+        await run(twice, tmp_path)
+    await run(twice, tmp_path, name="without", checkpoint_every=None, resume=False)
+
+
+async def test_actors_that_came_or_went_are_told(tmp_path: Path) -> None:
+    def script(*roles: tuple[Callable[..., Stateful], RoleConfig]) -> Script:
+        async def spawning(run: Run) -> None:
+            for role, config in roles:
+                await run.spawn(role, config)
+            async for step in run.steps(5):
+                if step == 3:
+                    raise Killed
+
+        return spawning
+
+    policy, critic = (Policy, FAKE), (Critic, CriticConfig(backend="fake", model="none"))
+    await run(script(policy, critic), tmp_path)
+    with pytest.raises(ConfigError, match="step-000002 has 1-critic, which the script has not spawned"):
+        await run(script(policy), tmp_path)
+    with pytest.raises(ConfigError, match=r"spawns 0-critic, which .* lacks: it has 0-policy, 1-critic"):
+        await run(script(critic, policy), tmp_path)
+
+
+async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:
+    folder = await run(counting(9, dies_in=3), tmp_path)
+    (folder / "metrics.jsonl").write_bytes(b"")
+    with pytest.raises(DataError, match=r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint was written"):
+        await run(counting(9), tmp_path)
+
+
+NUMBERS = st.lists(st.integers(-20, 20), max_size=30)
+
+
+@given(st.lists(NUMBERS, max_size=5), NUMBERS, NUMBERS)
+def test_ranges_are_sets(added: list[list[int]], removed: list[int], asked: list[int]) -> None:
+    ranges, numbers = Ranges(), set[int]()
+    for some in added:
+        ranges.add(np.array(some, np.int64))
+        numbers |= set(some)
+    for each, expected in ((ranges, numbers), (ranges.without(removed), numbers - set(removed))):
+        assert each.has(np.array(asked, np.int64)).tolist() == [number in expected for number in asked]
+        assert sum(end - first for first, end in each.pairs) == len(expected)
+        assert all(end < first for (_, end), (first, _) in zip(each.pairs, each.pairs[1:], strict=False))
+        assert Ranges(each.pairs).pairs == each.pairs
