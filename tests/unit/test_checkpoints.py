@@ -148,30 +148,39 @@ async def test_what_is_half_written_or_half_removed_is_cleaned_up_and_never_read
 
 
 class Failing(FakePolicy):
-    """Its second checkpoint fails, or never ends, after something was written."""
+    """Its second checkpoint fails, at once or when it is waited for, or never ends, after something was written."""
 
-    hangs = False
-    written = 0
+    how = ""
+    made = 0
 
-    async def checkpoint(self, folder: str) -> None:
-        await super().checkpoint(folder)
-        Failing.written += 1
-        if Failing.written == 2:
-            if self.hangs:
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+        await super().checkpoint(folder, wait)
+        Failing.made += 1
+        await self.perhaps("hangs")
+        await self.perhaps("fails")
+
+    async def written(self) -> None:
+        await self.perhaps("fails later")
+
+    async def perhaps(self, now: str) -> None:
+        if Failing.made == 2 and self.how == now:
+            if now == "hangs":
                 await asyncio.Event().wait()
             raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "is cancelled"])
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["", "while it trains on"])
+@pytest.mark.parametrize("how", ["fails", "fails later", "hangs"])
 async def test_a_checkpoint_that_is_not_written_is_told_and_leaves_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meanwhile: bool
 ) -> None:
     monkeypatch.setattr("meshrl.testing.FakePolicy", Failing)
-    monkeypatch.setattr(Failing, "hangs", hangs)
-    monkeypatch.setattr(Failing, "written", 0)
+    monkeypatch.setattr(Failing, "how", how)
+    monkeypatch.setattr(Failing, "made", 0)
+    hangs = how == "hangs"
     with pytest.raises(TimeoutError if hangs else Exception, match=None if hangs else "No space left on device"):
         async with asyncio.timeout(1 if hangs else 60):
-            await run(counting(9), tmp_path)
+            await run(counting(9), tmp_path, checkpoint_async=meanwhile)
     assert names(tmp_path / "mine") == ["step-000002"]
     seen: list[int] = []
     await run(counting(9, seen=seen), tmp_path)
