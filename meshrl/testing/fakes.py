@@ -237,4 +237,6 @@ def _zeros(batch: Batch, source: Source) -> Ragged:
 
 def _any(batch: Batch, name: str) -> bool:
     column = batch[name]
+    if not len(batch):  # a rank without rows learns as those that have some
+        return True
     return bool(np.any(column.values if isinstance(column, Ragged) else batch.row(name)))
