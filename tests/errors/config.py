@@ -44,6 +44,10 @@ def misplaced_key() -> None:
     _check("lr = 1e-4")
 
 
+def schedule_of_half_a_run() -> None:
+    _check("", "[run]\ndeterministic = true", "run.resume=true")
+
+
 def wrong_type() -> None:
     _check('steps = "400"')
 
