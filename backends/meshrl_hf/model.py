@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,11 @@ from meshrl_hf import attention
 from meshrl_hf.attention import Attend, Group, Packed
 from meshrl_hf.text import end_token
 
-MAX_LOGITS: Final = 1 << 25
-"""Logits held at once, 128 MiB in float32; more are made in chunks, and made again for the backward pass."""
+MAX_LOGITS: Final = 1 << 26
+"""Logits made at once, 256 MiB in float32; more are made in chunks, and made again for the backward pass.
+
+Each chunk adds to the head's gradient, which is as large as the head: smaller chunks would do little else.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,7 @@ class LanguageModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32[tokens, vocabulary] from hidden states [tokens, hidden]."""
-        output = self.head(inputs_embeds=hidden[None], use_cache=False)
-        return cast("Tensor", output.logits)[0].float()
+        return self._logits(hidden).float()
 
     def logprobs(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
         """The log-probability of each chosen token, float32[tokens], at a temperature for each.
@@ -68,10 +70,12 @@ class LanguageModel:
         return torch.cat(pieces)
 
     def _chosen(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
-        logits = self.logits(hidden)
-        if temperature is not None:
-            logits = logits / temperature[:, None]
-        return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+        logprobs_of = cast("Callable[[Tensor, Tensor, Tensor | None], Tensor]", _Chosen.apply)
+        return logprobs_of(self._logits(hidden), chosen, temperature)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """In the head's dtype."""
+        return cast("Tensor", self.head(inputs_embeds=hidden[None], use_cache=False).logits)[0]
 
     def check_lengths(self, longest: int, what: str) -> None:
         """DataError if a sequence is longer than the model was made for."""
@@ -87,6 +91,29 @@ class LanguageModel:
         for name, tensor in cast("dict[str, Tensor]", self.network.state_dict()).items():
             once.setdefault((tensor.data_ptr(), tensor.shape, tensor.dtype), (name, tensor))
         return dict(once.values())
+
+
+class _Chosen(torch.autograd.Function):
+    """The log-probability of each chosen token, float32[tokens], from logits of any dtype.
+
+    Beside the logits it holds one float32 tensor of their size, which the backward pass turns into their gradient;
+    autograd would hold three.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+        scaled = logits if temperature is None else logits / temperature[:, None]  # float32, as temperatures are
+        logprobs = scaled.log_softmax(-1, dtype=torch.float32)
+        ctx.save_for_backward(logprobs, chosen, temperature)
+        ctx.dtype = logits.dtype
+        return logprobs.gather(1, chosen[:, None])[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logprobs, chosen, temperature = ctx.saved_tensors
+        own = gradients[0] if temperature is None else gradients[0] / temperature
+        result = logprobs.exp_().mul_(-own[:, None]).scatter_add_(1, chosen[:, None], own[:, None])
+        return result.to(ctx.dtype), None, None
 
 
 def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> LanguageModel:

@@ -1,14 +1,18 @@
 """Models by name: what loads, and what each folder that does not is told."""
 
 import json
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -27,6 +31,7 @@ from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
 from meshrl_hf.loading import load
+from meshrl_hf.model import LanguageModel, ready
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
@@ -274,3 +279,64 @@ async def test_save_spares_other_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds other files and no config\.json"):
         await TorchPolicy(PolicyConfig(model=MODEL)).save(str(tmp_path))
     assert (tmp_path / "thesis.tex").exists()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made inside hold at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held = self.most = 0
+        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: object = None
+    ) -> object:
+        result = func(*args, **(kwargs if isinstance(kwargs, Mapping) else {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._kept:
+                self._keep(key, tensor.untyped_storage())
+        self.most = max(self.most, self.held)
+        return result
+
+    def _keep(self, key: int, storage: torch.UntypedStorage) -> None:
+        def free(_: object, size: int = storage.nbytes()) -> None:
+            self.held -= size
+            del self._kept[key]
+
+        self.held += storage.nbytes()
+        self._kept[key] = weakref.ref(storage, free)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tempered", [False, True])
+def test_logprobs_of_a_large_vocabulary_hold_little(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tempered: bool
+) -> None:
+    tokens, vocabulary = 512, 20_000
+    monkeypatch.setattr("meshrl_hf.model.MAX_LOGITS", 32 * vocabulary)
+    shape: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    network = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape, eos_token_id=1, dtype=dtype))
+    network = network.bfloat16() if dtype == torch.bfloat16 else network
+    model = ready(network, load(ModelConfig(model=MODEL)).tokenizer, chat=False)
+    chosen = torch.arange(tokens) * 7
+    temperature = torch.linspace(0.5, 2, tokens) if tempered else None
+    made: list[tuple[int, Tensor, Tensor | None]] = []
+    for way in (naive, LanguageModel.logprobs):
+        network.zero_grad()
+        hidden = torch.linspace(-2, 2, tokens * 8, dtype=dtype).sin().reshape(tokens, 8).requires_grad_()
+        with Peak() as peak:
+            logprobs = way(model, hidden, chosen, temperature)
+            (logprobs @ torch.linspace(-1, 1, tokens)).backward()
+        made.append((peak.most, logprobs, hidden.grad))
+    (most, *plain), (own, *chunked) = made
+    assert own < most / 4
+    for expected, result in zip(plain, chunked, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+def naive(model: LanguageModel, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+    logits = model.logits(hidden)
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
