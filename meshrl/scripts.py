@@ -48,9 +48,10 @@ def shipped(kind: str) -> Path:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Name (`grpo/quickstart`) and file of each shipped configuration, sorted."""
+    """Name (`grpo/quickstart`) and file of each shipped configuration, sorted by name."""
     folder = shipped("configs")
-    return {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.glob("*/*.toml"))}
+    named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.glob("*/*.toml")}
+    return dict(sorted(named.items()))
 
 
 def about(path: Path) -> str:
