@@ -31,8 +31,8 @@ class Saved(msgspec.Struct, frozen=True):
     """Steps of all loops so far."""
     files: Mapping[str, int]
     """Bytes of the run's files that are appended to."""
-    once: Mapping[str, Mapping[str, float | None]]
-    """What `run.once` measured; None stands for NaN."""
+    once: Mapping[str, Mapping[str, float | str]]
+    """What `run.once` measured; what is not finite as text."""
     data: Reached
 
 
@@ -116,9 +116,11 @@ class Checkpoints:
         """End what is being written: whole where the run failed, not at all where it was interrupted."""
         if self._writing is None:
             return
-        if not isinstance(error, Exception):
+        if error is not None and not isinstance(error, Exception):
             self._writing.cancel()
         await asyncio.wait([self._writing])
+        if self._writing.cancelled():
+            self._remove_parts()  # it may not have begun
         if not self._writing.cancelled() and (failure := self._writing.exception()):
             log.warning(f"the last checkpoint could not be written: {type(failure).__name__}: {failure}")
 
@@ -143,6 +145,9 @@ class Checkpoints:
         """Remove what is too old, or was left half-written or half-removed."""
         for old in _whole(self._folder)[: -self._kept]:
             old.rename(old.with_name(f".{old.name}-gone"))  # so that one that is half removed is not taken for whole
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
         for part in self._folder.glob(".step-*"):
             shutil.rmtree(part)
 

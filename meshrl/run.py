@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
-from math import nan, prod
+from math import isfinite, prod
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -131,7 +131,8 @@ class Run:
         folder = Path(config.folder) / config.name
         self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume)
         self._saved = self._checkpoints.saved
-        self._once = {name: dict(numbers) for name, numbers in self._saved.once.items()} if self._saved else {}
+        once = self._saved.once.items() if self._saved else ()
+        self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
         self._position = Position(self._saved.data if self._saved else None)
         self.recorder = Recorder(folder, resolved or {}, self._saved.files if self._saved else None)
         self._loops = count()
@@ -195,8 +196,8 @@ class Run:
         before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
         """
         if name not in self._once:
-            self._once[name] = dict(await measure())
-        return {key: nan if value is None else value for key, value in self._once[name].items()}
+            self._once[name] = {key: float(value) for key, value in (await measure()).items()}
+        return dict(self._once[name])
 
     async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
         """Between two steps of a loop, where nothing of the script's is half-done."""
@@ -209,7 +210,8 @@ class Run:
         if step == first:
             self._begin_loop(loop, first, count)
         elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
-            data, once = self._position.reached(), dict(self._once)  # before anything else goes on
+            data = self._position.reached()  # before anything else goes on
+            once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
             saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
             await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
         self._begin_step(step)
@@ -292,6 +294,11 @@ class Run:
         resources = Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
         mesh = await Mesh.reserve(self.engine, config.ranks, resources, name)
         return mesh.shape(**config.axes) if config.axes else mesh
+
+
+def _kept(value: float) -> float | str:
+    """As JSON can hold it."""
+    return value if isfinite(value) else str(value)
 
 
 def _engine(config: RunConfig) -> Engine:

@@ -35,7 +35,7 @@ class FsdpCritic(Critic):
         self._valued, self._sharded = load_sharded_valued(config, config.fsdp, rank)
         self._world = self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(self._valued.parameters.values()))
-        self._state = ShardedState("critic", self._world, self._valued.parameters, self._optimizer)
+        self._state = ShardedState("critic", self._sharded, self._valued.parameters, self._optimizer)
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
@@ -52,7 +52,7 @@ class FsdpCritic(Critic):
         def check() -> None:
             check_predicts(loss, "values")
             check_sources(batch, loss)
-            self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+            self._valued.model.check_rows(batch)
 
         return await training.step(self._optimizer, self._predicted, batch, loss, self._budget, check, self._world)
 

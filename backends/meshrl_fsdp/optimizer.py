@@ -21,13 +21,13 @@ class ShardedOptimizer(Optimizer):
         self._sharded: Final = sharded
         self._spread: Final = [cast("DTensor", parameter) for parameter in parameters]
         self.shards: Final = [nn.Parameter(_local(parameter)) for parameter in self._spread]
-        self._is_split: Final = [TP in (each.device_mesh.mesh_dim_names or ()) for each in self._spread]
+        self._is_split: Final = [_is_split(each) for each in self._spread]
         super().__init__(config, self.shards, self._total_norm)
 
     def step(self) -> float:
         """As the base's, on all ranks at the same time."""
         for parameter in self._sharded.partial:
-            if parameter.grad is not None:
+            if parameter.grad is not None:  # a view of the gradient, which is summed in place
                 dist.all_reduce(_local(parameter.grad), group=self._sharded.world.tensors.get_group())
         for shard, spread in zip(self.shards, self._spread, strict=True):
             gradient = spread.grad
@@ -42,7 +42,8 @@ class ShardedOptimizer(Optimizer):
 
     def moments(self, name: str) -> list[Tensor]:
         """What AdamW keeps under a name, of each shard. Writing into them changes it."""
-        return [self._adamw.state[shard][name] for shard in self.shards]
+        state = self._adamw.state  # of a parameter that has had no gradient there is nothing
+        return [state.get(shard, {}).get(name, torch.zeros_like(shard)) for shard in self.shards]
 
     def begin(self, steps: int) -> None:
         """Go on after this many steps, with moments that are to be filled in."""
@@ -67,6 +68,12 @@ class ShardedOptimizer(Optimizer):
         total = own + apart
         dist.all_reduce(total, group=mesh[SHARD].get_group())
         return total.sqrt().float()
+
+
+def _is_split(parameter: DTensor) -> bool:
+    """Whether each rank along `tp` has another part of it; a bias may be whole on all."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(name == TP and kind.is_shard() for name, kind in zip(names, parameter.placements, strict=True))
 
 
 def _local(tensor: Tensor) -> Tensor:

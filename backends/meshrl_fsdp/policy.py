@@ -20,7 +20,7 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.scoring import logprobs, predicted
+from meshrl_hf.scoring import check_readable, logprobs, predicted
 from meshrl_hf.transfer import weights_of
 
 
@@ -39,7 +39,7 @@ class FsdpPolicy(Policy):
         self._sharded = load_sharded_policy(config, rank)
         self._model, self._world = self._sharded.model, self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(trained(self._model).values()))
-        self._state = ShardedState("policy", self._world, trained(self._model), self._optimizer)
+        self._state = ShardedState("policy", self._sharded, trained(self._model), self._optimizer)
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -55,7 +55,7 @@ class FsdpPolicy(Policy):
         def check() -> None:
             check_predicts(loss, "logprobs")
             check_sources(batch, loss, self._optimizer.steps)
-            self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+            check_readable(self._model, batch)
 
         budget = self._config.micro_batch_tokens
         return await training.step(self._optimizer, self._predicted, batch, loss, budget, check, self._world)

@@ -45,15 +45,31 @@ class Sharded:
     root: Root
     model: LanguageModel
     world: World
-    partial: Sequence[nn.Parameter]
-    """Parameters that each rank along `tp` has whole, with the gradient of its own heads alone."""
+    shared: Sequence[str]
+    """Names of modules that each rank along `tp` has whole, and uses for its own heads alone."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
         """Compute with the model: every rank at the same time."""
-        result = cast("Tensor", self.root(compute))
-        if not torch.is_grad_enabled():
-            cast("FSDPModule", self.root).reshard()
+        done = False
+        try:
+            result = cast("Tensor", self.root(compute))
+            done = torch.is_grad_enabled()  # then the backward pass frees what is whole
+        finally:
+            if not done:
+                self.reshard()
         return result
+
+    def reshard(self) -> None:
+        """Free all whole parameters, which would not change with the shards."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def partial(self) -> list[nn.Parameter]:
+        """Parameters of the shared modules: their gradients are of this rank's heads alone."""
+        ends = tuple(f".{name}.{kind}" for name in self.shared for kind in ("weight", "bias"))
+        return [each for name, each in self.parameters.items() if ends and name.endswith(ends)]
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -62,6 +78,7 @@ class Sharded:
 
     def whole(self) -> dict[str, Tensor]:
         """Copies of the parameters, and the saved buffers, in the host's memory: every rank at the same time."""
+        self.reshard()
         tensors = {name: gathered(parameter) for name, parameter in self.parameters.items()}
         buffers = {name: buffer.cpu() for name, buffer in self.model.network.named_buffers()}
         kept = self.model.network.state_dict().keys() & buffers.keys()
@@ -76,7 +93,7 @@ def shard(
     `extra` modules compute in float32. ModelError where the model cannot be split over the mesh's axis `tp`.
     """
     network = model.network
-    shared = _split(model, world) if world.tensors.size() > 1 else []
+    shared = _split(model, world) if world.tensors.size() > 1 else ()
     if model.device.type != "meta":
         nn.Module.to(network, world.device)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
@@ -104,8 +121,8 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     return [module for module in network.modules() if type(module).__name__ in names]
 
 
-def _split(model: LanguageModel, world: World) -> list[nn.Parameter]:
-    """Split matrices along `tp` as transformers' plan for the model says; the parameters that stay whole for each."""
+def _split(model: LanguageModel, world: World) -> tuple[str, ...]:
+    """Split matrices along `tp` as transformers' plan for the model says; the modules that stay whole for each."""
     network, count = model.network, world.tensors.size()
     name = type(network).__name__
     config = network.config.get_text_config()
@@ -120,15 +137,8 @@ def _split(model: LanguageModel, world: World) -> list[nn.Parameter]:
     styles: dict[str, ParallelStyle] = {
         pattern: _STYLES[style]() for pattern, style in plan.items() if style in _STYLES
     }
-    body = network.base_model
-    parallelize_module(body, world.tensors, styles)
-    ends = tuple(pattern.rpartition(".")[2] for pattern, style in plan.items() if style == _SHARED)
-    return [
-        parameter
-        for path, module in body.named_modules()
-        if ends and path.endswith(ends)
-        for parameter in module.parameters()
-    ]
+    parallelize_module(network.base_model, world.tensors, styles)
+    return tuple({pattern.rpartition(".")[2] for pattern, style in plan.items() if style == _SHARED})
 
 
 def gathered(parameter: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Final, cast
 
 import msgspec
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrl.errors import ModelError
 from meshrl_fsdp.optimizer import ShardedOptimizer
-from meshrl_fsdp.world import World
+from meshrl_fsdp.sharded import Sharded
 from meshrl_hf.writing import Writing
 
 _NUMBERS: Final = "state.json"
@@ -38,16 +40,19 @@ class ShardedState:
     """
 
     def __init__(
-        self, role: str, world: World, parameters: Mapping[str, nn.Parameter], optimizer: ShardedOptimizer
+        self, role: str, sharded: Sharded, parameters: Mapping[str, nn.Parameter], optimizer: ShardedOptimizer
     ) -> None:
         """`parameters`: what the optimizer steps over, in its order, by name."""
-        self._role, self._world, self._optimizer = role, world, optimizer
+        self._role, self._world, self._optimizer = role, sharded.world, optimizer
+        self._reshard = sharded.reshard
         self._parameters = {name: cast("DTensor", parameter) for name, parameter in parameters.items()}
         self._writers = dist.new_group(backend="gloo")  # of its own: the thread's messages and training's never meet
         self._writing = Writing()
 
     def begin(self, folder: str) -> None:
         """Copy the state and begin to write it: a file for each rank, and one of numbers. All ranks do it at once."""
+        self._world.agree(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
+        self._reshard()
         copies = {name: self._copied(tensor) for name, tensor in self._tensors(self._moments).items()}
         numbers = _Numbers(self._role, self._optimizer.steps)
         self._writing.begin(partial(self._write, Path(folder), copies, numbers))
@@ -57,7 +62,6 @@ class ShardedState:
         await self._writing.written()
 
     def _write(self, folder: Path, tensors: Mapping[str, DTensor], numbers: _Numbers) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         save(dict(tensors), storage_writer=writer, process_group=self._writers)
         if dist.get_rank() == 0:
@@ -75,6 +79,7 @@ class ShardedState:
     def read(self, folder: str) -> None:
         """Take what `begin` wrote; ModelError, and nothing taken, where it is of another role or model."""
         numbers = self._world.agree(lambda: self._checked(Path(folder)))[0]
+        self._reshard()
         self._optimizer.begin(numbers.steps)
         tensors = self._tensors(_MOMENTS if numbers.steps else ())
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(folder))
@@ -92,14 +97,21 @@ class ShardedState:
         try:
             numbers = msgspec.json.decode((path / _NUMBERS).read_bytes(), type=_Numbers)
             found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-        except (OSError, msgspec.DecodeError, ValueError, KeyError) as error:
+        except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{path} cannot be read as the state of a {self._role}: {type(error).__name__}: {error}. Remove the "
                 "checkpoint that it belongs to, to go on from the one before"
             ) from error
         if numbers.role != self._role:
             raise ModelError(f"{path} is the state of a {numbers.role}, not of a {self._role}; {_REMEDY}")
-        there = {name: list(it.size) for name, it in found.items() if isinstance(it, TensorStorageMetadata)}
+        parts = {name: it for name, it in found.items() if isinstance(it, TensorStorageMetadata)}
+        for name, it in parts.items():
+            if sum(prod(chunk.sizes) for chunk in it.chunks) != prod(it.size):
+                raise ModelError(
+                    f"{path} lacks a part of `{name.partition('/')[2]}`: a rank's file is missing. Remove the "
+                    "checkpoint that it belongs to, to go on from the one before"
+                )
+        there = {name: list(it.size) for name, it in parts.items()}
         kinds = ("model", *(_MOMENTS if numbers.steps else ()))
         here = {f"{kind}/{name}": list(each.shape) for kind in kinds for name, each in self._parameters.items()}
         for name in sorted(there.keys() | here.keys()):

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+import msgspec
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,6 +34,8 @@ def write(
     """
     with _replaced(folder) as fresh:
         model.network.save_pretrained(fresh, state_dict=dict(tensors) if tensors else None)
+        if tensors:  # of another dtype than the shards, perhaps
+            _tell_dtype(fresh / "config.json", next(iter(tensors.values())).dtype)
         model.tokenizer.save_pretrained(fresh)
         if value_head is not None:
             save_file(dict(value_head), fresh / VALUE_HEAD)
@@ -46,6 +50,12 @@ def write_adapters(model: LanguageModel, folder: str, tensors: Mapping[str, Tens
         fresh.mkdir()
         lora.write(tensors, config.lora, base, fresh)
         model.tokenizer.save_pretrained(fresh)
+
+
+def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
+    table = msgspec.json.decode(config.read_bytes(), type=dict[str, object])
+    table["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_bytes(msgspec.json.format(msgspec.json.encode(table), indent=2))
 
 
 @contextmanager

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
 from meshrl_hf import attention
 from meshrl_hf.attention import Attend, Group, Packed
@@ -83,6 +85,20 @@ class LanguageModel:
             raise DataError(
                 f"{what} has {longest} tokens and the model takes at most {self.max_tokens}: shorten the row, or "
                 "take a model made for longer texts"
+            )
+
+    def check_rows(self, batch: Batch) -> None:
+        """DataError where the model cannot read a batch's tokens: too long a row, an id that it has not."""
+        tokens = batch.tokens
+        self.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+        known = _embeddings(self.network)
+        ids = tokens.values.astype(np.int64, copy=False)
+        wrong = np.flatnonzero((ids < 0) | (ids >= known))
+        if len(wrong):
+            row = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
+            raise DataError(
+                f"row {row} has the token {ids[wrong[0]]} and the model knows 0 to {known - 1}: take the "
+                "model's own tokenizer"
             )
 
     def tensors(self) -> Mapping[str, Tensor]:

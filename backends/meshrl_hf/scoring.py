@@ -33,6 +33,13 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
     return model.logprobs(hidden, tokens, temperature)
 
 
+def check_readable(model: LanguageModel, batch: Batch) -> None:
+    """DataError where `predicted` cannot take a batch."""
+    model.check_rows(batch)
+    if "temperature" in batch:
+        spread(batch, "temperature", np.empty(0, np.int64))
+
+
 def spread(batch: Batch, name: str, target: NDArray[np.int64]) -> Tensor:
     """A column at these positions of the token column; a row column gives each token its row's value.
 
@@ -84,7 +91,7 @@ def logprobs(
     mask = batch.loss_mask if "loss_mask" in batch else None
 
     def rows() -> Rows:
-        model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+        check_readable(model, batch)
         return whole(tokens, mask)
 
     return Ragged(score(predict, batch, rows, None, budget, peers), tokens.offsets, source=source)

@@ -46,7 +46,7 @@ class ValueModel:
 
         def rows() -> Rows:
             check_first(tokens, mask)
-            self.model.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
+            self.model.check_rows(batch)
             return learned(tokens, mask)
 
         return Ragged(score(predict, batch, rows, mask, budget, peers), tokens.offsets)

@@ -54,7 +54,7 @@ class TorchCritic(Critic):
         def check() -> None:
             check_predicts(loss, "values")
             check_sources(batch, loss)
-            self._valued.model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+            self._valued.model.check_rows(batch)
 
         async with self._updating:  # one at a time: gradients are gathered in the parameters
             return await training.step(self._optimizer, self._valued.predicted, batch, loss, self._budget, check)

@@ -19,7 +19,7 @@ from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, published, trained
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.scoring import logprobs, predicted
+from meshrl_hf.scoring import check_readable, logprobs, predicted
 from meshrl_hf.state import TrainingState
 from meshrl_hf.transfer import weights_of
 from meshrl_hf.writing import Writing
@@ -60,7 +60,7 @@ class TorchPolicy(Policy):
         def check() -> None:
             check_predicts(loss, "logprobs")
             check_sources(batch, loss, self._optimizer.steps)
-            self._model.check_lengths(int(batch.tokens.lengths.max(initial=0)), "a row")
+            check_readable(self._model, batch)
 
         async with self._updating:  # one at a time: gradients are gathered in the parameters
             budget = self._config.micro_batch_tokens

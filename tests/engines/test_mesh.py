@@ -227,7 +227,7 @@ async def test_wrong_uses_say_what_to_write(engine: Engine) -> None:
         mesh.shape(dp=3)
     with pytest.raises(ContractError, match="too many positional arguments"):
         await cast("Any", mesh).spawn(Worker, 1, 2)
-    with pytest.raises(ContractError, match="is a role without an implementation of encode, logprobs"):
+    with pytest.raises(ContractError, match="is a role without an implementation of checkpoint, encode, logprobs"):
         await mesh.spawn(Policy)
     worker: Any = await mesh.spawn(Worker)
     with pytest.raises(ContractError, match="missing a required argument: 'batch'"):

@@ -4,15 +4,21 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshrl import (
     Actor,
     Batch,
     ClippedLoss,
+    ContractError,
+    DataError,
     FsdpConfig,
     Gather,
     LocalEngine,
@@ -30,6 +36,8 @@ from meshrl import (
 from meshrl.engines.ray import RayEngine
 from meshrl.losses.loss import TokenLoss
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf.text import character_tokenizer
+from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 CONFIG = PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2}})
@@ -116,6 +124,64 @@ async def test_a_checkpoint_of_two_ranks_is_read_by_one_and_back(
     await policy.restore(str(tmp_path / "one"))
     assert await (await one.weights()).load() == await (await policy.weights()).load()
     await engine.close()
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 48,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Qwen3Config(**SHAPE), LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)],
+    ids=["norms of heads", "biases"],
+)
+async def test_matrices_split_over_two_ranks_leave_the_numbers(
+    two: Mesh, tmp_path: Path, config: PretrainedConfig
+) -> None:
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    network.save_pretrained(tmp_path / "model")
+    character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path / "model")
+    split = await spawn(two.shape(dp=1, tp=2), model=str(tmp_path / "model"))
+    whole = TorchPolicy(CONFIG.model_copy(update={"model": str(tmp_path / "model")}))
+    for seed in range(3):
+        told = [(await each.update(rollouts(seed=seed), ClippedLoss())).means() for each in (split, whole)]
+        assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-5)
+    ours, theirs = (await (await split.weights()).load()).tensors, (await whole.weights()).tensors
+    for name, array in theirs.items():
+        np.testing.assert_allclose(np.asarray(ours[name], np.float32), np.asarray(array, np.float32), atol=1e-3)
+
+
+async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: Mesh) -> None:
+    policy = await spawn(two)
+    good = rollouts()
+    with pytest.raises((DataError, ContractError)):
+        await policy.update(good.assign(extra=[*range(5), Lock()]), ClippedLoss())
+    strange = np.where(np.arange(len(good.tokens.values)) == 1, 99, good.tokens.values).astype(np.int32)
+    with pytest.raises(RankFailed, match="has the token 99 and the model knows 0 to"):
+        await policy.update(good.assign(tokens=Ragged(strange, good.tokens.offsets)), ClippedLoss())
+    await policy.update(good, ClippedLoss())
+    assert (await policy.weights()).version == 1
+
+
+async def test_a_checkpoint_without_the_file_of_a_rank_is_not_whole(two: Mesh, tmp_path: Path) -> None:
+    policy = await spawn(two)
+    await policy.update(rollouts(), ClippedLoss())
+    await policy.checkpoint(str(tmp_path / "state"))
+    next((tmp_path / "state").glob("shard-00001*")).unlink()
+    with pytest.raises(RankFailed, match="lacks a part of"):
+        await policy.restore(str(tmp_path / "state"))
 
 
 async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, cast
 
+from ray import cloudpickle
+
 from meshrl.engine import Member, Request, Seen
-from meshrl.engines.ray.process import RayMember, Sent
+from meshrl.engines.ray.process import RayMember, Sent, sendable
 from meshrl.engines.ray.wire import Over, RayHeld
 from meshrl.errors import ContractError, RankDied, RankFailed
 from meshrl.held import Held
@@ -40,6 +42,7 @@ class RayCaller:
         """Call each member and wait for all results."""
         sent: list[Sent] = []
         answers: list[asyncio.Task[object]] = []
+        check_sendable(endpoint, requests)
         try:
             for index, request in enumerate(requests):  # one by one: what was sent is cancelled
                 sent.append(Sent(request, endpoint, seen=seen and partial(seen, index)))
@@ -90,6 +93,13 @@ class RayCaller:
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
         await asyncio.gather(*(member.stop() for member in cast("Sequence[RayMember]", members)))
+
+
+def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
+    """Raise what sending would, before any rank is asked, where ranks wait for each other: all are asked, or none."""
+    spawn = cast("RayMember", requests[0].member).spawn
+    for request in requests if spawn.together and len(requests) > 1 else ():
+        sendable(f"{spawn.name}.{endpoint}", partial(cloudpickle.dumps, (request.arguments, dict(request.keywords))))
 
 
 def cancel(sent: Iterable[Sent]) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -107,7 +108,9 @@ class RayEngine(RayCaller):
         spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=is_together(create))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
-        await self._construct(members, origin)
+        # Where ranks meet already as they are made, two actors must not be made in another order on another rank.
+        async with reservation.meeting if spawn.together else nullcontext():
+            await self._construct(members, origin)
         return members
 
     async def restart(self, members: Sequence[Member]) -> None:

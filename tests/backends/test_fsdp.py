@@ -1,0 +1,86 @@
+"""FSDP2 on one rank: what its options change, and what they do not."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from meshrl import Batch, ClippedLoss, FsdpConfig, NewModel, PolicyConfig, Ragged
+from meshrl.actor import Rank, rank_context
+from meshrl.errors import ConfigError, ModelError
+from meshrl_fsdp.policy import FsdpPolicy
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    rank_context.set(Rank(threads=1))
+
+
+def policy(**changes: object) -> FsdpPolicy:
+    return FsdpPolicy(PolicyConfig.model_validate({"model": MODEL, "optimizer": {"lr": 1e-2}, **changes}))
+
+
+def rollouts(seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.of([rng.integers(2, 11, 7) for _ in range(6)], np.int32)
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(np.tile(np.arange(7) >= 3, 6), tokens.offsets),
+        sampler_logprobs=Ragged(np.full(42, -2.0, np.float32), tokens.offsets),
+        advantages=rng.normal(size=6).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fsdp": {"reshard_after_forward": False}}, {"activation_checkpointing": True}, {"micro_batch_tokens": 8}],
+    ids=str,
+)
+async def test_options_for_speed_and_memory_leave_the_numbers(tmp_path: Path, changes: dict[str, object]) -> None:
+    plain = policy()
+    await plain.save(str(tmp_path / "model"))
+    for other in (policy(**changes), policy(**changes, model=str(tmp_path / "model"))):
+        made = policy()
+        for seed in range(3):  # each call may leave parameters whole, which the next must not take for new ones
+            told = [(await each.update(rollouts(seed), ClippedLoss())).means() for each in (made, other)]
+            assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-6)
+            one, two = [(await each.logprobs(rollouts(9))).ragged("logprobs").values for each in (made, other)]
+            np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(two, np.float32), atol=1e-4)
+            await other.weights()
+        await made.checkpoint(str(tmp_path / f"state-{id(other)}"))
+        fresh = policy(**changes)
+        await fresh.logprobs(rollouts(9))
+        await fresh.restore(str(tmp_path / f"state-{id(other)}"))
+        values = [(await each.logprobs(rollouts(9))).ragged("logprobs").values for each in (made, fresh)]
+        np.testing.assert_allclose(np.asarray(values[0], np.float32), np.asarray(values[1], np.float32), atol=1e-6)
+
+
+async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(tmp_path: Path) -> None:
+    half, full = policy(dtype="bfloat16"), policy()
+    for seed in range(3):
+        told = [(await each.update(rollouts(seed), ClippedLoss())).means() for each in (half, full)]
+        assert told[0]["grad_norm"] == pytest.approx(told[1]["grad_norm"], rel=0.1)
+        assert told[0] != told[1]
+    assert {array.dtype.name for array in (await half.weights()).tensors.values()} == {"bfloat16"}
+    await half.save(str(tmp_path / "model"))
+    assert str(AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype) == "torch.bfloat16"
+    await half.checkpoint(str(tmp_path / "state"))
+    await full.restore(str(tmp_path / "state"))  # float32, as it was trained
+    assert (await full.weights()).version == 3
+
+
+async def test_a_damaged_file_is_told_with_what_to_do(tmp_path: Path) -> None:
+    made = policy()
+    await made.checkpoint(str(tmp_path / "state"))
+    file = next((tmp_path / "state").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ModelError, match=r"cannot be read as the state of a policy.*Remove the checkpoint"):
+        await made.restore(str(tmp_path / "state"))
+
+
+def test_offloading_needs_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="this rank has none"):
+        policy(fsdp=FsdpConfig(cpu_offload=True))
