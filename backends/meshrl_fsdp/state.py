@@ -46,7 +46,9 @@ class ShardedState:
         self._role, self._world, self._optimizer = role, sharded.world, optimizer
         self._reshard = sharded.reshard
         self._parameters = {name: cast("DTensor", parameter) for name, parameter in parameters.items()}
-        self._writers = dist.new_group(backend="gloo")  # of its own: the thread's messages and training's never meet
+        self._writers = cast(
+            "dist.ProcessGroup", dist.new_group(backend="gloo")
+        )  # of its own: the thread's messages and training's never meet
         self._writing = Writing()
 
     def begin(self, folder: str) -> None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, cast
 
-from ray import cloudpickle
-
 from meshrl.engine import Member, Request, Seen
+from meshrl.engines.ray.pickle import check_picklable
 from meshrl.engines.ray.process import RayMember, Sent, sendable
 from meshrl.engines.ray.wire import Over, RayHeld
 from meshrl.errors import ContractError, RankDied, RankFailed
@@ -99,7 +98,7 @@ def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
     """Raise what sending would, before any rank is asked, where ranks wait for each other: all are asked, or none."""
     spawn = cast("RayMember", requests[0].member).spawn
     for request in requests if spawn.together and len(requests) > 1 else ():
-        sendable(f"{spawn.name}.{endpoint}", partial(cloudpickle.dumps, (request.arguments, dict(request.keywords))))
+        sendable(f"{spawn.name}.{endpoint}", partial(check_picklable, (request.arguments, dict(request.keywords))))
 
 
 def cancel(sent: Iterable[Sent]) -> None:

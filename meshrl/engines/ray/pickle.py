@@ -57,6 +57,11 @@ class _Pickler(CloudPickler):
             raise TypeError("a reference cannot travel in an exception")
 
 
+def check_picklable(value: object) -> None:
+    """Raise what pickling it would."""
+    CloudPickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
+
+
 def packed(error: BaseException) -> bytes | None:
     """The exception as bytes, or None where it cannot be pickled or not be made again from that."""
     file = io.BytesIO()
