@@ -9,10 +9,10 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test check bench peers
+.PHONY: help setup quickstart smollm2 test test-gpu check bench peers
 
 help:  ## this list
-	@grep -E '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.done  ## make .venv, with pinned versions
 
@@ -25,6 +25,9 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 
 test: setup  ## the tests
 	$(BIN)/pytest
+
+test-gpu: setup  ## the tests that need a GPU
+	$(BIN)/pytest -m gpu tests/gpu
 
 check: setup  ## formatting, lint, both type checkers, the tests
 	$(BIN)/ruff format --check
