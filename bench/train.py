@@ -1,6 +1,6 @@
 """Tokens per second of `update`, packed, against one padded batch of the same rows.
 
-    python bench/train.py --json F [--threads 1,2] [--rounds N]
+    python bench/train.py --json F [--backend fsdp] [--threads 1,2] [--rounds N]
 
 64 rows, lengths log-uniform from 32 to 512, of which the first 16 tokens are the prompt; the GRPO loss. The padded
 contestant is plain transformers: all rows padded on the right to the longest, an attention mask, sdpa, one forward
@@ -11,7 +11,11 @@ loss for the first step. The target is 0.8 of what dropping the padding can give
 tiny    the quickstart's size: hidden 64, ffn 192, 3 layers, 4 heads
 larger  hidden 192, ffn 576, 4 layers, 6 heads
 
-About 4 minutes.
+With `--backend fsdp` on one rank it is FSDP2 that trains packed, the backend torch takes its turns too, and a step may
+take 1.15 times its time. Then come the memory of log-probs (bench/logprobs.py) and, where there is a GPU, the use of it
+(bench/utilisation.py).
+
+About 4 minutes, and 10 with `--backend fsdp`.
 """
 
 import asyncio
@@ -30,7 +34,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns
+from bench import logprobs, utilisation
+from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns, within
 from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.loop import RankLoop
 from meshrl.roles import Policy
@@ -52,13 +57,14 @@ Step = Callable[[], Awaitable[float]]
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--threads", default="1,2", help="numbers of threads to measure with (default: 1,2)")
+    parser.add_argument("--backend", choices=("torch", "fsdp"), default="torch", help="what trains (default: torch)")
     parser.add_argument("--models", default="tiny,larger", help="which models (default: both)")
     parser.add_argument("--worker", nargs=2, metavar=("CONTESTANT", "MODEL"), help="be this contestant")
     options = parser.parse_args()
     if options.worker:
         contestant, model = options.worker
         with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run({"packed": packed, "padded": padded}[contestant](model))
+            runner.run(padded(model) if contestant == "padded" else packed(model, contestant))
         return
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +72,9 @@ def main() -> None:
             model = str(Path(folder) / name)
             asyncio.run(make_model(MODELS[name], folder, model))
             for threads in map(int, options.threads.split(",")):
-                figures += compare(name, model, threads, options.rounds)
+                figures += compare(name, model, threads, options.rounds, options.backend)
+    if options.backend == "fsdp":
+        figures += logprobs.compare() + utilisation.compare(options.rounds)
     report("train", figures, options.json)
 
 
@@ -77,27 +85,33 @@ async def make_model(spec: NewModel, folder: str, model: str) -> None:
         await policy.save(model)
 
 
-def compare(name: str, model: str, threads: int, rounds: int) -> list[Figure]:
-    """Let both take turns and set their medians side by side."""
+def compare(name: str, model: str, threads: int, rounds: int, backend: str) -> list[Figure]:
+    """Let all take turns and set their medians side by side."""
     with contextlib.ExitStack() as stack:
         workers = {
             contestant: stack.enter_context(Worker([sys.executable, __file__, "--worker", contestant, model], threads))
-            for contestant in ("packed", "padded")
+            for contestant in dict.fromkeys((backend, "torch", "padded"))
         }
         losses = [worker.ask(steps=1)["loss"] for worker in workers.values()]
-        if not math.isclose(*losses, rel_tol=1e-3, abs_tol=1e-5):
+        if not all(math.isclose(loss, losses[0], rel_tol=1e-3, abs_tol=1e-5) for loss in losses):
             raise SystemExit(f"the contestants differ in the loss of their first step: {losses}")
         turns = take_turns({each: partial(worker.ask, steps=2) for each, worker in workers.items()}, rounds)
     lengths = make_rows().lengths
     real, ratio = int(lengths.sum()), float(len(lengths) * lengths.max() / lengths.sum())
-    speeds = [median([2 * real / answer["wall"] for answer in turns[each]]) for each in workers]
-    cpu = [median([answer["cpu"] / 2 for answer in turns[each]]) for each in workers]
+    wall = {each: median([answer["wall"] / 2 for answer in turns[each]]) for each in workers}
+    cpu = {each: median([answer["cpu"] / 2 for answer in turns[each]]) for each in workers}
     label = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
-    return [
-        at_least(f"update, {label}", speeds[0], "tokens/s", speeds[1], 0.8 * ratio),
-        figure(f"CPU, {label}", cpu[0], "s/step", cpu[1]),
+    figures = [
+        at_least(f"update, {label}", real / wall[backend], "tokens/s", real / wall["padded"], 0.8 * ratio),
+        figure(f"CPU, {label}", cpu[backend], "s/step", cpu["padded"]),
         figure(f"padded over real tokens, {label}", ratio, "ratio"),
     ]
+    if backend != "torch":
+        figures += [
+            within(f"update, against the backend torch, {label}", wall[backend], "s/step", wall["torch"], 1.15),
+            figure(f"CPU, against the backend torch, {label}", cpu[backend], "s/step", cpu["torch"]),
+        ]
+    return figures
 
 
 def make_rows() -> Batch:
@@ -116,11 +130,11 @@ def make_rows() -> Batch:
     )
 
 
-async def packed(model: str) -> None:
+async def packed(model: str, backend: str) -> None:
     """The policy of meshrl, on a mesh of one rank."""
     batch = make_rows()
-    async with Run(RunConfig(folder=str(Path(model).parent), name="packed")) as run:
-        policy = await run.spawn(Policy, PolicyConfig(model=model, optimizer=OPTIMIZER))
+    async with Run(RunConfig(folder=str(Path(model).parent), name=backend)) as run:
+        policy = await run.spawn(Policy, PolicyConfig(backend=backend, model=model, optimizer=OPTIMIZER))
 
         async def step() -> float:
             return (await policy.update(batch, LOSS))["loss"]
