@@ -64,9 +64,7 @@ class FsdpCritic(Critic):
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.begin(folder)
-        if wait:
-            await self._state.written()
+        self._state.write(folder, wait)
 
     async def written(self) -> None:
         """Wait until the last checkpoint is written."""

@@ -6,8 +6,6 @@ from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as read_into
 from torch.distributed.tensor import DTensor
 
 from meshrl.actor import Rank
@@ -15,6 +13,7 @@ from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
 from meshrl.roles import ModelConfig, PolicyConfig
 from meshrl_fsdp.sharded import Sharded, shard
+from meshrl_fsdp.storage import read_shards
 from meshrl_fsdp.world import World
 from meshrl_hf.loading import load, outline
 from meshrl_hf.lora import adapt, own_name
@@ -98,8 +97,7 @@ def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
             if name in kept:
                 _local(each).copy_(kept[name])
     absent = {name: each.detach() for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in kept}
-    wanted: dict[str, Tensor] = {own_name(name): each for name, each in absent.items()}
-    read_into(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)))
+    read_shards(folder, {own_name(name): each for name, each in absent.items()})
 
 
 def _checked(model: LanguageModel) -> Tensor:

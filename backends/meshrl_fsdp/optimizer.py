@@ -13,6 +13,9 @@ from meshrl_fsdp.sharded import Sharded
 from meshrl_fsdp.world import SHARD, TP
 from meshrl_hf.optimizer import Optimizer
 
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each element."""
+
 
 class ShardedOptimizer(Optimizer):
     """AdamW on each rank's shards as plain tensors: it works element by element, so shards need not know of others."""
@@ -43,19 +46,19 @@ class ShardedOptimizer(Optimizer):
     def moments(self, name: str) -> list[Tensor]:
         """What AdamW keeps under a name, of each shard. Writing into them changes it."""
         state = self._adamw.state  # of a parameter that has had no gradient there is nothing
-        return [state.get(shard, {}).get(name, torch.zeros_like(shard)) for shard in self.shards]
+        return [state[shard][name] if shard in state else torch.zeros_like(shard) for shard in self.shards]
 
     def begin(self, steps: int) -> None:
         """Go on after this many steps, with moments that are to be filled in."""
         self.steps = steps
-        self._adamw.state.clear()
+        if not steps:
+            self._adamw.state.clear()
         for shard in self.shards if steps else ():
-            count = torch.tensor(float(steps), device=shard.device)
-            self._adamw.state[shard] = {
-                "step": count,
-                "exp_avg": torch.zeros_like(shard),
-                "exp_avg_sq": torch.zeros_like(shard),
-            }
+            kept = self._adamw.state[shard]
+            kept["step"] = torch.tensor(float(steps), device=shard.device)
+            for name in MOMENTS:
+                if name not in kept:
+                    kept[name] = torch.zeros_like(shard)
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm over all shards of all ranks, float32[]."""

@@ -10,20 +10,16 @@ import msgspec
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshrl.errors import ModelError
-from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.optimizer import MOMENTS, ShardedOptimizer
 from meshrl_fsdp.sharded import Sharded
+from meshrl_fsdp.storage import read_shards, shards_in, write_shards
 from meshrl_hf.writing import Writing
 
 _NUMBERS: Final = "state.json"
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 _REMEDY: Final = "go on with the configuration that the checkpoint was written with, or start a run of another name"
 
 
@@ -33,11 +29,7 @@ class _Numbers(msgspec.Struct, frozen=True):
 
 
 class ShardedState:
-    """A model in training. What `begin` writes, `read` puts back, to the bit, also on another number of ranks.
-
-    torch.distributed.checkpoint writes and reads safetensors: nothing is pickled. A thread writes a copy, while the
-    model may be trained on.
-    """
+    """A model in training. What `write` keeps, `read` puts back, to the bit, also on another number of ranks."""
 
     def __init__(
         self, role: str, sharded: Sharded, parameters: Mapping[str, nn.Parameter], optimizer: ShardedOptimizer
@@ -51,21 +43,27 @@ class ShardedState:
         )  # of its own: the thread's messages and training's never meet
         self._writing = Writing()
 
-    def begin(self, folder: str) -> None:
-        """Copy the state and begin to write it: a file for each rank, and one of numbers. All ranks do it at once."""
+    def write(self, folder: str, wait: bool) -> None:
+        """Write a file for each rank, and one of numbers. All ranks do it at once.
+
+        With `wait = False` it returns when the state is copied, and a thread writes the copy: `written` tells the end.
+        """
         self._world.agree(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
+        self._writing.settle()
         self._reshard()
-        copies = {name: self._copied(tensor) for name, tensor in self._tensors(self._moments).items()}
-        numbers = _Numbers(self._role, self._optimizer.steps)
-        self._writing.begin(partial(self._write, Path(folder), copies, numbers))
+        tensors, numbers = self._tensors(self._moments), _Numbers(self._role, self._optimizer.steps)
+        if wait:
+            self._write(Path(folder), tensors, numbers)
+        else:
+            copies = {name: self._copied(tensor) for name, tensor in tensors.items()}
+            self._writing.begin(partial(self._write, Path(folder), copies, numbers))
 
     async def written(self) -> None:
-        """Wait until what was begun last is written. Raises what went wrong."""
+        """Wait until the last copy is written. Raises what went wrong."""
         await self._writing.written()
 
     def _write(self, folder: Path, tensors: Mapping[str, DTensor], numbers: _Numbers) -> None:
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        save(dict(tensors), storage_writer=writer, process_group=self._writers)
+        write_shards(folder, tensors, self._writers)
         if dist.get_rank() == 0:
             (folder / _NUMBERS).write_bytes(msgspec.json.encode(numbers))
 
@@ -76,15 +74,15 @@ class ShardedState:
 
     @property
     def _moments(self) -> tuple[str, ...]:
-        return _MOMENTS if self._optimizer.steps else ()
+        return MOMENTS if self._optimizer.steps else ()
 
     def read(self, folder: str) -> None:
-        """Take what `begin` wrote; ModelError, and nothing taken, where it is of another role or model."""
+        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model."""
         numbers = self._world.agree(lambda: self._checked(Path(folder)))[0]
         self._reshard()
         self._optimizer.begin(numbers.steps)
-        tensors = self._tensors(_MOMENTS if numbers.steps else ())
-        load(dict(tensors), storage_reader=HuggingFaceStorageReader(folder))
+        tensors = self._tensors(MOMENTS if numbers.steps else ())
+        read_shards(Path(folder), tensors)
 
     def _tensors(self, moments: tuple[str, ...]) -> dict[str, DTensor]:
         """The parameters and what AdamW keeps of them, sharded alike. Writing into them changes both."""
@@ -98,7 +96,7 @@ class ShardedState:
     def _checked(self, path: Path) -> _Numbers:
         try:
             numbers = msgspec.json.decode((path / _NUMBERS).read_bytes(), type=_Numbers)
-            found = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+            parts = shards_in(path)
         except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{path} cannot be read as the state of a {self._role}: {type(error).__name__}: {error}. Remove the "
@@ -106,7 +104,6 @@ class ShardedState:
             ) from error
         if numbers.role != self._role:
             raise ModelError(f"{path} is the state of a {numbers.role}, not of a {self._role}; {_REMEDY}")
-        parts = {name: it for name, it in found.items() if isinstance(it, TensorStorageMetadata)}
         for name, it in parts.items():
             if sum(prod(chunk.sizes) for chunk in it.chunks) != prod(it.size):
                 raise ModelError(
@@ -114,7 +111,7 @@ class ShardedState:
                     "checkpoint that it belongs to, to go on from the one before"
                 )
         there = {name: list(it.size) for name, it in parts.items()}
-        kinds = ("model", *(_MOMENTS if numbers.steps else ()))
+        kinds = ("model", *(MOMENTS if numbers.steps else ()))
         here = {f"{kind}/{name}": list(each.shape) for kind in kinds for name, each in self._parameters.items()}
         for name in sorted(there.keys() | here.keys()):
             if there.get(name) != here.get(name):

@@ -14,9 +14,13 @@ class Writing:
 
     def begin(self, work: Callable[[], None]) -> None:
         """Begin it, after what was begun before; how that ended is told by `written` alone."""
+        self.settle()
+        self._last = self._thread.submit(work)
+
+    def settle(self) -> None:
+        """Wait, in this thread, for the end of what was begun before, however it ends."""
         if self._last is not None:
             wait([self._last])
-        self._last = self._thread.submit(work)
 
     async def written(self) -> None:
         """Wait for the end of what was begun last. Raises what it raised."""

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, FsdpConfig, NewModel, PolicyConfig, Ragged
@@ -79,6 +82,27 @@ async def test_a_damaged_file_is_told_with_what_to_do(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ModelError, match=r"cannot be read as the state of a policy.*Remove the checkpoint"):
         await made.restore(str(tmp_path / "state"))
+
+
+async def test_torch_reads_what_was_written(tmp_path: Path) -> None:
+    made = policy()
+    await made.update(rollouts(), ClippedLoss())
+    await made.checkpoint(str(tmp_path))
+    weights = (await made.weights()).tensors
+    taken = {f"model/{name}": torch.zeros(array.shape) for name, array in weights.items()}
+    load(taken, storage_reader=HuggingFaceStorageReader(str(tmp_path)))
+    for name, array in weights.items():
+        np.testing.assert_array_equal(taken[f"model/{name}"].numpy(), array)
+
+
+async def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+    made = policy()
+    await made.checkpoint(str(tmp_path))
+    file = next(tmp_path.glob("*.safetensors"))
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelError, match=rf"{tmp_path} cannot be written: .*directory.*\(on rank 0\)"):
+        await made.checkpoint(str(tmp_path))
 
 
 def test_offloading_needs_a_gpu() -> None:

@@ -1,0 +1,104 @@
+"""Shards in safetensors files: torch.distributed.checkpoint, without its copies of what it writes and reads.
+
+The format is that of torch's `HuggingFaceStorageWriter`: a file for each rank, which says what part of each tensor it
+has. Nothing is pickled.
+"""
+
+import json
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from meshrl.errors import ModelError
+
+_METADATA: Final = {"DCP_VERSION": "1.0", "format": "pt"}
+_PARTS: Final = "DCP_SHARDING_INFO"
+"""torch's names, which its reader looks for."""
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Write the tensors, each rank its shards, until they lie on the disk. All ranks of the group do it at once.
+
+    ModelError, on all of them, where one cannot.
+    """
+    with _told(f"{folder} cannot be written"):
+        save(dict(tensors), storage_writer=_Writer(str(folder), save_distributed=True), process_group=group)
+
+
+def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read into these tensors, each rank into its shards. All ranks do it at once.
+
+    Reads any Hugging Face folder too. ModelError, on all ranks, where one cannot.
+    """
+    with _told(f"{folder} cannot be read"):
+        load(dict(tensors), storage_reader=_Reader(str(folder)))
+
+
+def shards_in(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """What the files of a folder have of each tensor."""
+    found = _Reader(str(folder)).read_metadata().state_dict_metadata
+    return {name: it for name, it in found.items() if isinstance(it, TensorStorageMetadata)}
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes from the tensors' own memory."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors: dict[str, Tensor] = {}
+        parts: dict[str, dict[str, list[int]]] = {}
+        for item in plan.items:
+            if item.tensor_data is not None:
+                tensors[item.index.fqn] = cast("Tensor", planner.resolve_data(item)).cpu().contiguous()
+                parts[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        if tensors:
+            file = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05}-model-00001-of-00001.safetensors"
+            save_file(tensors, file, metadata={**_METADATA, _PARTS: json.dumps(parts)})
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+        return done
+
+
+class _Opened(Protocol):
+    """A safetensors file."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor of the file, mapped: what is not used of it is not read."""
+        ...
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads from the page cache into where it belongs."""
+
+    def _process_read_request(self, f: _Opened, req: ReadItem, planner: LoadPlanner) -> None:
+        part = f.get_tensor(req.storage_index.fqn)
+        for dim, (start, length) in enumerate(zip(req.storage_offsets, req.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+        target = planner.resolve_tensor(req).detach()
+        target.copy_(part)
+        planner.commit_tensor(req, target)
+
+
+@contextmanager
+def _told(what: str) -> Generator[None]:
+    """Say in one line what torch's error has as the tracebacks of all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (reason, _) = min(error.failures.items())
+        raise ModelError(f"{what}: {type(reason).__name__}: {reason} (on rank {rank})") from error
