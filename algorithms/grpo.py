@@ -15,6 +15,7 @@ from meshrl import (
     ReferenceConfig,
     Reward,
     RewardConfig,
+    RewardModelConfig,
     Run,
     Sampler,
     SamplerConfig,
@@ -33,7 +34,7 @@ class GrpoConfig(AlgorithmConfig):
     task: TaskConfig
     policy: PolicyConfig
     sampler: SamplerConfig
-    reward: RewardConfig
+    reward: RewardConfig | RewardModelConfig
     reference: ReferenceConfig
     """Used where `loss.kl` is above 0."""
     sampling: Sampling = Sampling(n=8)

@@ -21,6 +21,7 @@ from meshrl import (
     ReferenceConfig,
     Reward,
     RewardConfig,
+    RewardModelConfig,
     Run,
     Sampler,
     SamplerConfig,
@@ -42,7 +43,7 @@ class PpoConfig(AlgorithmConfig):
     policy: PolicyConfig
     critic: CriticConfig
     sampler: SamplerConfig
-    reward: RewardConfig
+    reward: RewardConfig | RewardModelConfig
     reference: ReferenceConfig
     """Used where `loss.kl` or `gae.kl` is above 0."""
     sampling: Sampling = Sampling()

@@ -17,6 +17,7 @@ from meshrl.roles import (
     Reference,
     ReferenceConfig,
     Reward,
+    RewardModelConfig,
     RoleConfig,
     Sampler,
     SamplerConfig,
@@ -29,6 +30,7 @@ _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
     (ReferenceConfig, Reference),
     (SamplerConfig, Sampler),
     (RewardConfig, Reward),
+    (RewardModelConfig, Reward),
 )
 
 

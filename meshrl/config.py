@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, TypeVar, Union, get_args, get_origin
+from typing import Annotated, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -134,15 +134,21 @@ def _value(text: str) -> object:
 # --- pydantic's errors, told in the words of the file ---------------------------------------------
 
 
+class _Place(NamedTuple):
+    """Where an error is."""
+
+    path: Keys
+    """The keys that lead there, without pydantic's names of union members."""
+    unions: tuple[tuple[int, int], ...]
+    """Of each union on the way: where its member is named in pydantic's location, and how deep it is in the path."""
+    table: object
+    """What the table that the last key stands in should have been."""
+
+
 def _mistakes(schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]) -> list[tuple[Keys, str]]:
     found: dict[Keys, list[str]] = {}
-    for error in errors:
-        path, union = _resolve(schema, error["loc"])
-        if union is not None:
-            is_table = isinstance(_lookup(table, path[:union]), Mapping)
-            if is_table and len(path) == union and error["type"] != "missing" and _has_table(schema, path):
-                continue  # the other form's complaint: what was given is a table, judged as one
-        found.setdefault(path, []).append(_told(schema, table, path, error))
+    for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
+        found.setdefault(place.path, []).append(_told(schema, table, place, error))
     lines: list[tuple[Keys, str]] = []
     for path, texts in found.items():
         key = dotted(path)
@@ -159,23 +165,53 @@ def _mistakes(schema: type[Config], table: Mapping[str, object], errors: list[Er
     return lines
 
 
-def _resolve(schema: type[Config], loc: Keys) -> tuple[Keys, int | None]:
-    """The key path of an error, without pydantic's names of union members; how deep the first union is."""
+def _fitting(
+    table: Mapping[str, object], errors: Sequence[tuple[_Place, ErrorDetails]]
+) -> Sequence[tuple[_Place, ErrorDetails]]:
+    """Without what other forms of a table say, where it may have several: it is judged as the form that fits best."""
+    unions = {(error["loc"][:at], place.path[:depth]) for place, error in errors for at, depth in place.unions}
+    for loc, path in sorted(unions, key=lambda union: -len(union[0])):  # the innermost first
+        if not isinstance(_lookup(table, path), Mapping):
+            continue
+        at = len(loc)
+        forms: dict[str | int, list[ErrorDetails]] = {}
+        for _, error in errors:
+            if error["loc"][:at] == loc and len(error["loc"]) > at:
+                forms.setdefault(error["loc"][at], []).append(error)
+        best = min(forms, key=lambda form: _misfit(forms[form], at + 1))
+        errors = [each for each in errors if each[1]["loc"][:at] != loc or each[1]["loc"][at:][:1] == (best,)]
+    return errors
+
+
+def _misfit(errors: Sequence[ErrorDetails], at: int) -> tuple[bool, int, int, int]:
+    """How badly a form fits a table, by its errors: no table at all, unknown keys, wrong values, keys left out."""
+    kinds = [error["type"] for error in errors]
+    no_table = any(len(error["loc"]) == at and error["type"] != "value_error" for error in errors)
+    unknown, missing = kinds.count("extra_forbidden"), kinds.count("missing")
+    return no_table, unknown, len(kinds) - unknown - missing, missing
+
+
+def _resolve(schema: type[Config], loc: Keys) -> _Place:
     path: list[str | int] = []
-    union: int | None = None
+    unions: list[tuple[int, int]] = []
     annotation: object = schema
-    for part in loc:
+    table: object = None
+    for at, part in enumerate(loc):
         members = _members(annotation)
         if len(members) > 1:
-            union = len(path) if union is None else union
-            annotation = next(
-                (each for each in members if getattr(each, "__name__", None) == part),
-                None,
-            )
+            unions.append((at, len(path)))
+            annotation = next((each for each in members if _names(part, each)), None)
         elif part != "[key]":
             path.append(part)
-            annotation = _below(members[0] if members else None, part)
-    return tuple(path), union
+            table = members[0] if members else None
+            annotation = _below(table, part)
+    return _Place(tuple(path), tuple(unions), table)
+
+
+def _names(part: str | int, member: object) -> bool:
+    """Whether pydantic means this member of a union: one with a validator is `function-after[..., Name]`."""
+    name = getattr(member, "__name__", None)
+    return part == name or str(part).endswith(f", {name}]")
 
 
 def _members(annotation: object) -> list[object]:
@@ -206,19 +242,6 @@ def _is_config(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _at(schema: type[Config], path: Keys) -> list[type[BaseModel]]:
-    """The models that a table at this path may be."""
-    annotations: list[object] = [schema]
-    for part in path:
-        annotations = [_below(member, part) for each in annotations for member in _members(each)]
-    members = [member for each in annotations for member in _members(each)]
-    return [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
-
-
-def _has_table(schema: type[Config], path: Keys) -> bool:
-    return bool(_at(schema, path))
-
-
 _ABSENT = object()
 
 
@@ -245,16 +268,16 @@ _WANTED = {
 }
 
 
-def _told(schema: type[Config], table: Mapping[str, object], path: Keys, error: ErrorDetails) -> str:
+def _told(schema: type[Config], table: Mapping[str, object], place: _Place, error: ErrorDetails) -> str:
     kind = error["type"]
     context: Mapping[str, object] = error.get("ctx", {})
     if kind == "missing":
         return "is missing"
     if kind == "extra_forbidden":
-        return _unknown(schema, path)
+        return _unknown(schema, place)
     if kind == "literal_error":
         near = nearest(
-            str(_lookup(table, path)),
+            str(_lookup(table, place.path)),
             str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "),
         )
         return f"must be {context['expected']}" + (f"; did you mean {near!r}?" if near else "")
@@ -267,16 +290,17 @@ def _told(schema: type[Config], table: Mapping[str, object], path: Keys, error: 
     return text[0].lower() + text[1:]
 
 
-def _unknown(schema: type[Config], path: Keys) -> str:
-    name = str(path[-1])
-    known = sorted({key for model in _at(schema, path[:-1]) for key in model.model_fields})
-    near = nearest(name, known)
+def _unknown(schema: type[Config], place: _Place) -> str:
+    path, above = place.path, place.path[:-1]
+    known = sorted(place.table.model_fields) if _is_config(place.table) else []  # type: ignore[attr-defined]
+    near = nearest(str(path[-1]), known)
     if near:
-        return f"no such key; did you mean {dotted((*path[:-1], near))}?"
-    elsewhere = [dotted(each) for each in _paths(schema) if each[-1] == name]
-    if elsewhere:
-        return f"no such key; did you mean {elsewhere[0]}?"
-    return f"no such key; {dotted(path[:-1]) or 'the file'} has {', '.join(known)}"
+        return f"no such key; did you mean {dotted((*above, near))}?"
+    has = f"{dotted(above) or 'the file'} has {', '.join(known)}"
+    elsewhere = [each for each in _paths(schema) if each[-1] == path[-1]]
+    if path in elsewhere:  # in another form of the table
+        return f"no such key beside the others; with these {has}"
+    return f"no such key; did you mean {dotted(elsewhere[0])}?" if elsewhere else f"no such key; {has}"
 
 
 def _paths(schema: type[BaseModel], above: Keys = ()) -> Iterator[Keys]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import SupportsFloat, TypeAlias, cast
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshrl import log
 from meshrl.config import nearest
@@ -28,6 +28,9 @@ RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 ROLES = {"Reward": "meshrl.rewards:FunctionReward"}
 """What the backend `function` offers to the registry."""
 
+_HOLD_A_MODEL = ("torch", "fsdp")
+"""Backends of which a `RewardConfig` can be no table."""
+
 
 class RewardConfig(RoleConfig):
     """Which function judges the completions."""
@@ -40,6 +43,16 @@ class RewardConfig(RoleConfig):
     """
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""
+
+    @field_validator("backend")
+    @classmethod
+    def _calls_a_function(cls, backend: str) -> str:
+        if backend in _HOLD_A_MODEL:
+            raise ValueError(
+                'a reward of this backend holds a model: give `model`, its folder, in a RewardModelConfig; "function" '
+                "calls a Python function"
+            )
+        return backend
 
 
 class FunctionReward(Reward):

@@ -6,9 +6,10 @@ The standard columns of a batch are listed in `data.Batch`.
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
+from types import NoneType
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshrl.actor import Actor, endpoint
 from meshrl.advantages import Gae
@@ -53,7 +54,7 @@ class ModelConfig(RoleConfig):
 
 
 class AlgorithmConfig(Config):
-    """The base of an algorithm's configuration. A role that names no `model` has the policy's."""
+    """The base of an algorithm's configuration. A role that names no `model` has the policy's; a reward does not."""
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
@@ -68,12 +69,17 @@ class AlgorithmConfig(Config):
         lora = policy.get("lora")
         adapters = {"lora": lora} if isinstance(lora, Mapping) and lora.get("sync") == "adapters" else {}
         for name, field in cls.model_fields.items():
-            kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            forms = get_args(field.annotation) or (field.annotation,)
+            kinds = [kind for kind in forms if isinstance(kind, type) and kind is not NoneType]
             role = filled.get(name, {} if field.is_required() else None)
-            if isinstance(role, Mapping) and any(issubclass(kind, ModelConfig) for kind in kinds):
+            if isinstance(role, Mapping) and all(_has_the_policys_model(kind) for kind in kinds):
                 samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
                 filled[name] = {"model": policy["model"], **(adapters if samples else {}), **role}
         return filled
+
+
+def _has_the_policys_model(kind: type) -> bool:
+    return issubclass(kind, ModelConfig) and not issubclass(kind, RewardModelConfig)
 
 
 class OptimizerConfig(Config):
@@ -127,6 +133,31 @@ class ReferenceConfig(ModelConfig):
 
     micro_batch_tokens: int = Field(default=16384, gt=0)
     fsdp: FsdpConfig = FsdpConfig()
+
+
+class RewardModelConfig(ModelConfig):
+    """A frozen model that judges. With `chat`, prompt and completion are a user's and an assistant's message."""
+
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """As a policy's."""
+    fsdp: FsdpConfig = FsdpConfig()
+
+    @field_validator("backend")
+    @classmethod
+    def _holds_a_model(cls, backend: str) -> str:
+        if backend == "function":
+            raise ValueError(
+                "calls a Python function and takes no model: leave `model` out, or give a backend that holds one, "
+                'such as "torch"'
+            )
+        return backend
+
+    @field_validator("model")
+    @classmethod
+    def _has_learned_to_judge(cls, model: str | NewModel) -> str | NewModel:
+        if isinstance(model, NewModel):
+            raise ValueError("a new model's rewards would be random: give the folder of a model that judges")
+        return model
 
 
 class SamplerConfig(ModelConfig):

@@ -56,6 +56,7 @@ PUBLIC = [
     "Resources",
     "Reward",
     "RewardConfig",
+    "RewardModelConfig",
     "RoleConfig",
     "Rollouts",
     "Run",

@@ -12,5 +12,6 @@ ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_fsdp.critic:FsdpCritic",
     "Policy": "meshrl_fsdp.policy:FsdpPolicy",
     "Reference": "meshrl_fsdp.reference:FsdpReference",
+    "Reward": "meshrl_fsdp.reward:FsdpReward",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""

@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
-from meshrl.roles import ModelConfig, PolicyConfig
+from meshrl.roles import ModelConfig, PolicyConfig, RewardModelConfig
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.storage import read_shards
 from meshrl_fsdp.world import World
-from meshrl_hf.loading import load, outline
+from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load, outline
 from meshrl_hf.lora import adapt, own_name
 from meshrl_hf.model import LanguageModel, check_packing
+from meshrl_hf.reward_head import RewardModel
 from meshrl_hf.value_head import ValueModel, with_head
 
 _NETWORK: Final = "parts.0."
@@ -56,14 +57,23 @@ def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> 
     return valued, _spread(model, folder, world, config, layout, [valued.head])
 
 
-def _model(world: World, config: ModelConfig) -> tuple[LanguageModel, Path | None]:
+def load_sharded_judge(config: RewardModelConfig, rank: Rank) -> tuple[RewardModel, Sharded]:
+    """The same for a reward."""
+    world = World.of(rank, config.fsdp)
+    model, folder = _model(world, config, JUDGE)
+    kept: list[RewardModel] = []
+    world.agree(lambda: kept.append(RewardModel(model, config)))
+    return kept[0], _spread(model, folder, world, config, config.fsdp)
+
+
+def _model(world: World, config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path | None]:
     """The model in float32: without values, and where they are, or whole. Where a rank cannot read it, all say so."""
     whole = config.model_copy(update={"dtype": "float32"})
     kept: list[tuple[LanguageModel, Path | None]] = []
 
     def read() -> None:
-        found = outline(whole)
-        kept.append((found.model, found.folder) if found else (load(whole), None))
+        found = outline(whole, kind)
+        kept.append((found.model, found.folder) if found else (load(whole, kind), None))
 
     world.agree(read)
     return kept[0]

@@ -2,10 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
@@ -32,10 +33,37 @@ _lock = threading.RLock()
 """One model at a time: making one seeds torch, reading and writing one quiets transformers, and threads share both."""
 
 
-def load(config: ModelConfig) -> LanguageModel:
+@dataclass(frozen=True)
+class Kind:
+    """What a model's folder is to hold."""
+
+    name: str
+    lacks: str
+    """What a model of another kind cannot do."""
+    read: Callable[..., object]
+    """transformers' loader of a folder."""
+    make: Callable[..., object]
+    """The same without values."""
+
+
+GENERATOR: Final = Kind(
+    "causal language model",
+    "it cannot generate",
+    AutoModelForCausalLM.from_pretrained,
+    AutoModelForCausalLM.from_config,
+)
+JUDGE: Final = Kind(
+    "sequence classifier",
+    "it has no head that gives a score",
+    AutoModelForSequenceClassification.from_pretrained,
+    AutoModelForSequenceClassification.from_config,
+)
+
+
+def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
     """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
     with _lock:
-        return _load(config)
+        return _load(config, kind)
 
 
 @dataclass(frozen=True)
@@ -47,31 +75,31 @@ class Outline:
     """Safetensors files with each parameter under its own name."""
 
 
-def outline(config: ModelConfig) -> Outline | None:
+def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
     """The model that a role's table names, float32, its parameters not read. None where they have other names."""
     if isinstance(config.model, NewModel):
         return None
     with _lock, quiet():
         folder = folder_of(config.model)
-        network = _empty(config.model, folder)
+        network = _empty(config.model, folder, kind)
         if not _named_alike(network, folder):
             return None
         return Outline(ready(network, _tokenizer(config.model, folder), config.chat), folder)
 
 
-def _empty(name: str, folder: Path) -> PreTrainedModel:
+def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
     """Buffers are computed, parameters are on the device `meta`."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with init_empty_weights(include_buffers=False):
-            network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            network = cast("PreTrainedModel", kind.make(config, dtype=torch.float32))
     except Exception as error:
-        raise _unreadable(name, error) from error
-    _check_kind(name, network)
+        raise _unreadable(name, kind, error) from error
+    _check_kind(name, kind, network)
     network.tie_weights()
     with contextlib.suppress(OSError):  # one without the file has what its configuration says
         network.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return cast("PreTrainedModel", network)
+    return network
 
 
 def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
@@ -85,14 +113,14 @@ def _named_alike(network: PreTrainedModel, folder: Path) -> bool:
     return not buffers and all(shapes.get(name) == list(each.shape) for name, each in network.named_parameters())
 
 
-def _load(config: ModelConfig) -> LanguageModel:
+def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     if isinstance(config.model, NewModel):
         network, tokenizer = _new(config.model, config.seed, dtype)
     else:
         with quiet():
             folder = folder_of(config.model)
-            network, tokenizer = _read(config.model, folder, dtype)
+            network, tokenizer = _read(config.model, folder, dtype, kind)
     return ready(network, tokenizer, config.chat)
 
 
@@ -123,15 +151,13 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
     return network, tokenizer
 
 
-def _read(name: str, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        loaded: object = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        loaded = kind.read(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except Exception as error:
-        raise _unreadable(name, error) from error
+        raise _unreadable(name, kind, error) from error
     network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
-    _check_kind(name, network)
+    _check_kind(name, kind, network)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
@@ -141,14 +167,14 @@ def _read(name: str, folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     return network, _tokenizer(name, folder)
 
 
-def _unreadable(name: str, error: Exception) -> ModelError:
-    return ModelError(f"model {name!r}: cannot be loaded as a causal language model: {_first_line(error)}")
+def _unreadable(name: str, kind: Kind, error: Exception) -> ModelError:
+    return ModelError(f"model {name!r}: cannot be loaded as a {kind.name}: {_first_line(error)}")
 
 
-def _check_kind(name: str, network: PreTrainedModel) -> None:
+def _check_kind(name: str, kind: Kind, network: PreTrainedModel) -> None:
     written = getattr(network.config, "architectures", None) or ()
     if written and not any(type(network).__name__ == each for each in written):
-        raise ModelError(f"model {name!r} is a {written[0]}, not a causal language model: it cannot generate")
+        raise ModelError(f"model {name!r} is a {written[0]}, not a {kind.name}: {kind.lacks}")
 
 
 def _tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:

@@ -1,4 +1,4 @@
-"""A causal language model with its tokenizer, and its forward pass over packed sequences."""
+"""A language model with its tokenizer, and its forward pass over packed sequences."""
 
 import copy
 import math
@@ -87,11 +87,15 @@ class LanguageModel:
                 "take a model made for longer texts"
             )
 
+    @property
+    def known(self) -> int:
+        """How many tokens it has embeddings of."""
+        return _embeddings(self.network)
+
     def check_rows(self, batch: Batch) -> None:
         """DataError where the model cannot read a batch's tokens: too long a row, an id that it has not."""
-        tokens = batch.tokens
+        tokens, known = batch.tokens, self.known
         self.check_lengths(int(tokens.lengths.max(initial=0)), "a row")
-        known = _embeddings(self.network)
         ids = tokens.values.astype(np.int64, copy=False)
         wrong = np.flatnonzero((ids < 0) | (ids >= known))
         if len(wrong):
@@ -140,7 +144,7 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bo
     network.train(False)
     network.set_attn_implementation(attention.NAME)
     config = network.config.get_text_config()
-    ends = getattr(network.generation_config, "eos_token_id", None)
+    ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
     stops = {ends} if isinstance(ends, int) else set(ends or ())
     model = LanguageModel(
         network=network,

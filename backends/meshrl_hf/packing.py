@@ -102,6 +102,16 @@ def whole(tokens: Ragged, mask: Ragged | None) -> Rows:
     return _with_families(tokens, starts, inputs, prompt, np.ones(len(rows), np.int64))
 
 
+def ends(tokens: Ragged, prompt: Ints) -> Rows:
+    """What one number of each row needs, where its last token stands for that number and is not read.
+
+    `prompt`, int64[rows]: how many tokens a row has in common with the others of its family. Empty rows are left out.
+    """
+    rows = np.flatnonzero(tokens.lengths)
+    starts, inputs = tokens.offsets[rows], tokens.lengths[rows] - 1
+    return _with_families(tokens, starts, inputs, np.minimum(prompt[rows], inputs), inputs)
+
+
 def _with_families(tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, first: Ints) -> Rows:
     names: dict[bytes, int] = {}
     values = tokens.values

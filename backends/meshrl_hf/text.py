@@ -1,4 +1,4 @@
-"""Text to tokens and back: one way for the policy and the sampler, and the character tokenizer."""
+"""Text to tokens and back: one way for all roles, and the character tokenizer."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -63,6 +63,23 @@ def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence
     return [[*ids, end] for ids in tokens]
 
 
+def encode_dialogues(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
+) -> list[list[int]]:
+    """The tokens of each prompt and completion as a user's and an assistant's message in the tokenizer's template.
+
+    DataError for what the template refuses or the tokenizer cannot encode.
+    """
+    texts: list[str] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        dialogue = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        try:
+            texts.append(str(tokenizer.apply_chat_template(dialogue, tokenize=False)))
+        except Exception as error:
+            raise DataError(f"the chat template refuses a row: {type(error).__name__}: {error}") from error
+    return _encode(tokenizer, texts, special=False)
+
+
 def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of tokens, without special tokens."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):  # one call for all rows: twice as fast
@@ -98,7 +115,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool)
     except Exception as error:
         known = {token for token in tokenizer.get_vocab() if len(token) == 1}
         for text in texts:
-            strange = sorted({character for character in text if character not in known})
+            bare = text
+            for token in tokenizer.all_special_tokens:
+                bare = bare.replace(token, "")
+            strange = sorted(set(bare) - known)
             if strange:
                 raise DataError(
                     f"the text {_short(text)!r} has {', '.join(map(repr, strange))}, which the tokenizer does "

@@ -9,6 +9,7 @@ ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_torch.critic:TorchCritic",
     "Policy": "meshrl_torch.policy:TorchPolicy",
     "Reference": "meshrl_torch.reference:TorchReference",
+    "Reward": "meshrl_torch.reward:TorchReward",
     "Sampler": "meshrl_torch.sampler:TorchSampler",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""

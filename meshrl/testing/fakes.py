@@ -26,6 +26,7 @@ from meshrl.roles import (
     Reference,
     ReferenceConfig,
     Reward,
+    RewardModelConfig,
     Sampler,
     SamplerConfig,
     Sampling,
@@ -176,7 +177,7 @@ class FakeSampler(Sampler):
 class FakeReward(Reward):
     """1 for the right answer, else 0."""
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig | RewardModelConfig) -> None:
         pass
 
     async def score(self, batch: Batch) -> Batch:

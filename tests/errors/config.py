@@ -77,6 +77,22 @@ def correction_without_its_anchor() -> None:
     _check(tables="[loss.correction]\nhigh = 2.0")
 
 
+def reward_without_its_model() -> None:
+    _check(tables='backend = "torch"')
+
+
+def function_with_a_model() -> None:
+    _check(tables='backend = "function"\nmodel = "models/judge"')
+
+
+def reward_of_two_forms() -> None:
+    _check(tables='function = "exact_match"\nmodel = "models/judge"')
+
+
+def new_model_as_a_reward() -> None:
+    _check(tables='model = { characters = "act>" }')
+
+
 def no_override() -> None:
     _check("", "", "steps")
 

@@ -14,11 +14,11 @@ from meshrl import (
     PolicyConfig,
     Ragged,
     Resources,
-    Reward,
-    RewardConfig,
     Run,
     RunConfig,
     Same,
+    Sampler,
+    SamplerConfig,
     Shard,
     Weights,
     current_rank,
@@ -121,7 +121,7 @@ async def unknown_backend() -> None:
 
 async def backend_without_the_role() -> None:
     async with Run(RunConfig()) as run:
-        await run.spawn(Reward, RewardConfig(backend="torch"))
+        await run.spawn(Sampler, SamplerConfig(backend="fsdp", model="none"))
 
 
 def backend_without_its_package() -> None:

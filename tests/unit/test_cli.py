@@ -276,6 +276,24 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
         assert line.strip().startswith(expected)
 
 
+def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
+    fake = '{ backend = "fake", model = "none" }'
+    text = f'algorithm = "grpo"\ntask = {{ source = "data.jsonl", held_out = 0 }}\npolicy = {fake}\nsampler = {fake}\n'
+    (tmp_path / "mine.toml").write_text(text + "reference.backend = 'fake'\nreward = { model = 'judge' }", "utf-8")
+    status, _, err = meshrl("check", "mine.toml", "reward.backend=sft")
+    assert status == 1
+    assert [line.strip() for line in err.splitlines()[1:]] == [
+        "mine.toml: reward: no backend 'sft' is installed: There are fake, fsdp, function, sim, torch",
+        f"mine.toml: reward: model 'judge': there is no folder {tmp_path / 'judge'}",
+    ]
+    assert meshrl("check", "mine.toml", "reward.backend=fake")[0] == 0
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").touch()
+    for backend in ("torch", "fsdp"):
+        assert meshrl("check", "mine.toml", f"reward.backend={backend}")[0] == 0
+
+
 def test_check_with_nothing_wrong(meshrl: Meshrl, tmp_path: Path) -> None:
     write(tmp_path)
     assert meshrl("check", "count.toml")[:2] == (0, "count.toml: nothing wrong was found\n")

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Literal, Self
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, SamplerConfig
+from meshrl import PolicyConfig as PolicyTable
 from meshrl.config import Config, load_toml, nearest, validate
 from meshrl.errors import ConfigError
 
@@ -34,6 +36,30 @@ class PolicyConfig(Config):
     optimizer: Optimizer = Optimizer()
 
 
+class FunctionConfig(Config):
+    backend: str = "function"
+    function: str = "exact"
+
+    @field_validator("backend")
+    @classmethod
+    def _calls(cls, backend: str) -> str:
+        if backend == "torch":
+            raise ValueError("holds a model")
+        return backend
+
+
+class JudgeConfig(Config):
+    backend: str = "torch"
+    model: str | NewModel
+    optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _holds(self) -> Self:
+        if self.backend == "function":
+            raise ValueError("a function has no model")
+        return self
+
+
 class Whole(Config):
     policy: PolicyConfig
     steps: int = 3
@@ -41,6 +67,7 @@ class Whole(Config):
     seeds: tuple[int, ...] = ()
     meshes: dict[str, Optimizer] = Field(default={})
     batch: Literal["auto"] | int = "auto"
+    reward: FunctionConfig | JudgeConfig = FunctionConfig()
 
 
 MODEL = "[policy]\nmodel = 'folder'\n"
@@ -124,7 +151,7 @@ def test_a_later_override_wins(tmp_path: Path) -> None:
         (
             "zzz = 1\n" + MODEL,
             (),
-            "x.toml: zzz: no such key; the file has batch, greedy, meshes, policy, seeds, steps",
+            "x.toml: zzz: no such key; the file has batch, greedy, meshes, policy, reward, seeds, steps",
         ),
         ("steps = 1", (), "x.toml: policy: is missing"),
         ("[policy]", (), "x.toml: policy.model: is missing"),
@@ -163,6 +190,35 @@ def test_a_mistake_is_told_with_its_place_and_what_is_expected(
     tmp_path: Path, text: str, overrides: tuple[str, ...], expected: str
 ) -> None:
     assert mistakes(tmp_path, text, *overrides) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("fnction = 'x'", ["reward.fnction: no such key; did you mean reward.function?"]),
+        ("backend = 'torch'", ["reward.model: is missing"]),
+        ("backend = 'function'\nmodel = 'x'", ["reward: a function has no model"]),
+        (
+            "backend = 'torch'\nmodl = 'x'",
+            ["reward.model: is missing", "reward.modl: no such key; did you mean reward.model?"],
+        ),
+        ("model.hidden = 3", ["reward.model.characters: is missing"]),
+        ("model = 3", ["reward.model = 3: must be text in quotes, or must be a table"]),
+        ("model = 'x'\noptimizer.lr = 0", ["reward.optimizer.lr = 0: must be greater than 0"]),
+        (
+            "function = 'x'\nmodel = 'x'",
+            ["reward.model: no such key beside the others; with these reward has backend, function"],
+        ),
+    ],
+)
+def test_a_table_of_several_forms_is_judged_as_the_one_that_fits_best(
+    tmp_path: Path, reward: str, expected: list[str]
+) -> None:
+    assert mistakes(tmp_path, f"{MODEL}[reward]\n{reward}") == [f"x.toml: {line}" for line in expected]
+
+
+def test_what_is_no_table_is_told_of_every_form_once(tmp_path: Path) -> None:
+    assert mistakes(tmp_path, "reward = 3\n" + MODEL) == ["x.toml: reward = 3: must be a table"]
 
 
 def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
@@ -224,6 +280,44 @@ def test_special_numbers_and_dates_survive(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text("big = inf\nday = 2026-01-02", "utf-8")
     assert validate(Special, load_toml(path), path) == Special(big=float("inf"), day="2026-01-02")
+
+
+class Trained(AlgorithmConfig):
+    policy: PolicyTable
+    critic: CriticConfig | None = None
+    sampler: SamplerConfig
+    reward: RewardConfig | RewardModelConfig
+    judge: RewardModelConfig | None = None
+    either: CriticConfig | RewardConfig | None = None
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("", RewardConfig()),
+        ("model = 'judge'", RewardModelConfig(model="judge")),
+        ("backend = 'fsdp'\nmodel = 'judge'", RewardModelConfig(backend="fsdp", model="judge")),
+    ],
+)
+def test_a_role_that_names_no_model_has_the_policys_but_no_reward(
+    tmp_path: Path, reward: str, expected: Config
+) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"{MODEL}[sampler]\n[critic]\n[either]\n[reward]\n{reward}", "utf-8")
+    trained = validate(Trained, load_toml(path), path)
+    assert trained.critic == CriticConfig(model="folder")
+    assert trained.sampler == SamplerConfig(model="folder")
+    assert trained.reward == expected
+    assert trained.either == RewardConfig()
+    with pytest.raises(ConfigError, match=r"judge.model: is missing$"):
+        validate(Trained, load_toml(path, ["judge={}"]), path)
+
+
+def test_a_reward_of_a_new_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"{MODEL}[sampler]\n[reward.model]\ncharacters = 'abc'", "utf-8")
+    with pytest.raises(ConfigError, match=r"reward.model: a new model's rewards would be random"):
+        validate(Trained, load_toml(path), path)
 
 
 def test_nearest() -> None:

@@ -168,6 +168,14 @@ def test_a_slow_judge_bounds_the_steps(source: Path, tmp_path: Path) -> None:
     assert "training" not in found.bound
 
 
+def test_a_judge_that_holds_a_model_needs_none(source: Path) -> None:
+    text = CONFIG.replace('function = "exact_match"', 'backend = "fsdp"\nmodel = "nowhere"\nmesh = "judge"')
+    source.write_text(text, "utf-8")
+    found = forecast(source)
+    assert found.step_seconds == pytest.approx(3.0)
+    assert {lane.mesh for lane in found.idle} == {"main", "judge"}
+
+
 @pytest.mark.parametrize(
     ("loss", "arguments", "said"),
     [

@@ -1,0 +1,145 @@
+"""A sequence classifier with one label: a language model's body, and a head that scores a text at its last token."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from meshrl import log
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError, ModelError
+from meshrl.roles import RewardModelConfig
+from meshrl_hf.loading import JUDGE, load
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.packing import MicroBatch, ends
+from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.scoring import Predict, score
+from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts, texts_of
+
+
+class RewardModel:
+    """A model that judges texts, and what it makes of rows that it cannot judge."""
+
+    def __init__(self, model: LanguageModel, config: RewardModelConfig) -> None:
+        """ModelError where the model's head is not linear, or gives more than one number."""
+        network = model.network
+        head = getattr(network, "score", None)
+        if not isinstance(head, nn.Linear):
+            raise ModelError(
+                f"model {config.model!r} is a {type(network).__name__}, whose head is no linear layer named `score`: "
+                "take a decoder with such a head, LlamaForSequenceClassification or Qwen3ForSequenceClassification, "
+                "for example"
+            )
+        if head.out_features != 1:
+            labels = ", ".join(map(str, (network.config.id2label or {}).values()))
+            raise ModelError(
+                f"model {config.model!r} has {head.out_features} labels ({labels}): a reward model has one, whose "
+                "score is the reward"
+            )
+        self.model = model
+        self.head = head
+        self._told = False
+
+    def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
+        """The score of each text that ends in a micro-batch, float32[targets]."""
+        there = micro.to(self.model.device)
+        hidden = self.model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
+        bias = cast("Tensor | None", self.head.bias)
+        return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
+
+    def score(self, predict: Predict, batch: Batch, budget: int, peers: Peers = ALONE) -> Batch:
+        """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, by the model's own tokenizer.
+
+        With `chat` they are two messages in its template; without, the tokens that a policy's `encode` gives. A
+        completion that was cut short is judged as one that ends there, since judges learn from whole texts: what being
+        cut costs is for the script to say, by the column `truncated`. A row that the tokenizer cannot encode, that is
+        longer than the model takes or whose score is not finite gets reward 0, and `reward_error` says why.
+        """
+        read: list[tuple[Ragged, NDArray[np.int64], dict[int, str]]] = []
+        peers.agree(lambda: read.append(self._read(batch)))
+        tokens, shared, errors = read[0]
+        values = score(predict, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None, budget, peers)
+        rewards = np.zeros(len(batch), np.float32)
+        judged = np.flatnonzero(tokens.lengths)
+        rewards[judged] = values[tokens.offsets[judged + 1] - 1]
+        for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
+            errors[row] = f"the score is {rewards[row]}, and a reward must be finite"
+            rewards[row] = 0
+        self._tell(errors)
+        return batch.assign(rewards=rewards, reward_error=[errors.get(row) for row in range(len(batch))])
+
+    def _read(self, batch: Batch) -> tuple[Ragged, NDArray[np.int64], dict[int, str]]:
+        """The tokens of each row and one more, none for a row that cannot be judged; those shared; the errors."""
+        prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
+        rows: list[list[int]] = []
+        errors: dict[int, str] = {}
+        for row, ids in enumerate(self._encoded(prompts, completions)):
+            error = ids if isinstance(ids, str) else self._refused(ids)
+            if error is None:
+                rows.append([*ids, 0])
+            else:
+                rows.append([])
+                errors[row] = error
+        return Ragged.of(rows, np.int32), _shared(prompts, rows), errors
+
+    def _encoded(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[list[int] | str]:
+        """The tokens of each row, or why it has none."""
+        try:
+            return self._tokens(prompts, completions)
+        except DataError:
+            found: list[list[int] | str] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            try:
+                found += self._tokens([prompt], [completion])
+            except DataError as error:
+                found.append(str(error))
+        return found
+
+    def _tokens(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[list[int]]:
+        tokenizer = self.model.tokenizer
+        if self.model.chat:
+            return encode_dialogues(tokenizer, prompts, completions)
+        pairs = zip(
+            encode_prompts(tokenizer, prompts, chat=False), encode_completions(tokenizer, completions), strict=True
+        )
+        return [prompt + completion for prompt, completion in pairs]
+
+    def _refused(self, ids: Sequence[int]) -> str | None:
+        """Why the model cannot read these tokens."""
+        if not ids:
+            return "the row has no token"
+        if max(ids) >= self.model.known:
+            return f"the row has the token {max(ids)} and the model knows 0 to {self.model.known - 1}"
+        try:
+            self.model.check_lengths(len(ids), "the row")
+        except DataError as error:
+            return str(error)
+        return None
+
+    def _tell(self, errors: dict[int, str]) -> None:
+        """The first rows that are not judged, to the log."""
+        if errors and not self._told:
+            self._told = True
+            log.warning("a row cannot be judged; it gets reward 0", rows=len(errors), error=next(iter(errors.values())))
+
+
+def load_reward_model(config: RewardModelConfig) -> RewardModel:
+    """The judge that a role's table names."""
+    return RewardModel(load(config, JUDGE), config)
+
+
+def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:
+    """How many tokens each row begins with that all rows of its prompt begin with, int64[rows]."""
+    families: dict[str, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        if rows[row]:
+            families.setdefault(prompt, []).append(row)
+    shared = np.zeros(len(rows), np.int64)
+    for family in families.values():
+        ordered = sorted(rows[row] for row in family)  # what the first and the last begin with, all begin with
+        ends_at = (at for at, (one, other) in enumerate(zip(ordered[0], ordered[-1], strict=False)) if one != other)
+        shared[family] = next(ends_at, len(ordered[0]))
+    return shared

@@ -1,0 +1,258 @@
+"""A reward that holds a model: its scores are transformers' own, row by row, and a row that it cannot judge is data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog.testing
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from meshrl import Batch, FsdpConfig, PolicyConfig, Reward, RewardModelConfig
+from meshrl.actor import Rank, rank_context
+from meshrl.errors import DataError, ModelError
+from meshrl_fsdp.reward import FsdpReward
+from meshrl_hf.attention import Attend
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.text import character_tokenizer
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reward import TorchReward
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 48,
+    "num_labels": 1,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": 12,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 48,
+    "num_labels": 1,
+}
+JUDGES = [
+    LlamaConfig(**SHAPE),
+    Qwen3Config(**SHAPE),
+    GPT2Config(**GPT2),
+]
+TEMPLATE = (
+    "{% for each in messages %}{{ '>' if each.role == 'user' else '<' }}{{ each.content }}{{ eos_token }}{% endfor %}"
+)
+ROWS = Batch.of(
+    prompt=["abc", "abc", "abc", "h", "", "abc", "h", "gfedcba"],
+    completion=["", "de", "d", "hhhhhhhhhh", "a", "de", "f", "abcdefgh" * 3],
+)
+"""Groups of a prompt, one row twice, one row of its prompt alone, and texts without a character."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    rank_context.set(Rank(threads=1))
+
+
+def save(folder: Path, config: PretrainedConfig, auto: Any = AutoModelForSequenceClassification) -> str:
+    """A model far from its initialisation, with a character tokenizer."""
+    torch.manual_seed(0)
+    network = auto.from_config(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    network.save_pretrained(folder)
+    tokenizer = character_tokenizer("abcdefgh><", 48)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=JUDGES, ids=lambda config: type(config).__name__)
+def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a judge."""
+    return save(tmp_path_factory.mktemp("judge") / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("llama") / "model", LlamaConfig(**SHAPE))
+
+
+def reward(folder: str, backend: str = "torch", **changes: object) -> Reward:
+    config = RewardModelConfig.model_validate({"model": folder, "backend": backend, **changes})
+    return FsdpReward(config) if backend == "fsdp" else TorchReward(config)
+
+
+def by_row(folder: str, chat: bool, batch: Batch = ROWS) -> list[float]:
+    """What transformers gives each row alone, with its own tokenizer and attention."""
+    network = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores: list[float] = []
+    for prompt, completion in zip(batch.objects("prompt"), batch.objects("completion"), strict=True):
+        text = f"{prompt}{completion}<eos>"
+        if chat:
+            turns = [{"role": "user", "content": str(prompt)}, {"role": "assistant", "content": str(completion)}]
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        ids = tokenizer(text, add_special_tokens=not chat, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            scores.append(float(network(input_ids=ids).logits[0, 0]))
+    return scores
+
+
+WITHOUT_EMPTY = ROWS.select([0, 1, 2, 3, 5, 6, 7])
+"""Without the row whose prompt has no token, which a judge needs a template for."""
+
+
+@pytest.mark.parametrize("backend", ["torch", "fsdp"])
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_score_is_what_transformers_gives_the_row_alone(judge: str, backend: str, chat: bool) -> None:
+    batch = ROWS if chat else WITHOUT_EMPTY
+    expected = by_row(judge, chat, batch)
+    assert np.ptp(expected) > 0.1
+    found = await reward(judge, backend, chat=chat).score(batch)
+    assert found.rewards.dtype == np.float32
+    np.testing.assert_allclose(found.rewards, expected, atol=1e-5)
+    assert found.objects("reward_error") == (None,) * len(batch)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 48])
+async def test_micro_batches_and_the_order_of_rows_leave_the_scores(llama: str, budget: int) -> None:
+    expected = np.array(by_row(llama, chat=True))
+    order = np.random.default_rng(budget).permutation(len(ROWS))
+    found = await reward(llama, micro_batch_tokens=budget, chat=True).score(ROWS.select(order))
+    np.testing.assert_allclose(found.rewards, expected[order], atol=1e-5)
+
+
+async def test_no_rows_have_no_rewards(llama: str) -> None:
+    found = await reward(llama).score(ROWS.select([]))
+    assert len(found) == 0
+    assert found.rewards.dtype == np.float32
+
+
+async def test_a_prompt_that_rows_share_is_read_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = TorchReward(RewardModelConfig(model=llama))
+    read: list[int] = []
+
+    def hidden(model: LanguageModel, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        read.append(ids.shape[1])
+        return plain(model, ids, positions, attend)
+
+    plain = LanguageModel.hidden
+    monkeypatch.setattr(LanguageModel, "hidden", hidden)
+    await made.score(Batch.of(prompt=["abcdefgh"] * 3, completion=["a", "b", "cc"]))
+    assert sum(read) == 8 + 2 + 2 + 3
+
+
+async def test_a_cut_completion_is_judged_as_a_whole_one(llama: str) -> None:
+    cut = ROWS.assign(truncated=np.ones(len(ROWS), np.bool_))
+    found, expected = [await reward(llama, chat=True).score(batch) for batch in (cut, ROWS)]
+    assert found.rewards.tolist() == expected.rewards.tolist()
+
+
+async def test_bfloat16_is_near(llama: str) -> None:
+    expected = by_row(llama, chat=True)
+    for backend in ("torch", "fsdp"):
+        found = await reward(llama, backend, chat=True, dtype="bfloat16").score(ROWS)
+        assert 1e-5 < np.abs(found.rewards - expected).max() < 0.1
+
+
+@pytest.mark.parametrize("backend", ["torch", "fsdp"])
+@pytest.mark.parametrize("chat", [False, True])
+async def test_a_row_that_cannot_be_judged_gets_nothing_and_costs_the_others_nothing(
+    llama: str, backend: str, chat: bool
+) -> None:
+    batch = Batch.of(prompt=["abc", "a!c", "abc", "abc"], completion=["de", "d", "d" * 46, "h"])
+    made = reward(llama, backend, chat=chat)
+    with structlog.testing.capture_logs() as logs:
+        found = await made.score(batch)
+        await made.score(batch)
+    good = batch.select([0, 3])
+    np.testing.assert_allclose(found.rewards[[0, 3]], by_row(llama, chat, good), atol=1e-5)
+    assert found.rewards[[1, 2]].tolist() == [0, 0]
+    _, strange, long, _ = found.objects("reward_error")
+    assert "has '!', which the tokenizer does not know" in str(strange)
+    assert f"the row has {53 if chat else 50} tokens and the model takes at most 48" in str(long)
+    assert found.objects("reward_error")[0] is found.objects("reward_error")[3] is None
+    told = [each for each in logs if each["log_level"] == "warning"]
+    assert [each["rows"] for each in told] == [2]
+
+
+async def test_other_rows_that_cannot_be_judged(llama: str, tmp_path: Path) -> None:
+    made = TorchReward(RewardModelConfig(model=llama))
+    (error,) = (await made.score(ROWS.select([4]))).objects("reward_error")
+    assert "the prompt '' has no token" in str(error)
+    with torch.no_grad():
+        made._judge.head.weight[0, 0] = torch.inf
+    found = await made.score(WITHOUT_EMPTY)
+    assert not found.rewards.any()
+    assert set(found.objects("reward_error")) <= {
+        f"the score is {each}, and a reward must be finite" for each in ("inf", "-inf", "nan")
+    }
+    network = AutoModelForSequenceClassification.from_pretrained(llama)
+    network.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    tokenizer.add_tokens(["ABC"])
+    tokenizer.chat_template = "{{ raise_exception('no turns') if messages[0].content == 'h' }}" + TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    batch = Batch.of(prompt=["h", "a", "a"], completion=["a", "ABC", "b"])
+    refused, unknown, none = (await reward(str(tmp_path), chat=True).score(batch)).objects("reward_error")
+    assert "the chat template refuses a row: TemplateError: no turns" in str(refused)
+    assert "the row has the token 12 and the model knows 0 to 11" in str(unknown)
+    assert none is None
+
+
+async def test_what_is_no_text_is_the_scripts_mistake(llama: str) -> None:
+    with pytest.raises(DataError, match="`completion` of row 1 is 3"):
+        await reward(llama).score(Batch.of(prompt=["a", "b"], completion=["a", 3]))
+
+
+def refuse(folder: str, match: str) -> None:
+    for backend in ("torch", "fsdp"):
+        with pytest.raises(ModelError, match=match):
+            reward(folder, backend)
+
+
+def test_folders_that_hold_no_judge(llama: str, tmp_path: Path) -> None:
+    labels: dict[str, Any] = {**SHAPE, "num_labels": 3}
+    three = save(tmp_path / "three", LlamaConfig(**labels))
+    refuse(three, r"three' has 3 labels \(LABEL_0, LABEL_1, LABEL_2\): a reward model has one")
+    causal = save(tmp_path / "causal", LlamaConfig(**SHAPE), AutoModelForCausalLM)
+    refuse(causal, "is a LlamaForCausalLM, not a sequence classifier: it has no head that gives a score")
+    (tmp_path / "causal" / "config.json").write_text(
+        json.dumps({**LlamaConfig(**SHAPE).to_dict(), "architectures": None})
+    )
+    refuse(causal, r"its files lack 1 tensors \(score.weight, ...\), which would be random")
+    sizes: dict[str, Any] = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_labels": 1,
+    }
+    bert = save(tmp_path / "bert", BertConfig(**sizes, intermediate_size=16))
+    refuse(bert, r"is a BertForSequenceClassification, whose head is no linear layer named `score`|cannot be loaded")
+    with pytest.raises(ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
+        TorchPolicy(PolicyConfig(model=llama))
+
+
+async def test_options_of_sharding_leave_the_scores(llama: str) -> None:
+    expected = by_row(llama, chat=True)
+    made = reward(llama, "fsdp", chat=True, fsdp=FsdpConfig(reshard_after_forward=False))
+    for _ in range(2):
+        np.testing.assert_allclose((await made.score(ROWS)).rewards, expected, atol=1e-5)

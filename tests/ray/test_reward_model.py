@@ -1,0 +1,83 @@
+"""A reward whose model is spread over two processes: its scores are those of one rank."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from meshrl import Batch, DataError, Mesh, RankFailed, Resources, Reward, RewardModelConfig
+from meshrl.engines.ray import RayEngine
+from meshrl_fsdp.reward import FsdpReward
+from meshrl_hf.text import character_tokenizer
+from meshrl_torch.reward import TorchReward
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 48,
+    "num_labels": 1,
+}
+
+
+def rows(count: int) -> Batch:
+    """Rows of many lengths, some of one prompt; the fourth is none that a judge can read."""
+    texts = [("abcdefgh" * (1 + row % 2), "hgfedcba"[: row % 5] * (1 + row % 4)) for row in range(count)]
+    return Batch.of(
+        prompt=[prompt for prompt, _ in texts],
+        completion=["!" if row == 3 else completion for row, (_, completion) in enumerate(texts)],
+    )
+
+
+@pytest.fixture
+async def two(engine: RayEngine) -> Mesh:
+    """Two ranks."""
+    return await Mesh.reserve(engine, 2, Resources(cpus=0))
+
+
+@pytest.fixture(params=[LlamaConfig(**SHAPE), Qwen3Config(**SHAPE)], ids=["llama", "qwen3"])
+def judge(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The folder of a judge."""
+    config: PretrainedConfig = request.param
+    torch.manual_seed(0)
+    network = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    network.save_pretrained(tmp_path / "model")
+    character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+async def spawn(mesh: Mesh, judge: str, budget: int = 64) -> Reward:
+    return await mesh.spawn(FsdpReward, RewardModelConfig(backend="fsdp", model=judge, micro_batch_tokens=budget))
+
+
+@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 1, "tp": 2}], ids=str)
+async def test_scores_are_those_of_one_rank(two: Mesh, judge: str, shape: dict[str, int]) -> None:
+    made = await spawn(two.shape(**shape), judge)
+    whole = TorchReward(RewardModelConfig(model=judge))
+    for count in (9, 1, 2, 0, 9):  # of one row, one rank has none
+        batch = rows(count)
+        found, expected = await made.score(batch), await whole.score(batch)
+        np.testing.assert_allclose(found.rewards, expected.rewards, atol=1e-5)
+        assert found.objects("reward_error") == expected.objects("reward_error")
+    assert np.ptp(expected.rewards) > 0.1
+    assert [error is None for error in expected.objects("reward_error")] == [row != 3 for row in range(9)]
+
+
+@pytest.mark.parametrize("judge", [LlamaConfig(**SHAPE)], ids=["llama"], indirect=True)
+async def test_a_row_that_no_rank_can_take_leaves_the_others_free(two: Mesh, judge: str) -> None:
+    made = await spawn(two.shape(dp=2), judge, budget=1)
+    with pytest.raises((RankFailed, DataError), match="`completion` of row 0 is 3"):
+        await made.score(Batch.of(prompt=["a" * 20, "a"], completion=["b", 3]))
+    calls = [made.score(rows(count)) for count in (5, 8)]
+    assert [len(each) for each in await asyncio.gather(*calls)] == [5, 8]
