@@ -5,7 +5,7 @@ The standard columns of a batch are listed in `data.Batch`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import NoneType
 from typing import Literal, get_args
 
@@ -69,17 +69,20 @@ class AlgorithmConfig(Config):
         lora = policy.get("lora")
         adapters = {"lora": lora} if isinstance(lora, Mapping) and lora.get("sync") == "adapters" else {}
         for name, field in cls.model_fields.items():
-            forms = get_args(field.annotation) or (field.annotation,)
-            kinds = [kind for kind in forms if isinstance(kind, type) and kind is not NoneType]
+            kinds = _with_the_policys_model(field.annotation)
             role = filled.get(name, {} if field.is_required() else None)
-            if isinstance(role, Mapping) and all(_has_the_policys_model(kind) for kind in kinds):
+            if isinstance(role, Mapping) and kinds:
                 samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
                 filled[name] = {"model": policy["model"], **(adapters if samples else {}), **role}
         return filled
 
 
-def _has_the_policys_model(kind: type) -> bool:
-    return issubclass(kind, ModelConfig) and not issubclass(kind, RewardModelConfig)
+def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:
+    """The tables that a role may have, where each of them has the policy's model unless it names one."""
+    forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
+    kinds = [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
+    judges = any(issubclass(kind, RewardModelConfig) for kind in kinds)
+    return kinds if len(kinds) == len(forms) and not judges else []
 
 
 class OptimizerConfig(Config):

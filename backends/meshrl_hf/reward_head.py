@@ -76,26 +76,25 @@ class RewardModel:
         prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
         rows: list[list[int]] = []
         errors: dict[int, str] = {}
-        for row, ids in enumerate(self._encoded(prompts, completions)):
-            error = ids if isinstance(ids, str) else self._refused(ids)
-            if error is None:
-                rows.append([*ids, 0])
-            else:
-                rows.append([])
-                errors[row] = error
+        for row, (ids, error) in enumerate(self._encoded(prompts, completions)):
+            if refused := error or self._refused(ids):
+                errors[row] = refused
+            rows.append([] if refused else [*ids, 0])
         return Ragged.of(rows, np.int32), _shared(prompts, rows), errors
 
-    def _encoded(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[list[int] | str]:
-        """The tokens of each row, or why it has none."""
+    def _encoded(
+        self, prompts: Sequence[str], completions: Sequence[str]
+    ) -> Sequence[tuple[Sequence[int], str | None]]:
+        """The tokens of each row, and why it has none."""
         try:
-            return self._tokens(prompts, completions)
+            return [(ids, None) for ids in self._tokens(prompts, completions)]
         except DataError:
-            found: list[list[int] | str] = []
+            found: list[tuple[Sequence[int], str | None]] = []
         for prompt, completion in zip(prompts, completions, strict=True):
             try:
-                found += self._tokens([prompt], [completion])
+                found.append((self._tokens([prompt], [completion])[0], None))
             except DataError as error:
-                found.append(str(error))
+                found.append(([], str(error)))
         return found
 
     def _tokens(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[list[int]]:

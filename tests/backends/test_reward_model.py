@@ -23,6 +23,7 @@ from transformers import (
 from meshrl import Batch, FsdpConfig, PolicyConfig, Reward, RewardModelConfig
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import DataError, ModelError
+from meshrl_fsdp import loading
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_hf.attention import Attend
 from meshrl_hf.model import LanguageModel
@@ -249,6 +250,13 @@ def test_folders_that_hold_no_judge(llama: str, tmp_path: Path) -> None:
     refuse(bert, r"is a BertForSequenceClassification, whose head is no linear layer named `score`|cannot be loaded")
     with pytest.raises(ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
         TorchPolicy(PolicyConfig(model=llama))
+
+
+async def test_a_sharded_judge_reads_its_own_part_of_the_files(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load", None)  # what reads a whole model
+    np.testing.assert_allclose(
+        (await reward(llama, "fsdp", chat=True).score(ROWS)).rewards, by_row(llama, chat=True), atol=1e-5
+    )
 
 
 async def test_options_of_sharding_leave_the_scores(llama: str) -> None:
