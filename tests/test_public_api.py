@@ -69,6 +69,7 @@ PUBLIC = [
     "Sum",
     "Task",
     "TaskConfig",
+    "Together",
     "ValueLoss",
     "Weights",
     "at",
@@ -90,7 +91,6 @@ PUBLIC = [
     "rollout",
     "rollouts",
     "stop",
-    "together",
     "whiten",
 ]
 
