@@ -1,6 +1,6 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
-from meshrl.actor import Actor, Rank, current_rank, endpoint, together
+from meshrl.actor import Actor, Rank, Together, current_rank, endpoint
 from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
 from meshrl.config import Config
 from meshrl.data import Batch
@@ -119,6 +119,7 @@ __all__ = [
     "Sum",
     "Task",
     "TaskConfig",
+    "Together",
     "ValueLoss",
     "Weights",
     "at",
@@ -140,6 +141,5 @@ __all__ = [
     "rollout",
     "rollouts",
     "stop",
-    "together",
     "whiten",
 ]

@@ -1,17 +1,16 @@
 """Actors: plain classes whose `@endpoint` methods a mesh may call."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
-
-C = TypeVar("C", bound=type)
+T = TypeVar("T")
 
 _ENDPOINT = "__meshrl_endpoint__"
-_TOGETHER = "__meshrl_together__"
 
 
 class Actor:
@@ -29,18 +28,16 @@ def is_endpoint(method: object) -> bool:
     return getattr(method, _ENDPOINT, False) is True
 
 
-def together(actor: C) -> C:
-    """Mark an actor whose ranks wait for each other, as in collectives: a call that was sent runs to its end on all.
+class Together(ABC):
+    """Base, beside its role, of an actor whose ranks wait for each other, as in collectives.
 
-    If its caller is cancelled, he is free at once and the ranks go on: one that left would keep the others waiting.
+    A call that was sent runs to its end on all of them. If its caller is cancelled, he is free at once and the ranks go
+    on: one that left would keep the others waiting.
     """
-    setattr(actor, _TOGETHER, True)
-    return actor
 
-
-def is_together(actor: type) -> bool:
-    """Whether `@together` stands on this class or one that it inherits from."""
-    return getattr(actor, _TOGETHER, False) is True
+    @abstractmethod
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Do some work on each rank; what it gives on all of them. Where it raises on one, all raise."""
 
 
 def free_cores() -> int:

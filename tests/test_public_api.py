@@ -70,6 +70,7 @@ PUBLIC = [
     "Sum",
     "Task",
     "TaskConfig",
+    "Together",
     "ValueLoss",
     "Weights",
     "at",
@@ -91,7 +92,6 @@ PUBLIC = [
     "rollout",
     "rollouts",
     "stop",
-    "together",
     "whiten",
 ]
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank, together
+from meshrl.actor import current_rank
 from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
 from meshrl.data import Batch
@@ -16,12 +16,12 @@ from meshrl_fsdp.loading import load_sharded_valued
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.sharded import gathered
 from meshrl_fsdp.state import ShardedState
+from meshrl_fsdp.world import Spread
 from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch
 
 
-@together
-class FsdpCritic(Critic):
+class FsdpCritic(Spread, Critic):
     """The policy's architecture with a linear head in place of its last layer, sharded; a new head gives 0.
 
     A call runs on all ranks at the same time, from its beginning to its end.

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank, together
+from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
@@ -16,6 +16,7 @@ from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState
+from meshrl_fsdp.world import Spread
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.lora import published, trained
@@ -24,8 +25,7 @@ from meshrl_hf.scoring import check_readable, logprobs, predicted
 from meshrl_hf.transfer import weights_of
 
 
-@together
-class FsdpPolicy(Policy):
+class FsdpPolicy(Spread, Policy):
     """A model whose parameters and optimizer, float32, are sharded; it computes in the dtype of its table.
 
     A call runs on all ranks at the same time, from its beginning to its end.

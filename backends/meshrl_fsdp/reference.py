@@ -5,17 +5,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank, together
+from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
 from meshrl_fsdp.loading import load_sharded
+from meshrl_fsdp.world import Spread
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import logprobs, predicted
 
 
-@together
-class FsdpReference(Reference):
+class FsdpReference(Spread, Reference):
     """A model whose parameters are sharded; it computes in the dtype of its table."""
 
     def __init__(self, config: ReferenceConfig) -> None:
@@ -23,6 +23,7 @@ class FsdpReference(Reference):
         torch.set_num_threads(rank.threads)
         self._config = config
         self._sharded = load_sharded(config, config.fsdp, rank)
+        self._world = self._sharded.world
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshrl.actor import Rank
+from meshrl.actor import Rank, Together
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.layout import FsdpConfig
 from meshrl_fsdp.group import join
@@ -102,6 +102,16 @@ class World:
             if isinstance(each, Failed):
                 raise each.kind(f"{each.text} (on rank {rank})")
         return cast("list[T]", outcomes)
+
+
+class Spread(Together):
+    """Base of the roles of this backend: their ranks meet in each call."""
+
+    _world: World
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """As `World.agree`."""
+        return self._world.agree(work)
 
 
 class Failed(NamedTuple):

@@ -30,6 +30,7 @@ from meshrl import (
     RankDied,
     RankFailed,
     Resources,
+    Shard,
     endpoint,
     respawn,
 )
@@ -70,6 +71,19 @@ class Process(Actor):
     @endpoint
     async def pid(self) -> Gather[np.ndarray]:
         return np.array([os.getpid()])
+
+
+class Maker(Process):
+    """Makes rows, which stay with it."""
+
+    @endpoint
+    async def make(self, rows: Shard[Batch]) -> Gather[Batch]:
+        return rows.assign(tokens=Ragged.of([np.arange(2, 11)] * len(rows), np.int32))
+
+
+async def until_it_fails(policy: Policy, batch: Batch) -> None:
+    while True:  # Ray notices a death a moment later
+        await policy.logprobs(batch)
 
 
 @pytest.fixture
@@ -173,6 +187,21 @@ async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: Mesh)
         await policy.update(good.assign(tokens=Ragged(strange, good.tokens.offsets)), ClippedLoss())
     await policy.update(good, ClippedLoss())
     assert (await policy.weights()).version == 1
+
+
+async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None) -> None:
+    engine = RayEngine(inline_bytes=0)
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+    policy = await spawn(mesh.shape(dp=2))
+    maker = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Maker)
+    made = await maker.make(Batch.of(prompt=["one", "two"]))
+    batch = made.assign(loss_mask=Ragged(np.arange(18) % 9 > 2, np.array([0, 9, 18])))
+    os.kill(int((await maker.pid())[1]), signal.SIGKILL)
+    with pytest.raises(RankFailed, match="lies on a rank that has died"):
+        await until_it_fails(policy, batch)
+    await policy.update(rollouts(), ClippedLoss())
+    assert (await policy.weights()).version == 1
+    await engine.close()
 
 
 async def test_a_checkpoint_without_the_file_of_a_rank_is_not_whole(two: Mesh, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from meshrl import log
-from meshrl.actor import Rank, is_together
+from meshrl.actor import Rank, Together
 from meshrl.engine import INLINE_BYTES, Member, Resources, Slot
 from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_cause
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room, patiently
@@ -105,7 +105,7 @@ class RayEngine(RayCaller):
             reservation.revive()
             await reservation.settle(self._cluster)
         processes = [slot.process for slot in places]
-        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=is_together(create))
+        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, Together))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
         # Where ranks meet already as they are made, two actors must not be made in another order on another rank.

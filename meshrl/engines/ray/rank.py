@@ -14,7 +14,7 @@ from typing import Final, cast
 
 import ray
 
-from meshrl.actor import Rank, rank_context
+from meshrl.actor import Rank, Together, rank_context
 from meshrl.engines.ray.order import Line
 from meshrl.engines.ray.pickle import packed
 from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped, boot
@@ -172,8 +172,9 @@ class RankProcess:
         hosted.tasks.add(task)
         rank_context.set(hosted.rank)
         try:
-            arguments, keywords = given if given is NONE else await loaded(given)
+            (arguments, keywords), lost = await _taken(given)
             await line.turn(ask.number)
+            _check_taken(hosted.instance, given, lost)
             method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
             line.start(ask.number)  # nothing else runs between this and the endpoint's first step
             return await run(method, arguments, keywords)
@@ -190,6 +191,27 @@ class RankProcess:
 
 async def _read(wanted: Construction) -> object:
     return await loaded((await RayHeld.fetch([wanted.recipe]))[0])
+
+
+async def _taken(given: Arguments) -> tuple[Arguments, Exception | None]:
+    """A call's arguments with all that they refer to; why that could not be fetched."""
+    try:
+        return (given if given is NONE else await loaded(given)), None
+    except Exception as error:  # noqa: BLE001 -- it is raised when it is the call's turn
+        return NONE, error
+
+
+def _check_taken(actor: object, given: Arguments, lost: Exception | None) -> None:
+    """Raise what this rank has lost; where ranks wait for each other, what one of them has lost, on all."""
+
+    def check() -> None:
+        if lost is not None:
+            raise lost
+
+    if isinstance(actor, Together) and given is not NONE:
+        actor.agree(check)
+    else:
+        check()
 
 
 def _current_task() -> asyncio.Task[object]:
