@@ -27,8 +27,8 @@ class FsdpReference(Spread, Reference):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
-        it, budget = self._sharded, self._config.micro_batch_tokens
-        values = logprobs(it.model, self._predicted, batch, budget, Source("reference"), it.world)
+        model, budget = self._sharded.model, self._config.micro_batch_tokens
+        values = logprobs(model, self._predicted, batch, budget, Source("reference"), self._world)
         return batch.assign(reference_logprobs=values)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
