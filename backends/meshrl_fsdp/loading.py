@@ -90,7 +90,8 @@ def _spread(
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     sharded = shard(model, world, layout, dtype, extra)
     if folder is not None:
-        _fill(sharded, folder, torch.device("cpu") if layout.cpu_offload else world.device)
+        device = torch.device("cpu") if layout.cpu_offload else world.device
+        world.agree(lambda: _fill(sharded, folder, device))
         with torch.no_grad():
             sharded(lambda: _checked(model))
     return sharded

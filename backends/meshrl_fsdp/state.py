@@ -82,7 +82,7 @@ class ShardedState:
         self._reshard()
         self._optimizer.begin(numbers.steps)
         tensors = self._tensors(MOMENTS if numbers.steps else ())
-        read_shards(Path(folder), tensors)
+        self._world.agree(lambda: read_shards(Path(folder), tensors))
 
     def _tensors(self, moments: tuple[str, ...]) -> dict[str, DTensor]:
         """The parameters and what AdamW keeps of them, sharded alike. Writing into them changes both."""

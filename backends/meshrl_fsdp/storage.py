@@ -6,6 +6,7 @@ has. Nothing is pickled.
 
 import json
 import os
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,12 +41,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 
 
 def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read into these tensors, each rank into its shards. All ranks do it at once.
+    """Read into these tensors, this rank into its shards, whatever the others do. ModelError where it cannot.
 
-    Reads any Hugging Face folder too. ModelError, on all ranks, where one cannot.
+    Reads any Hugging Face folder too.
     """
-    with _told(f"{folder} cannot be read"):
-        load(dict(tensors), storage_reader=_Reader(str(folder)))
+    with _told(f"{folder} cannot be read"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: each file says all of itself
+        load(dict(tensors), storage_reader=_Reader(str(folder)), no_dist=True)
 
 
 def shards_in(folder: Path) -> dict[str, TensorStorageMetadata]:
