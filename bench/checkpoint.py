@@ -2,8 +2,8 @@
 
     python bench/checkpoint.py --json F [--rounds N] [--mib 1024]
 
-A policy that has made one step: float32 weights and both of AdamW's moments. Checkpoints are waited for
-(`wait = True`), and a rank has one thread. The raw contestant has as many files of the same sizes, one thread each,
+A policy that has made one step: float32 weights and both of AdamW's moments. Checkpoints are waited for, and a rank has
+one thread. A run writes its checkpoints from a copy of the state (`wait = False`, then `written`). The raw contestant has as many files of the same sizes, one thread each,
 memory that it has touched before, and Python's own `write` and `readinto`. The backend fsdp calls fsync on each file,
 the backend torch does not, and the raw contestant does as each of them. Files are written anew each time; what is read
 lies in the page cache, as it was written just before. They take turns; two rounds before the others are not counted.
@@ -29,7 +29,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.harness import Figure, arguments, at_least, median, report, with_allocator
+from bench.harness import Figure, arguments, at_least, figure, median, report, with_allocator
 from meshrl import Batch, CrossEntropy, MeshConfig, NewModel, PolicyConfig, Run, RunConfig
 from meshrl.engines.loop import RankLoop
 from meshrl.roles import Policy
@@ -70,7 +70,7 @@ def main() -> None:
 
 async def compare(subject: Subject, mib: int, rounds: int) -> list[Figure]:
     """Let both take turns, and set their medians side by side."""
-    seconds: dict[str, list[tuple[float, float]]] = {"meshrl": [], "raw": []}
+    seconds: dict[str, list[tuple[float, ...]]] = {"meshrl": [], "raw": []}
     with tempfile.TemporaryDirectory() as folder:
         meshes = {"train": MeshConfig(ranks=subject.ranks, cpus=1)}
         engine = "ray" if subject.ranks > 1 else "local"
@@ -84,13 +84,14 @@ async def compare(subject: Subject, mib: int, rounds: int) -> list[Figure]:
             for number in range(rounds + WARM_UP):
                 for turn in sorted(seconds, reverse=number % 2 == 0):
                     seconds[turn].append(raw.turn() if turn == "raw" else await turn_of(policy, here))
-    (write, read), (raw_write, raw_read) = (
+    (write, read, copied), (raw_write, raw_read) = (
         [raw.nbytes / 1e6 / median(times) for times in zip(*turns[WARM_UP:], strict=True)] for turns in seconds.values()
     )
     label = f"{subject.name}, {raw.nbytes / 1e6:,.0f} MB"
     synced = "with fsync" if subject.syncs else "without fsync"
     return [
         at_least(f"checkpoint, {label}, {synced}", write, "MB/s", raw_write, 0.5),
+        figure(f"checkpoint from a copy, {label}, {synced}", copied, "MB/s", raw_write),
         at_least(f"restore, {label}", read, "MB/s", raw_read, 0.5),
     ]
 
@@ -113,14 +114,19 @@ def sizes(folder: str) -> list[int]:
     return [file.stat().st_size for file in sorted(Path(folder).iterdir())]
 
 
-async def turn_of(policy: Policy, folder: str) -> tuple[float, float]:
-    """Seconds to write a checkpoint and to take it again."""
+async def turn_of(policy: Policy, folder: str) -> tuple[float, ...]:
+    """Seconds to write a checkpoint, to take it again, and to write it from a copy."""
     shutil.rmtree(folder)
     began = time.perf_counter()
     await policy.checkpoint(folder)
     written = time.perf_counter()
     await policy.restore(folder)
-    return written - began, time.perf_counter() - written
+    taken = time.perf_counter()
+    shutil.rmtree(folder)
+    removed = time.perf_counter()
+    await policy.checkpoint(folder, wait=False)
+    await policy.written()
+    return written - began, taken - written, time.perf_counter() - removed
 
 
 class Raw:
@@ -133,7 +139,7 @@ class Raw:
         self._folder, self._syncs = folder, syncs
         folder.mkdir()
 
-    def turn(self) -> tuple[float, float]:
+    def turn(self) -> tuple[float, ...]:
         """Seconds to write the files and to read them."""
         shutil.rmtree(self._folder)
         self._folder.mkdir()
@@ -146,14 +152,18 @@ class Raw:
 
     def _write(self, path: Path, buffer: NDArray[np.uint8]) -> None:
         with path.open("wb", buffering=0) as file:
-            file.write(buffer.data)
+            written = 0
+            while written < len(buffer):  # Linux writes 2 GiB at once, no more
+                written += file.write(buffer.data[written:])
             if self._syncs:
                 os.fsync(file.fileno())
 
 
 def _read(path: Path, buffer: NDArray[np.uint8]) -> None:
     with path.open("rb", buffering=0) as file:
-        assert file.readinto(buffer.data) == len(buffer)
+        taken = 0
+        while taken < len(buffer):
+            taken += file.readinto(buffer.data[taken:])
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ def compare(tokens: int = TOKENS) -> list[Figure]:
     """Measure both, one after the other."""
     while naive_bytes(tokens) > free_bytes():
         tokens //= 2
+        if not tokens:
+            raise SystemExit("the naive way needs more memory than is free, for however few tokens")
     answers: list[dict[str, float]] = []
     for way in WAYS:
         command = [sys.executable, __file__, "--worker", way, "--tokens", str(tokens)]

@@ -49,8 +49,8 @@ class RewardConfig(RoleConfig):
     def _calls_a_function(cls, backend: str) -> str:
         if backend in _HOLD_A_MODEL:
             raise ValueError(
-                'a reward of this backend holds a model: give `model`, its folder, in a RewardModelConfig; "function" '
-                "calls a Python function"
+                "a reward of this backend holds a model: give `model`, its folder, and leave `function` out; "
+                '"function" calls a Python function'
             )
         return backend
 

@@ -77,12 +77,21 @@ class ShardedState:
         return MOMENTS if self._optimizer.steps else ()
 
     def read(self, folder: str) -> None:
-        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model."""
+        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model.
+
+        ModelError too where a file cannot be read to its end: then part of it is taken.
+        """
         numbers = self._world.agree(lambda: self._checked(Path(folder)))[0]
         self._reshard()
         self._optimizer.begin(numbers.steps)
         tensors = self._tensors(MOMENTS if numbers.steps else ())
-        self._world.agree(lambda: read_shards(Path(folder), tensors))
+        try:
+            self._world.agree(lambda: read_shards(Path(folder), tensors))
+        except ModelError as error:
+            raise ModelError(
+                f"{error}. The {self._role} has taken a part of it, and is of no use now: restore it again, or spawn it "
+                "anew"
+            ) from error
 
     def _tensors(self, moments: tuple[str, ...]) -> dict[str, DTensor]:
         """The parameters and what AdamW keeps of them, sharded alike. Writing into them changes both."""

@@ -36,7 +36,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 
     ModelError, on all of them, where one cannot.
     """
-    with _told(f"{folder} cannot be written"):
+    with _told(f"{folder} cannot be written", together=True):
         save(dict(tensors), storage_writer=_Writer(str(folder), save_distributed=True), process_group=group)
 
 
@@ -45,7 +45,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Reads any Hugging Face folder too.
     """
-    with _told(f"{folder} cannot be read"), warnings.catch_warnings():
+    with _told(f"{folder} cannot be read", together=False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: each file says all of itself
         load(dict(tensors), storage_reader=_Reader(str(folder)), no_dist=True)
 
@@ -97,10 +97,11 @@ class _Reader(HuggingFaceStorageReader):
 
 
 @contextmanager
-def _told(what: str) -> Generator[None]:
+def _told(what: str, *, together: bool) -> Generator[None]:
     """Say in one line what torch's error has as the tracebacks of all ranks."""
     try:
         yield
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
-        raise ModelError(f"{what}: {type(reason).__name__}: {reason} (on rank {rank})") from error
+        where = f" (on rank {rank})" if together else ""
+        raise ModelError(f"{what}: {type(reason).__name__}: {reason}{where}") from error

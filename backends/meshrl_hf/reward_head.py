@@ -41,6 +41,7 @@ class RewardModel:
             )
         self.model = model
         self.head = head
+        self._pad: int | None = network.config.get_text_config().pad_token_id
         self._told = False
 
     def predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
@@ -76,7 +77,8 @@ class RewardModel:
         prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
         rows: list[list[int]] = []
         errors: dict[int, str] = {}
-        for row, (ids, error) in enumerate(self._encoded(prompts, completions)):
+        for row, (encoded, error) in enumerate(self._encoded(prompts, completions)):
+            ids = self._judged(encoded)
             if refused := error or self._refused(ids):
                 errors[row] = refused
             rows.append([] if refused else [*ids, 0])
@@ -105,6 +107,13 @@ class RewardModel:
             encode_prompts(tokenizer, prompts, chat=False), encode_completions(tokenizer, completions), strict=True
         )
         return [prompt + completion for prompt, completion in pairs]
+
+    def _judged(self, ids: Sequence[int]) -> Sequence[int]:
+        """The tokens up to the last that is no padding, at which transformers' classifiers learn to score."""
+        end = len(ids)
+        while end and ids[end - 1] == self._pad:
+            end -= 1
+        return ids[:end]
 
     def _refused(self, ids: Sequence[int]) -> str | None:
         """Why the model cannot read these tokens."""

@@ -18,9 +18,10 @@ class Writing:
         self._last = self._thread.submit(work)
 
     def settle(self) -> None:
-        """Wait, in this thread, for the end of what was begun before, however it ends."""
+        """Wait, in this thread, for the end of what was begun before, and forget how it ended."""
         if self._last is not None:
             wait([self._last])
+            self._last = None
 
     async def written(self) -> None:
         """Wait for the end of what was begun last. Raises what it raised."""

@@ -103,6 +103,9 @@ async def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     file.mkdir()
     with pytest.raises(ModelError, match=rf"{tmp_path} cannot be written: .*directory.*\(on rank 0\)"):
         await made.checkpoint(str(tmp_path))
+    await made.checkpoint(str(tmp_path), wait=False)
+    await made.checkpoint(str(tmp_path / "elsewhere"))
+    await made.written()  # of the last alone
 
 
 def test_offloading_needs_a_gpu() -> None:

@@ -54,6 +54,8 @@ JUDGES = [
     LlamaConfig(**SHAPE),
     Qwen3Config(**SHAPE),
     GPT2Config(**GPT2),
+    LlamaConfig(**SHAPE, pad_token_id=1),  # the token that ends a text: the score is of the one before
+    LlamaConfig(**SHAPE, pad_token_id=0),
 ]
 TEMPLATE = (
     "{% for each in messages %}{{ '>' if each.role == 'user' else '<' }}{{ each.content }}{{ eos_token }}{% endfor %}"
@@ -84,7 +86,7 @@ def save(folder: Path, config: PretrainedConfig, auto: Any = AutoModelForSequenc
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=JUDGES, ids=lambda config: type(config).__name__)
+@pytest.fixture(scope="module", params=JUDGES, ids=lambda config: f"{type(config).__name__} {config.pad_token_id}")
 def judge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a judge."""
     return save(tmp_path_factory.mktemp("judge") / "model", request.param)

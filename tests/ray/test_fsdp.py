@@ -31,6 +31,7 @@ from meshrl import (
     RankFailed,
     Resources,
     Shard,
+    at,
     endpoint,
     respawn,
 )
@@ -211,6 +212,13 @@ async def test_a_checkpoint_without_the_file_of_a_rank_is_not_whole(two: Mesh, t
     next((tmp_path / "state").glob("shard-00001*")).unlink()
     with pytest.raises(RankFailed, match="lacks a part of"):
         await policy.restore(str(tmp_path / "state"))
+
+
+async def test_a_part_of_the_ranks_is_not_called_alone(two: Mesh) -> None:
+    policy = await spawn(two)
+    with pytest.raises(ContractError, match="was called on 1 of 2 ranks, which would wait for the others"):
+        await at(policy, dp=0).logprobs(rollouts())
+    await policy.logprobs(rollouts())
 
 
 async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:

@@ -97,7 +97,14 @@ class RayCaller:
 def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
     """Raise what sending would, before any rank is asked, where ranks wait for each other: all are asked, or none."""
     spawn = cast("RayMember", requests[0].member).spawn
-    for request in requests if spawn.together and len(requests) > 1 else ():
+    if not spawn.together or len(spawn.ranks) == 1:
+        return
+    if len(requests) < len(spawn.ranks):
+        raise ContractError(
+            f"{spawn.name}.{endpoint} was called on {len(requests)} of {len(spawn.ranks)} ranks, which would wait for "
+            "the others: an actor that is `Together` is called on all of its ranks, not through `at`"
+        )
+    for request in requests:
         sendable(f"{spawn.name}.{endpoint}", partial(check_picklable, (request.arguments, dict(request.keywords))))
 
 
