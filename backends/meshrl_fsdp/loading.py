@@ -13,7 +13,7 @@ from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
 from meshrl.roles import ModelConfig, PolicyConfig, RewardModelConfig
 from meshrl_fsdp.sharded import Sharded, shard
-from meshrl_fsdp.storage import read_shards
+from meshrl_fsdp.storage import Shards
 from meshrl_fsdp.world import World
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load, outline
 from meshrl_hf.lora import adapt, own_name
@@ -108,7 +108,7 @@ def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
             if name in kept:
                 _local(each).copy_(kept[name])
     absent = {name: each.detach() for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in kept}
-    read_shards(folder, {own_name(name): each for name, each in absent.items()})
+    Shards(folder).read({own_name(name): each for name, each in absent.items()})
 
 
 def _checked(model: LanguageModel) -> Tensor:

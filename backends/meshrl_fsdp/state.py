@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshrl.errors import ModelError
 from meshrl_fsdp.optimizer import MOMENTS, ShardedOptimizer
 from meshrl_fsdp.sharded import Sharded
-from meshrl_fsdp.storage import read_shards, shards_in, write_shards
+from meshrl_fsdp.storage import Shards, write_shards
 from meshrl_hf.writing import Writing
 
 _NUMBERS: Final = "state.json"
@@ -81,16 +81,18 @@ class ShardedState:
 
         ModelError too where a file cannot be read to its end: then part of it is taken.
         """
-        numbers = self._world.agree(lambda: self._checked(Path(folder)))[0]
+        opened: list[tuple[_Numbers, Shards]] = []
+        self._world.agree(lambda: opened.append(self._open(Path(folder))))
+        numbers, shards = opened[0]
         self._reshard()
         self._optimizer.begin(numbers.steps)
         tensors = self._tensors(MOMENTS if numbers.steps else ())
         try:
-            self._world.agree(lambda: read_shards(Path(folder), tensors))
+            self._world.agree(lambda: shards.read(tensors))
         except ModelError as error:
             raise ModelError(
-                f"{error}. The {self._role} has taken a part of it, and is of no use now: restore it again, or spawn it "
-                "anew"
+                f"{error}. The {self._role} has taken a part of it, and is of no use now: restore it again, or spawn "
+                "it anew"
             ) from error
 
     def _tensors(self, moments: tuple[str, ...]) -> dict[str, DTensor]:
@@ -102,10 +104,10 @@ class ShardedState:
                 tensors[f"{moment}/{name}"] = _placed(shard, parameter, parameter.device_mesh)
         return tensors
 
-    def _checked(self, path: Path) -> _Numbers:
+    def _open(self, path: Path) -> tuple[_Numbers, Shards]:
         try:
             numbers = msgspec.json.decode((path / _NUMBERS).read_bytes(), type=_Numbers)
-            parts = shards_in(path)
+            shards = Shards(path)
         except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{path} cannot be read as the state of a {self._role}: {type(error).__name__}: {error}. Remove the "
@@ -113,13 +115,13 @@ class ShardedState:
             ) from error
         if numbers.role != self._role:
             raise ModelError(f"{path} is the state of a {numbers.role}, not of a {self._role}; {_REMEDY}")
-        for name, it in parts.items():
+        for name, it in shards.tensors.items():
             if sum(prod(chunk.sizes) for chunk in it.chunks) != prod(it.size):
                 raise ModelError(
                     f"{path} lacks a part of `{name.partition('/')[2]}`: a rank's file is missing. Remove the "
                     "checkpoint that it belongs to, to go on from the one before"
                 )
-        there = {name: list(it.size) for name, it in parts.items()}
+        there = {name: list(it.size) for name, it in shards.tensors.items()}
         kinds = ("model", *(MOMENTS if numbers.steps else ()))
         here = {f"{kind}/{name}": list(each.shape) for kind in kinds for name, each in self._parameters.items()}
         for name in sorted(there.keys() | here.keys()):
@@ -128,7 +130,7 @@ class ShardedState:
                     f"{path} is the state of another {self._role}: `{name.partition('/')[2]}` is "
                     f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here; {_REMEDY}"
                 )
-        return numbers
+        return numbers, shards
 
 
 def _placed(shard: Tensor, like: DTensor, mesh: DeviceMesh) -> DTensor:

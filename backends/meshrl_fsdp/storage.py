@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -40,20 +40,24 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
         save(dict(tensors), storage_writer=_Writer(str(folder), save_distributed=True), process_group=group)
 
 
-def read_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read into these tensors, this rank into its shards, whatever the others do. ModelError where it cannot.
+class Shards:
+    """What the files of a folder have: shards that were written here, or a Hugging Face folder's whole tensors."""
 
-    Reads any Hugging Face folder too.
-    """
-    with _told(f"{folder} cannot be read", together=False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant: each file says all of itself
-        load(dict(tensors), storage_reader=_Reader(str(folder)), no_dist=True)
+    def __init__(self, folder: Path) -> None:
+        """Reads where each part lies. As safetensors, where a file is damaged."""
+        self._folder = folder
+        self._reader = _Reader(str(folder))
+        found = self._reader.read_metadata().state_dict_metadata
+        self.tensors: Final = {name: it for name, it in found.items() if isinstance(it, TensorStorageMetadata)}
+        """The size of each tensor, and the parts of it that are there."""
 
-
-def shards_in(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """What the files of a folder have of each tensor."""
-    found = _Reader(str(folder)).read_metadata().state_dict_metadata
-    return {name: it for name, it in found.items() if isinstance(it, TensorStorageMetadata)}
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read into these tensors, this rank into its shards, whatever the others do. ModelError where it cannot."""
+        with _told(f"{self._folder} cannot be read", together=False), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # as is meant: files say all of themselves
+            load(dict(tensors), storage_reader=self._reader, no_dist=True)
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -85,7 +89,14 @@ class _Opened(Protocol):
 
 
 class _Reader(HuggingFaceStorageReader):
-    """Reads from the page cache into where it belongs."""
+    """Reads from the page cache into where it belongs, and the files' heads once."""
+
+    _found: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._found is None:
+            self._found = super().read_metadata()
+        return self._found
 
     def _process_read_request(self, f: _Opened, req: ReadItem, planner: LoadPlanner) -> None:
         part = f.get_tensor(req.storage_index.fqn)
