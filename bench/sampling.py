@@ -20,9 +20,10 @@ from bench.harness import Figure, arguments, figure, median, report, take_turns
 from meshrl import NewModel, SamplerConfig, Sampling
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
+from meshrl_hf.rollouts import Request
 from meshrl_hf.text import encode_prompts
 from meshrl_torch.cache import Cache
-from meshrl_torch.decode import Decoder, Request
+from meshrl_torch.decode import Decoder
 from meshrl_torch.draw import Draw, key
 
 ROWS: Final = 512

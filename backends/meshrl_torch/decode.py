@@ -4,8 +4,7 @@ Slots 0 to `count` are the rows being decoded. A row that finishes is replaced b
 step is one forward pass over the first slots of the cache, whatever finished.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from itertools import chain
 from typing import Final
 
@@ -17,66 +16,15 @@ from torch import Tensor
 from meshrl_hf.attention import Packed
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import groups_of, runs
+from meshrl_hf.rollouts import Finished, Ints, Request
 from meshrl_hf.text import decode
 from meshrl_torch.cache import Cache, Decode, Prefill
 from meshrl_torch.draw import Draw
-
-Ints = NDArray[np.int64]
 
 PREFILL_TOKENS: Final = 16384
 """Prompt tokens in one forward pass."""
 GROWTH: Final = 32
 """Positions are added to the slots in multiples of this."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What one call of `generate` asks for."""
-
-    prefixes: Sequence[Sequence[int]]
-    """Different token sequences, each of one token or more: prompts, and what is drawn of their completions."""
-    prefix: Ints
-    """Which of them each row continues, int64[rows]; rows of one prefix are best adjacent."""
-    rows: Ints
-    """What the rows are called, int64[rows]."""
-    starts: Ints
-    """Tokens of each row's prompt, int64[rows]: where its completion starts."""
-    limits: Ints
-    """The most tokens of each row's completion, int64[rows]."""
-    numbers: Ints
-    """What each row's random numbers hang on, int64[rows]."""
-    ends: frozenset[int]
-    """The tokens that end a row."""
-    stop: tuple[str, ...]
-
-    def select(self, rows: NDArray[np.bool_]) -> "Request":
-        """Some of the rows, bool[rows]."""
-        return replace(
-            self,
-            prefix=self.prefix[rows],
-            rows=self.rows[rows],
-            starts=self.starts[rows],
-            limits=self.limits[rows],
-            numbers=self.numbers[rows],
-        )
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Rows that are done, or were stopped. Token arrays are flat, [sum of lengths]; the prompt is part of a row.
-
-    What a row had already when it began, its prefix, has log-probs of 0 and versions of -1.
-    """
-
-    rows: Ints
-    lengths: Ints
-    prompts: Ints
-    """Tokens of each row's prompt."""
-    truncated: NDArray[np.bool_]
-    aborted: NDArray[np.bool_]
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
 
 
 class Decoder:

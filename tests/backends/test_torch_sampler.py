@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from meshrl import Batch, NewModel, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import DataError, ModelError
+from meshrl_hf.rollouts import Rollouts
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder
 from meshrl_torch.draw import Draw, key, uniforms
@@ -312,7 +313,7 @@ def test_slots_are_refilled_before_the_longest_row_ends() -> None:
     batch = Batch.of(prompt=["abc>"] * 28, max_tokens=limits)
     steps: dict[int, int] = {}
     for refill in (1, 4):
-        request, _ = made._request(batch, Sampling(ignore_eos=True))
+        request = Rollouts(made._model, batch, Sampling(ignore_eos=True)).request
         decoder = Decoder(made._model, Cache(), request, Draw(Sampling(), key(0)), 4, refill)
         steps[refill] = 0
         while decoder.busy:

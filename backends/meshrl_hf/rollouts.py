@@ -1,0 +1,235 @@
+"""What samplers share, whatever they decode with: rows into token sequences to go on after, and these into rollouts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError
+from meshrl.ragged import Source
+from meshrl.roles import Sampling
+from meshrl.sharding import Array
+from meshrl_hf.packing import runs
+from meshrl_hf.text import decode, encode_prompts, texts_of
+
+Ints = NDArray[np.int64]
+
+_PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+"""Columns of rows that go on after what they have."""
+_NEWEST: Final = np.iinfo(np.int32).max
+
+
+class Reader(Protocol):
+    """What reads and writes texts: a language model, or what is left of one without its network."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """From text to tokens and back."""
+        ...
+
+    @property
+    def chat(self) -> bool:
+        """Whether each prompt is one user message in the tokenizer's template."""
+        ...
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        ...
+
+    def check_lengths(self, longest: int, what: str) -> None:
+        """DataError if a sequence is longer than the model was made for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call of `generate` asks for."""
+
+    prefixes: Sequence[Sequence[int]]
+    """Different token sequences, each of one token or more: prompts, and what is drawn of their completions."""
+    prefix: Ints
+    """Which of them each row continues, int64[rows]; rows of one prefix are best adjacent."""
+    rows: Ints
+    """What the rows are called, int64[rows]."""
+    starts: Ints
+    """Tokens of each row's prompt, int64[rows]: where its completion starts."""
+    limits: Ints
+    """The most tokens of each row's completion, int64[rows]."""
+    numbers: Ints
+    """What each row's random numbers hang on, int64[rows]."""
+    ends: frozenset[int]
+    """The tokens that end a row."""
+    stop: tuple[str, ...]
+
+    def select(self, rows: NDArray[np.bool_]) -> "Request":
+        """Some of the rows, bool[rows]."""
+        return replace(
+            self,
+            prefix=self.prefix[rows],
+            rows=self.rows[rows],
+            starts=self.starts[rows],
+            limits=self.limits[rows],
+            numbers=self.numbers[rows],
+        )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Rows that are done, or were stopped. Token arrays are flat, [sum of lengths]; the prompt is part of a row.
+
+    What a row had already when it began, its prefix, has log-probs of 0 and versions of -1.
+    """
+
+    rows: Ints
+    lengths: Ints
+    prompts: Ints
+    """Tokens of each row's prompt."""
+    truncated: NDArray[np.bool_]
+    aborted: NDArray[np.bool_]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+
+NONE: Final = Finished(
+    rows=np.empty(0, np.int64),
+    lengths=np.empty(0, np.int64),
+    prompts=np.empty(0, np.int64),
+    truncated=np.empty(0, np.bool_),
+    aborted=np.empty(0, np.bool_),
+    tokens=np.empty(0, np.int32),
+    logprobs=np.empty(0, np.float32),
+    versions=np.empty(0, np.int32),
+)
+"""No rows."""
+
+
+class Rollouts:
+    """The rows of one call of `generate`: what is to be decoded for them, and the batches of what was."""
+
+    def __init__(self, reader: Reader, prompts: Batch, sampling: Sampling) -> None:
+        """DataError for a row that cannot be read, or is too long with all its new tokens."""
+        self._reader = reader
+        self._sampling = sampling
+        self.rows: Final = prompts.repeat(sampling.n)
+        """`n` rows for each of the prompts."""
+        self._continued = all(name in self.rows for name in _PREFIX)
+        request, ended = self._read()
+        self.request: Final = request
+        """The rows that are to be decoded."""
+        self.ended: Final = ended
+        """Those that have ended already."""
+
+    def batch(self, finished: Finished, version: int) -> Batch:
+        """Rows as they are told; `version` is that of a row which has no token of its own yet."""
+        rows = self.rows.select(finished.rows)
+        offsets = np.append(0, np.cumsum(finished.lengths))
+        place = np.arange(len(finished.tokens)) - np.repeat(offsets[:-1], finished.lengths)
+        new = place >= np.repeat(finished.prompts, finished.lengths)
+        if self._continued:
+            had = runs(offsets[:-1], rows.tokens.lengths)
+            finished.logprobs[had] = rows.sampler_logprobs.values
+            finished.versions[had] = rows.versions.values
+        oldest = np.full(len(rows), version, np.int32)
+        begun = finished.lengths > finished.prompts
+        oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
+        texts = decode(self._reader.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
+        return rows.assign(
+            tokens=Ragged(finished.tokens, offsets),
+            loss_mask=Ragged(new, offsets),
+            sampler_logprobs=Ragged(finished.logprobs, offsets, source=Source("sampler")),
+            versions=Ragged(finished.versions, offsets),
+            oldest_version=oldest,
+            completion=[_cut(text, self._sampling.stop) for text in texts],
+            temperature=np.full(len(rows), self._sampling.temperature or 1.0, np.float32),
+            truncated=finished.truncated,
+            aborted=finished.aborted,
+        )
+
+    def _read(self) -> tuple[Request, Finished]:
+        rows, sampling = self.rows, self._sampling
+        prefixes, prefix, starts = _prefixes(rows) if self._continued else self._prompts()
+        lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))[prefix]
+        own = rows.row("max_tokens") if "max_tokens" in rows else sampling.max_tokens
+        limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
+        if len(limits) and limits.min() < 1:
+            row = int(limits.argmin())
+            raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion has at least 1 token")
+        totals = np.maximum(starts + limits, lengths)
+        if len(totals):
+            row = int(totals.argmax())
+            self._reader.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
+        numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))
+        if len(np.unique(numbers)) != len(numbers):  # rows taken twice since the split: equal draws are not wanted
+            numbers = np.arange(len(rows))
+        ends = frozenset[int]() if sampling.ignore_eos else self._reader.ends
+        request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
+        if not self._continued or not len(rows):
+            return request, NONE
+        stopped = self._stopped(request)
+        done = stopped | (lengths - starts >= limits)
+        return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
+
+    def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:
+        """The different prompts, which of them each row has, and its length."""
+        texts = texts_of(self.rows, "prompt")
+        different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        ids = encode_prompts(self._reader.tokenizer, list(different), self._reader.chat)
+        prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
+        return ids, prompt, np.fromiter(map(len, ids), np.int64, len(ids))[prompt]
+
+    def _stopped(self, request: Request) -> NDArray[np.bool_]:
+        """Whether each row's completion has an end already, bool[rows]."""
+        values, offsets = self.rows.tokens.values, self.rows.tokens.offsets
+        begun = self.rows.tokens.lengths > request.starts
+        stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
+        if request.stop:
+            texts = decode(self._reader.tokenizer, _completions(values, offsets, request.starts))
+            stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
+        return stopped
+
+
+def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
+    """The different token sequences that rows go on after, which of them each row has, and where completions start."""
+    empty = np.flatnonzero(rows.tokens.lengths == 0)
+    if len(empty):
+        raise DataError(
+            f"row {empty[0]} cannot be continued: its `tokens` are none; give its prompt's tokens, or drop the columns "
+            f"{', '.join(_PREFIX)} to start all rows from their prompts"
+        )
+    different: dict[bytes, int] = {}
+    tokens = [row.astype(np.int32) for row in rows.tokens]
+    prefix = np.fromiter((different.setdefault(row.tobytes(), len(different)) for row in tokens), np.int64, len(rows))
+    prefixes = [np.frombuffer(each, np.int32).tolist() for each in different]
+    starts = [int(mask.argmax()) if mask.any() else len(mask) for mask in rows.loss_mask]
+    return prefixes, prefix, np.array(starts, np.int64)
+
+
+def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_]) -> Finished:
+    """These rows, as they are."""
+    some = rows.select(which)
+    return Finished(
+        rows=which,
+        lengths=some.tokens.lengths,
+        prompts=starts[which],
+        truncated=truncated[which],
+        aborted=np.zeros(len(which), np.bool_),
+        tokens=some.tokens.values.astype(np.int32),
+        logprobs=some.sampler_logprobs.values.astype(np.float32),
+        versions=some.versions.values.astype(np.int32),
+    )
+
+
+def _completions(tokens: Array, offsets: Ints, starts: Ints) -> list[list[int]]:
+    spans = zip((offsets[:-1] + starts).tolist(), offsets[1:].tolist(), strict=True)
+    return [tokens[start:end].tolist() for start, end in spans]
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> str:
+    found = [place for place in (text.find(each) for each in stop) if place >= 0]
+    return text[: min(found)] if found else text
