@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-gpu check bench peers
+.PHONY: help setup quickstart smollm2 test test-gpu test-vllm check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ test: setup  ## the tests
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
+
+test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in an environment of its own
+	$(BIN)/pytest -m vllm tests/vllm
 
 check: setup  ## formatting, lint, both type checkers, the tests
 	$(BIN)/ruff format --check
@@ -49,6 +52,12 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(BIN)/python $(PIP) --constraint requirements.txt $(TORCH)
 	$(BIN)/python $(PIP) --no-deps --requirement requirements.txt
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv-vllm/.done: requirements-vllm.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
+	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	@touch $@
 
 # torch first and alone, here too: what follows would bring another build of it.

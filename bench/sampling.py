@@ -21,10 +21,11 @@ from meshrl import NewModel, SamplerConfig, Sampling
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.rollouts import Request
+from meshrl_hf.seeds import key
 from meshrl_hf.text import encode_prompts
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder
-from meshrl_torch.draw import Draw, key
+from meshrl_torch.draw import Draw
 
 ROWS: Final = 512
 MODEL: Final = NewModel(characters="abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY", max_tokens=288)

@@ -19,7 +19,7 @@ from meshrl.errors import (
     ReplicasDisagree,
 )
 from meshrl.handle import at, each, ranks, respawn, stop
-from meshrl.layout import FsdpConfig
+from meshrl.layout import FsdpConfig, VllmConfig
 from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
@@ -121,6 +121,7 @@ __all__ = [
     "TaskConfig",
     "Together",
     "ValueLoss",
+    "VllmConfig",
     "Weights",
     "at",
     "check_sources",

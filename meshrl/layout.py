@@ -1,4 +1,6 @@
-"""How backends lay a model over the ranks of a mesh."""
+"""How backends use the ranks of a mesh."""
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,3 +18,18 @@ class FsdpConfig(Config):
     """Keep parameters and optimizer in the host's memory; for GPUs."""
     compile: bool = False
     """Compile each block with torch.compile: slow to start, faster per step on GPUs."""
+
+
+class VllmConfig(Config):
+    """How the backend `vllm` runs its engine, in a process of its own on each rank."""
+
+    python: str | None = None
+    """The interpreter of an environment that has vLLM, whose pins need not be those of this one; nothing means this."""
+    kv_cache_mib: int | None = Field(default=None, gt=0)
+    """Memory for keys and values; nothing means what `memory_share` leaves, and on a CPU 512."""
+    memory_share: float = Field(default=0.9, gt=0, le=1)
+    """Of a GPU's memory, how much the engine may take."""
+    eager: bool = False
+    """No CUDA graphs: quicker to start, slower to decode."""
+    after_load: Literal["recompute", "keep"] = "recompute"
+    """What running rows have of tokens before new weights: read again with these, or kept as the old ones left it."""

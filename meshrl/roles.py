@@ -15,7 +15,7 @@ from meshrl.actor import Actor, endpoint
 from meshrl.advantages import Gae
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.layout import FsdpConfig
+from meshrl.layout import FsdpConfig, VllmConfig
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.sharding import Gather, Mean, Same, Shard
@@ -170,6 +170,7 @@ class SamplerConfig(ModelConfig):
     """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
     lora: LoraConfig | None = None
     """The policy's, where its `sync` is "adapters"; filled in by an algorithm's configuration."""
+    vllm: VllmConfig = VllmConfig()
 
 
 class Sampling(Config):

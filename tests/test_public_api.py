@@ -72,6 +72,7 @@ PUBLIC = [
     "TaskConfig",
     "Together",
     "ValueLoss",
+    "VllmConfig",
     "Weights",
     "at",
     "check_sources",

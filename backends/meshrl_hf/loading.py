@@ -27,7 +27,7 @@ from meshrl.errors import ModelError
 from meshrl.roles import ModelConfig, NewModel
 from meshrl_hf.files import folder_of
 from meshrl_hf.model import LanguageModel, ready
-from meshrl_hf.text import END, PAD, character_tokenizer
+from meshrl_hf.text import END, PAD, Words, character_tokenizer, words
 
 _lock = threading.RLock()
 """One model at a time: making one seeds torch, reading and writing one quiets transformers, and threads share both."""
@@ -64,6 +64,20 @@ def load(config: ModelConfig, kind: Kind = GENERATOR) -> LanguageModel:
     """The model that a role's table names, in its dtype, with nothing random in its forward pass."""
     with _lock:
         return _load(config, kind)
+
+
+def read_words(config: ModelConfig, folder: Path) -> Words:
+    """How the model of a folder reads and writes texts, without the model."""
+    with _lock, quiet():
+        try:
+            shape = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise _unreadable(str(folder), GENERATOR, error) from error
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except OSError:  # one without the file has what its configuration says
+            generation = GenerationConfig.from_model_config(shape)
+        return words(_tokenizer(str(folder), folder), shape, generation, config.chat)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
 from meshrl_hf import attention
 from meshrl_hf.attention import Attend, Group, Packed
-from meshrl_hf.text import end_token
+from meshrl_hf.text import Words, words
 
 MAX_LOGITS: Final = 1 << 26
 """Logits made at once, 256 MiB in float32; more are made in chunks, and made again for the backward pass.
@@ -26,18 +26,12 @@ Each chunk adds to the head's gradient, which is as large as the head: smaller c
 
 
 @dataclass(frozen=True)
-class LanguageModel:
+class LanguageModel(Words):
     """A model, its tokenizer, and what the roles ask of both."""
 
     network: PreTrainedModel
     head: PreTrainedModel
     """The same model without its body: what it makes of the last hidden states, parameters shared."""
-    tokenizer: PreTrainedTokenizerBase
-    chat: bool
-    ends: frozenset[int]
-    """The tokens that end a text."""
-    max_tokens: int
-    """The longest sequence the model was made for."""
 
     @property
     def device(self) -> torch.device:
@@ -78,14 +72,6 @@ class LanguageModel:
     def _logits(self, hidden: Tensor) -> Tensor:
         """In the head's dtype."""
         return cast("Tensor", self.head(inputs_embeds=hidden[None], use_cache=False).logits)[0]
-
-    def check_lengths(self, longest: int, what: str) -> None:
-        """DataError if a sequence is longer than the model was made for."""
-        if longest > self.max_tokens:
-            raise DataError(
-                f"{what} has {longest} tokens and the model takes at most {self.max_tokens}: shorten the row, or "
-                "take a model made for longer texts"
-            )
 
     @property
     def known(self) -> int:
@@ -143,27 +129,13 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bo
             module.p = 0.0  # the sampler's log-probs must be the trainer's
     network.train(False)
     network.set_attn_implementation(attention.NAME)
-    config = network.config.get_text_config()
-    ends = getattr(getattr(network, "generation_config", None), "eos_token_id", None)
-    stops = {ends} if isinstance(ends, int) else set(ends or ())
-    model = LanguageModel(
-        network=network,
-        head=_headless(network),
-        tokenizer=tokenizer,
-        chat=chat,
-        ends=frozenset(stops | {end_token(tokenizer)}),
-        max_tokens=int(getattr(config, "max_position_embeddings", None) or (1 << 62)),
-    )
+    own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
+    model = LanguageModel(own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network))
     embeddings = _embeddings(network)
     if tokenizer.vocab_size > embeddings:  # added tokens beyond may stand there unused
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: "
             "they are not of one model"
-        )
-    if chat and not tokenizer.chat_template:
-        raise ModelError(
-            f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use an "
-            "instruction-tuned model, or chat = false"
         )
     if network.device.type != "meta":  # one without values is checked when it has them
         check_packing(model)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
@@ -14,36 +13,13 @@ from meshrl.ragged import Source
 from meshrl.roles import Sampling
 from meshrl.sharding import Array
 from meshrl_hf.packing import runs
-from meshrl_hf.text import decode, encode_prompts, texts_of
+from meshrl_hf.text import Words, decode, encode_prompts, texts_of
 
 Ints = NDArray[np.int64]
 
 _PREFIX: Final = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 """Columns of rows that go on after what they have."""
 _NEWEST: Final = np.iinfo(np.int32).max
-
-
-class Reader(Protocol):
-    """What reads and writes texts: a language model, or what is left of one without its network."""
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """From text to tokens and back."""
-        ...
-
-    @property
-    def chat(self) -> bool:
-        """Whether each prompt is one user message in the tokenizer's template."""
-        ...
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        ...
-
-    def check_lengths(self, longest: int, what: str) -> None:
-        """DataError if a sequence is longer than the model was made for."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -112,9 +88,9 @@ NONE: Final = Finished(
 class Rollouts:
     """The rows of one call of `generate`: what is to be decoded for them, and the batches of what was."""
 
-    def __init__(self, reader: Reader, prompts: Batch, sampling: Sampling) -> None:
+    def __init__(self, words: Words, prompts: Batch, sampling: Sampling) -> None:
         """DataError for a row that cannot be read, or is too long with all its new tokens."""
-        self._reader = reader
+        self._words = words
         self._sampling = sampling
         self.rows: Final = prompts.repeat(sampling.n)
         """`n` rows for each of the prompts."""
@@ -138,7 +114,7 @@ class Rollouts:
         oldest = np.full(len(rows), version, np.int32)
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
-        texts = decode(self._reader.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
+        texts = decode(self._words.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
         return rows.assign(
             tokens=Ragged(finished.tokens, offsets),
             loss_mask=Ragged(new, offsets),
@@ -163,11 +139,11 @@ class Rollouts:
         totals = np.maximum(starts + limits, lengths)
         if len(totals):
             row = int(totals.argmax())
-            self._reader.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
+            self._words.check_lengths(int(totals[row]), f"row {row} with {limits[row]} new tokens (max_tokens)")
         numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))
         if len(np.unique(numbers)) != len(numbers):  # rows taken twice since the split: equal draws are not wanted
             numbers = np.arange(len(rows))
-        ends = frozenset[int]() if sampling.ignore_eos else self._reader.ends
+        ends = frozenset[int]() if sampling.ignore_eos else self._words.ends
         request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
         if not self._continued or not len(rows):
             return request, NONE
@@ -179,7 +155,7 @@ class Rollouts:
         """The different prompts, which of them each row has, and its length."""
         texts = texts_of(self.rows, "prompt")
         different = {text: index for index, text in enumerate(dict.fromkeys(texts))}
-        ids = encode_prompts(self._reader.tokenizer, list(different), self._reader.chat)
+        ids = encode_prompts(self._words.tokenizer, list(different), self._words.chat)
         prompt = np.fromiter(map(different.__getitem__, texts), np.int64, len(texts))
         return ids, prompt, np.fromiter(map(len, ids), np.int64, len(ids))[prompt]
 
@@ -189,7 +165,7 @@ class Rollouts:
         begun = self.rows.tokens.lengths > request.starts
         stopped = begun & np.isin(values[offsets[1:] - 1], sorted(request.ends))
         if request.stop:
-            texts = decode(self._reader.tokenizer, _completions(values, offsets, request.starts))
+            texts = decode(self._words.tokenizer, _completions(values, offsets, request.starts))
             stopped |= np.array([any(stop in text for stop in request.stop) for text in texts], np.bool_)
         return stopped
 

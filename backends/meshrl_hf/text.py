@@ -1,10 +1,11 @@
 """Text to tokens and back: one way for all roles, and the character tokenizer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
@@ -12,6 +13,42 @@ from meshrl.errors import ConfigError, DataError, ModelError
 PAD: Final = 0
 END: Final = 1
 """The tokens of a character tokenizer that are no characters."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """How a model reads and writes texts: all of it but the network."""
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool
+    """Whether each prompt is one user message in the tokenizer's template."""
+    ends: frozenset[int]
+    """The tokens that end a text."""
+    max_tokens: int
+    """The longest sequence the model was made for."""
+
+    def check_lengths(self, longest: int, what: str) -> None:
+        """DataError if a sequence is longer than the model was made for."""
+        if longest > self.max_tokens:
+            raise DataError(
+                f"{what} has {longest} tokens and the model takes at most {self.max_tokens}: shorten the row, or "
+                "take a model made for longer texts"
+            )
+
+
+def words(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, generation: GenerationConfig | None, chat: bool
+) -> Words:
+    """What a model's tokenizer and configurations say. ModelError without an end of texts, or a template for `chat`."""
+    ends = None if generation is None else generation.eos_token_id
+    stops = {ends} if isinstance(ends, int) else set(ends or ())
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if chat and not tokenizer.chat_template:
+        raise ModelError(
+            f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use an "
+            "instruction-tuned model, or chat = false"
+        )
+    return Words(tokenizer, chat, frozenset(stops | {end_token(tokenizer)}), int(longest or (1 << 62)))
 
 
 def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerBase:

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.roles import Sampling
-
-UInt64 = NDArray[np.uint64]
+from meshrl_hf.seeds import UInt64, mix
 
 
 @dataclass(frozen=True)
@@ -63,26 +62,10 @@ def _inverse(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
 
 
-def key(*parts: int) -> UInt64:
-    """One uint64[] that hangs on all the parts and on their order."""
-    mixed = np.zeros((), np.uint64)
-    for part in parts:
-        mixed = _mix(mixed + np.array(part & 0xFFFF_FFFF_FFFF_FFFF, np.uint64))
-    return mixed
-
-
 def uniforms(seed: UInt64, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.float32]:
     """A number from 0 to below 1 for each row and place, float32[B], of 23 bits; no state.
 
     Splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195), keyed by seed, then row, then place.
     """
-    mixed = _mix(_mix(seed + rows.astype(np.uint64)) + places.astype(np.uint64))
+    mixed = mix(mix(seed + rows.astype(np.uint64)) + places.astype(np.uint64))
     return (mixed >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
-
-
-def _mix(state: UInt64) -> UInt64:
-    with np.errstate(over="ignore"):
-        mixed = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ (mixed >> np.uint64(31))

@@ -13,10 +13,11 @@ from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
 from meshrl_hf.rollouts import Rollouts
+from meshrl_hf.seeds import key
 from meshrl_hf.transfer import import_weights
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder
-from meshrl_torch.draw import Draw, key
+from meshrl_torch.draw import Draw
 
 YIELD_STEPS: Final = 8
 """Decode steps between two batches of finished rows: making a batch costs about as much as a step of a tiny model."""

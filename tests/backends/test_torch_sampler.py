@@ -15,9 +15,10 @@ from meshrl import Batch, NewModel, PolicyConfig, Sampler, SamplerConfig, Sampli
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import DataError, ModelError
 from meshrl_hf.rollouts import Rollouts
+from meshrl_hf.seeds import key
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder
-from meshrl_torch.draw import Draw, key, uniforms
+from meshrl_torch.draw import Draw, uniforms
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
 

@@ -1,0 +1,129 @@
+"""What a sampler and its engine's process say to each other. Tokens and log-probs travel as bytes: int32, float32."""
+
+from typing import Final
+
+import msgspec
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what the engine is made with."""
+
+    model: str
+    """A Hugging Face folder."""
+    dtype: str
+    max_tokens: int
+    """The longest sequence."""
+    slots: int
+    threads: int
+    kv_cache_mib: int | None
+    memory_share: float
+    eager: bool
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A sequence to go on after."""
+
+    number: int
+    """No other row of this engine, now or earlier, has it."""
+    tokens: bytes
+    max_tokens: int
+    """New ones, at most."""
+    seed: int
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Begin to decode rows."""
+
+    rows: list[Row]
+    temperature: float
+    top_p: float
+    top_k: int
+    ends: list[int]
+    stop: list[str]
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Stop decoding these rows; with `told` they come back as they are, aborted."""
+
+    rows: list[int]
+    told: bool
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Where a tensor lies in the shared memory, and a checksum of its bytes."""
+
+    name: str
+    dtype: str
+    """torch's name."""
+    shape: list[int]
+    start: int
+    """In bytes."""
+    checksum: int
+    """zlib's crc32."""
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Take new weights between two steps."""
+
+    version: int
+    segment: str
+    """A file in shared memory."""
+    parts: list[Part]
+    recompute: bool
+    """Whether running rows read their tokens again with the new weights."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine can be used."""
+
+    vllm: str
+    """Its version."""
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A row that is decoded, or was left."""
+
+    number: int
+    tokens: bytes
+    """The new ones."""
+    logprobs: bytes
+    spans: list[tuple[int, int]]
+    """Versions, and the new token from which on each was used."""
+    reason: str
+    """`stop`, `length` or `abort`."""
+
+
+class Rows(msgspec.Struct, frozen=True, tag=True):
+    """Rows that left the engine."""
+
+    done: list[Done]
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """New weights are in use, and all of them arrived as they were sent."""
+
+    version: int
+    steps: int
+    """How many steps the engine had made."""
+    seconds: float
+    """How long it made none."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """New weights were not taken: the engine goes on with those that it has."""
+
+    text: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine has failed, and its process ends."""
+
+    text: str
+
+
+Order = Generate | Leave | Load
+Answer = Ready | Rows | Loaded | Refused | Failed
+
+to_engine: Final = msgspec.msgpack.Decoder(Start | Order)
+to_sampler: Final = msgspec.msgpack.Decoder(Answer)
+encode: Final = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,143 @@
+"""The engine's process as a sampler sees it: what is sent there, and who waits for what comes back."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import meshrl_vllm
+from meshrl.errors import ModelError
+from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
+
+_PATIENCE: Final = 600.0
+"""Seconds that an engine has to start."""
+_GRACE: Final = 10.0
+"""Seconds that it has to end by itself."""
+_LINES: Final = 20
+"""Of its output, in an error."""
+
+
+class EngineProcess:
+    """vLLM in a process of its own."""
+
+    def __init__(self, start: Start, python: str | None) -> None:
+        """ModelError where it does not start."""
+        self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
+        self._log = Path(self._folder.name, "log")
+        # The other environment is to see this package, and nothing else of ours.
+        paths = Path(self._folder.name, "path")
+        paths.mkdir()
+        (paths / meshrl_vllm.__name__).symlink_to(Path(meshrl_vllm.__file__).parent)
+        self._connection, theirs = Pipe()
+        command = [python or sys.executable, "-m", "meshrl_vllm.worker", str(theirs.fileno())]
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the configuration names
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONPATH": str(paths)},
+                )
+        except OSError as error:
+            self._folder.cleanup()
+            raise ModelError(f"vLLM's process cannot be started: {error}. Set sampler.vllm.python to an interpreter "
+                             "of an environment that has vLLM") from error  # fmt: skip
+        theirs.close()
+        self._sending = threading.Lock()
+        self._listener: threading.Thread | None = None
+        self._end: ModelError | None = None
+        try:
+            self.send(start)
+            if not self._connection.poll(_PATIENCE):
+                raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
+            answer = to_sampler.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended("ended as it started") from None
+        if not isinstance(answer, Ready):
+            text = answer.text if isinstance(answer, Failed) else str(answer)
+            raise self._ended(f"failed as it started: {text}")
+        self.version: Final = answer.vllm
+        """vLLM's."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
+        """Call these, in the loop that runs, with what the engine says, and when it has ended. Once is enough."""
+        if self._listener is None:
+            loop = asyncio.get_running_loop()
+            arguments = (self._connection, loop, heard, lambda why: ended(self._ended(why)))
+            self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
+            self._listener.start()
+
+    def send(self, order: Start | Order) -> None:
+        """Send an order. ModelError where the process has ended."""
+        if self._end is not None:
+            raise self._end
+        with self._sending:
+            try:
+                self._connection.send_bytes(encode(order))
+            except OSError:
+                raise self._ended("has ended") from None
+
+    def close(self) -> None:
+        """End the process. Who still waits for it is told so."""
+        self._end = self._end or ModelError(f"vLLM's process {self._process.pid} was stopped with its sampler")
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._connection.close()
+        self._folder.cleanup()
+
+    def _ended(self, why: str) -> ModelError:
+        """The error for all who wait, and who come later."""
+        if self._end is None:
+            try:
+                code = self._process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                code = self._process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
+            self._end = ModelError(
+                f"vLLM's process {self._process.pid} {why} ({how}): respawn the sampler, or mend what its last lines "
+                "say:\n" + "\n".join(f"  {line}" for line in lines)
+            )
+        return self._end
+
+
+def _listen(
+    connection: Connection,
+    loop: asyncio.AbstractEventLoop,
+    heard: Callable[[Answer], None],
+    ended: Callable[[str], None],
+) -> None:
+    """Until the process ends, or the loop is closed."""
+    try:
+        while True:
+            answer = to_sampler.decode(connection.recv_bytes())
+            if isinstance(answer, Failed):
+                loop.call_soon_threadsafe(ended, f"has failed: {answer.text}")
+                return
+            loop.call_soon_threadsafe(heard, answer)
+    except (EOFError, OSError):
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(ended, "has died")
+    except RuntimeError:  # the loop is closed: nobody waits
+        return

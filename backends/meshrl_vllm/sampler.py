@@ -1,0 +1,230 @@
+"""The sampler of the vLLM backend: rows into orders to the engine's process, and what comes back into rollouts."""
+
+import asyncio
+import tempfile
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from meshrl import log
+from meshrl.actor import current_rank
+from meshrl.data import Batch
+from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling
+from meshrl.weights import Weights
+from meshrl_hf import checkpoint
+from meshrl_hf.files import folder_of
+from meshrl_hf.loading import load, read_words
+from meshrl_hf.rollouts import Finished, Request, Rollouts
+from meshrl_hf.seeds import key
+from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
+from meshrl_vllm.process import EngineProcess
+from meshrl_vllm.segment import Segment
+
+_SEEDS: Final = (1 << 63) - 1
+
+
+class _Call:
+    """One call of `generate`, while its rows are decoded."""
+
+    def __init__(self, number: int, first: int, request: Request) -> None:
+        self.number = number
+        self.first = first
+        """The engine's number of its first row."""
+        self.request = request
+        self.left = set(range(first, first + len(request.rows)))
+        """Rows that have not come back."""
+        self.arrived: asyncio.Queue[list[Done] | ModelError] = asyncio.Queue()
+
+
+class VllmSampler(Sampler):
+    """Continuous batching by vLLM over all calls of `generate`; it decodes on while nobody looks.
+
+    What is drawn hangs on the seeds, the weights' version, how many calls began since they were loaded, and the row's
+    number in the call. Float sums hang on which rows are decoded together, so a draw on the edge may differ.
+    """
+
+    def __init__(self, config: SamplerConfig) -> None:
+        rank = current_rank()
+        if config.lora is not None:
+            raise ConfigError("the backend 'vllm' takes whole weights: set policy.lora.sync = \"merged\"")
+        if unknown := {axis: size for axis, size in rank.shape.items() if axis != "dp" and size > 1}:
+            raise ConfigError(
+                f"the backend 'vllm' knows the axis dp, an engine on each rank, and its mesh has {unknown}"
+            )
+        self._config = config
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+        folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
+        self._words = read_words(config, folder)
+        options = config.vllm
+        start = Start(
+            str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
+            options.kv_cache_mib, options.memory_share, options.eager,
+        )  # fmt: skip
+        self._engine = EngineProcess(start, options.python)
+        self._segment = Segment()
+        self._close = weakref.finalize(self, _close, self._engine, self._segment)
+        log.info("vLLM runs", version=self._engine.version, process=self._engine.pid, weights_by="shared memory")
+        self._version = 0
+        self._numbers = count()
+        self._calls: dict[int, _Call] = {}
+        self._begun = 0
+        self._begun_at_load = 0
+        self._loads = 0
+        self._loading = asyncio.Lock()
+        self._loaded: asyncio.Future[Loaded | Refused] | None = None
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process."""
+        return self._engine.pid
+
+    def close(self) -> None:
+        """End the engine, which ends with this object too."""
+        self._close()
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none."""
+        rollouts = Rollouts(self._words, prompts, sampling)
+        request = rollouts.request
+        if len(rollouts.ended.rows) or not len(rollouts.rows):
+            yield rollouts.batch(rollouts.ended, self._version)
+        if not len(request.rows):
+            return
+        version, call = self._version, self._begin(request, sampling)
+        try:
+            while call.left:
+                arrived = await call.arrived.get()
+                if isinstance(arrived, ModelError):
+                    raise arrived
+                call.left.difference_update(done.number for done in arrived)
+                yield rollouts.batch(_finished(call, arrived), version)
+        finally:
+            del self._calls[call.number]
+            if call.left:
+                self._engine.send(Leave(sorted(call.left), told=False))
+
+    async def load(self, weights: Weights) -> Batch:
+        """Copy the weights into shared memory while the engine decodes on, and let it take them between two steps.
+
+        ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
+        """
+        async with self._loading:
+            self._listen()
+            parts = await asyncio.to_thread(self._segment.write, weights)
+            self._loaded = asyncio.get_running_loop().create_future()
+            recompute = self._config.vllm.after_load == "recompute"
+            self._engine.send(Load(weights.version, str(self._segment.path), parts, recompute))
+            answer = await self._loaded
+            if isinstance(answer, Refused):
+                raise ModelError(
+                    f"weights of version {weights.version} were not taken: {answer.text}. The engine goes on with "
+                    f"version {self._version}. Give the policy and the sampler the same `model` and `dtype`"
+                )
+            self._version = weights.version
+            self._begun_at_load = self._begun
+            places = sorted({*self._calls, self._begun})
+            self._loads += 1
+        return Batch.of(
+            rank=np.full(len(places), current_rank().index),
+            load=np.full(len(places), self._loads - 1),
+            call=np.array(places),
+            steps=np.array([answer.steps if place in self._calls else -1 for place in places]),
+        )
+
+    async def replay(self, record: Batch) -> None:
+        """DataError: when a row is decoded hangs on the machine's time."""
+        raise DataError(
+            f"the vLLM sampler cannot repeat a record of {len(record)} places: its engine decodes by its own time. "
+            'Replay with sampler.backend = "torch"'
+        )
+
+    async def abort(self) -> None:
+        """The rows of all running calls come back as they are."""
+        for call in self._calls.values():
+            self._engine.send(Leave(sorted(call.left), told=True))
+
+    def _begin(self, request: Request, sampling: Sampling) -> _Call:
+        self._listen()
+        turn = self._begun - self._begun_at_load
+        seed = key(self._config.seed, sampling.seed, self._version, turn)
+        numbers = [next(self._numbers) for _ in request.rows]
+        call = self._calls[self._begun] = _Call(self._begun, numbers[0], request)
+        self._begun += 1
+        rows: list[Row] = []
+        for index, number in enumerate(numbers):
+            prefix = request.prefixes[int(request.prefix[index])]
+            left = int(request.starts[index] + request.limits[index]) - len(prefix)
+            own = int(key(int(seed), int(request.numbers[index]))) & _SEEDS
+            rows.append(Row(number, np.array(prefix, np.int32).tobytes(), left, own))
+        self._engine.send(
+            Generate(
+                rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
+            )
+        )
+        return call
+
+    def _listen(self) -> None:
+        self._engine.listen(self._heard, self._ended)
+
+    def _heard(self, answer: Answer) -> None:
+        if isinstance(answer, Rows):
+            for call in self._calls.values():
+                if mine := [done for done in answer.done if done.number in call.left]:
+                    call.arrived.put_nowait(mine)
+        elif isinstance(answer, Loaded | Refused) and self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(answer)
+
+    def _ended(self, error: ModelError) -> None:
+        for call in self._calls.values():
+            call.arrived.put_nowait(error)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(error)
+
+    def _new(self, model: NewModel) -> Path:
+        """A folder of a model that is made here."""
+        self._made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
+        folder = Path(self._made.name, "model")
+        checkpoint.write(load(self._config), str(folder))
+        return folder
+
+
+def _finished(call: _Call, done: Sequence[Done]) -> Finished:
+    """What came back, as the rows of a batch."""
+    request = call.request
+    order = np.array([each.number - call.first for each in done])
+    prefixes = [np.array(request.prefixes[row], np.int32) for row in request.prefix[order].tolist()]
+    drawn = [np.frombuffer(each.tokens, np.int32) for each in done]
+    pieces: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for prefix, tokens, each in zip(prefixes, drawn, done, strict=True):
+        versions = np.zeros(len(tokens), np.int32)
+        for version, start in each.spans:
+            versions[start:] = version
+        before = len(prefix)
+        pieces.append(
+            (
+                np.concatenate([prefix, tokens]),
+                np.concatenate([np.zeros(before, np.float32), np.frombuffer(each.logprobs, np.float32)]),
+                np.concatenate([np.full(before, -1, np.int32), versions]),
+            )
+        )
+    tokens, logprobs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return Finished(
+        rows=request.rows[order],
+        lengths=np.array([len(piece[0]) for piece in pieces]),
+        prompts=request.starts[order],
+        truncated=np.array([each.reason == "length" for each in done]),
+        aborted=np.array([each.reason == "abort" for each in done]),
+        tokens=tokens,
+        logprobs=logprobs,
+        versions=versions,
+    )
+
+
+def _close(engine: EngineProcess, segment: Segment) -> None:
+    engine.close()
+    segment.close()

@@ -1,0 +1,87 @@
+"""Weights into vLLM's workers through vLLM's own interface: out of shared memory, and loaded layer by layer."""
+
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+NAME: Final = "meshrl"
+"""What vLLM knows the engine as."""
+
+
+@dataclass
+class NoInfo(WeightTransferInitInfo):
+    """There is nothing to agree on before."""
+
+
+@dataclass
+class Segment(WeightTransferUpdateInfo):
+    """A file in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+
+    path: str
+    parts: list[tuple[str, str, list[int], int]]
+
+
+class SharedMemory(WeightTransferEngine[NoInfo, Segment]):
+    """Takes whole weights by their Hugging Face names. That they are right was checked before."""
+
+    init_info_cls = NoInfo
+    update_info_cls = Segment
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        """Begin to read the model anew."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Segment) -> None:
+        """Load each tensor."""
+        self.model.load_weights(_tensors(update_info))
+
+    def finish_weight_update(self) -> None:
+        """Put the weights where the kernels read them."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        _pack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        """Do nothing."""
+
+
+class Extension:
+    """Empty: vLLM imports this module in each of its workers, and so it knows the engine."""
+
+
+def _tensors(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:
+    with Path(segment.path).open("r+b") as file:
+        whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    for name, dtype, shape, start in segment.parts:
+        kind: torch.dtype = getattr(torch, dtype)
+        yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
+
+
+def _pack_tied_head(model: Any) -> None:
+    """On a CPU the head's kernel has a copy of its own, which a reload of the embeddings that it is tied to leaves."""
+    head = getattr(model, "lm_head", None)
+    if head is None or not hasattr(head, "cpu_linear"):
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm  # noqa: PLC0415 -- of CPU builds alone
+
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+WeightTransferEngineFactory.register_engine(NAME, SharedMemory)

@@ -1,0 +1,243 @@
+"""The engine's process: one loop that takes orders between vLLM's steps, and tells which rows have left.
+
+    python -m meshrl_vllm.worker FILE_DESCRIPTOR
+
+It needs vLLM and msgspec alone: it may run in another environment than meshrl does.
+"""
+
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
+import mmap
+import os
+import sys
+import time
+import zlib
+from math import prod
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from meshrl_vllm.messages import (
+    Answer,
+    Done,
+    Failed,
+    Generate,
+    Leave,
+    Load,
+    Loaded,
+    Order,
+    Part,
+    Ready,
+    Refused,
+    Rows,
+    Start,
+    encode,
+    to_engine,
+)
+
+_CPU_CACHE_MIB: Final = 512
+"""Of keys and values, on a CPU, where nothing is said."""
+
+
+def main() -> None:
+    """Serve the sampler at the other end until it is gone."""
+    connection = Connection(int(sys.argv[1]))
+    try:
+        start = to_engine.decode(connection.recv_bytes())
+        if isinstance(start, Start):
+            Worker(connection, start).run()
+    except EOFError:  # the sampler is gone
+        return
+    except BaseException as error:
+        connection.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        raise
+
+
+class Worker:
+    """The engine, and the rows that it decodes."""
+
+    def __init__(self, connection: Connection, start: Start) -> None:
+        self._connection = connection
+        self._version = 0
+        self._steps = 0
+        self._left: list[Done] = []
+        """Rows to be told with the next step's."""
+        self._known = _tensors_of(Path(start.model), start.dtype)
+        self._engine = _engine(start)
+        import vllm  # noqa: PLC0415 -- after `_engine` has set its environment
+
+        self._vllm = vllm
+        self._engine.set_weight_version("0")
+        self._send(Ready(vllm.__version__))
+
+    def run(self) -> None:
+        """Until the sampler is gone."""
+        while True:
+            while self._connection.poll(0 if self._busy else None):
+                self._take(to_engine.decode(self._connection.recv_bytes()))
+            done = [*self._left]
+            self._left.clear()
+            if self._engine.has_unfinished_requests():
+                done += [_done(output) for output in self._engine.step() if output.finished]
+                self._steps += 1
+            if done:
+                self._send(Rows(done))
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._left) or self._engine.has_unfinished_requests()
+
+    def _take(self, order: Start | Order) -> None:
+        if isinstance(order, Generate):
+            self._generate(order)
+        elif isinstance(order, Leave):
+            self._leave(order)
+        elif isinstance(order, Load):
+            self._load(order)
+
+    def _generate(self, order: Generate) -> None:
+        for row in order.rows:
+            sampling = self._vllm.SamplingParams(
+                temperature=order.temperature,
+                top_p=order.top_p,
+                top_k=order.top_k,
+                seed=row.seed,
+                max_tokens=row.max_tokens,
+                ignore_eos=True,  # the ends are ours
+                stop_token_ids=order.ends,
+                stop=order.stop or None,
+                detokenize=bool(order.stop),
+                logprobs=0,
+                output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            )
+            tokens = np.frombuffer(row.tokens, np.int32).tolist()
+            # The salt keeps what old weights made of a prompt from rows that begin under new ones.
+            prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._version)}
+            self._engine.add_request(str(row.number), prompt, sampling)
+
+    def _leave(self, order: Leave) -> None:
+        processor = self._engine.output_processor
+        states = {int(state.external_req_id): state for state in processor.request_states.values()}
+        here = [states[number] for number in order.rows if number in states]
+        if order.told:
+            self._left += [_unfinished(state) for state in here]
+        self._engine.abort_request([str(state.external_req_id) for state in here])
+
+    def _load(self, order: Load) -> None:
+        refused = self._wrong(order)
+        if refused is not None:
+            self._send(Refused(refused))
+            return
+        began = time.monotonic()
+        engine = self._engine
+        core = engine.engine_core.engine_core
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        parts = [(part.name, part.dtype, part.shape, part.start) for part in order.parts]
+        engine.collective_rpc("start_weight_update")
+        engine.collective_rpc("update_weights", kwargs={"update_info": {"path": order.segment, "parts": parts}})
+        engine.collective_rpc("finish_weight_update")
+        engine.set_weight_version(str(order.version))
+        if order.recompute:
+            engine.reset_prefix_cache(reset_running_requests=True)
+        core.resume_scheduler()
+        self._version = order.version
+        self._send(Loaded(order.version, self._steps, time.monotonic() - began))
+
+    def _wrong(self, order: Load) -> str | None:
+        """Why these are not the model's weights, as they were sent."""
+        there = {part.name: (part.dtype, part.shape) for part in order.parts}
+        for name in sorted(self._known.keys() | there.keys()):
+            if there.get(name) != self._known.get(name):
+                return f"`{name}` is {_told(there.get(name))} there and {_told(self._known.get(name))} in the model"
+        damaged = _damaged(order)
+        if damaged:
+            return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}"
+        return None
+
+    def _send(self, answer: Answer) -> None:
+        self._connection.send_bytes(encode(answer))
+
+
+def _engine(start: Start) -> Any:
+    # Before vLLM is imported, which reads these.
+    os.environ.update(OMP_NUM_THREADS=str(start.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 -- as above
+    from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    from meshrl_vllm import transfer  # noqa: PLC0415
+
+    cpu = current_platform.is_cpu()
+    if cpu:
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    cache = start.kv_cache_mib or (_CPU_CACHE_MIB if cpu else None)
+    arguments = EngineArgs(
+        model=start.model,
+        dtype=start.dtype,
+        max_model_len=start.max_tokens,
+        max_num_seqs=start.slots,
+        enforce_eager=start.eager or cpu,
+        kv_cache_memory_bytes=None if cache is None else cache << 20,
+        gpu_memory_utilization=start.memory_share,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
+        worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
+    )
+    engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+    engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    return engine
+
+
+def _done(output: Any) -> Done:
+    """What vLLM says of a row that has ended."""
+    (one,) = output.outputs
+    spans = [(int(span.version), span.start) for span in one.weight_versions or ()]
+    return _row(int(output.request_id), one.token_ids, one.logprobs, spans, one.finish_reason)
+
+
+def _unfinished(state: Any) -> Done:
+    """What vLLM has of a row so far."""
+    spans = [(int(version), start) for version, start in state.weight_version_starts]
+    tokens = state.detokenizer.output_token_ids
+    return _row(int(state.external_req_id), tokens, state.logprobs_processor.logprobs, spans, "abort")
+
+
+def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], reason: str) -> Done:
+    chosen = [each[token].logprob for token, each in zip(tokens, logprobs or (), strict=True)]
+    drawn, values = np.array(list(tokens), np.int32), np.array(chosen, np.float32)
+    return Done(number, drawn.tobytes(), values.tobytes(), spans, reason)
+
+
+def _tensors_of(folder: Path, dtype: str) -> dict[str, tuple[str, list[int]]]:
+    """Name, dtype and shape of each tensor of a folder's safetensors; floating ones in the engine's dtype."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            head = msgspec.json.decode(opened.read(int.from_bytes(opened.read(8), "little")))
+        found.update({name: (dtype, it["shape"]) for name, it in head.items() if name != "__metadata__"})
+    return found
+
+
+def _damaged(order: Load) -> list[str]:
+    with Path(order.segment).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+        return [part.name for part in order.parts if _checksum(memory, part) != part.checksum]
+
+
+def _checksum(memory: mmap.mmap, part: Part) -> int:
+    size = np.dtype({"bfloat16": "int16"}.get(part.dtype, part.dtype)).itemsize
+    with memoryview(memory) as view, view[part.start : part.start + prod(part.shape) * size] as piece:
+        return zlib.crc32(piece)
+
+
+def _told(tensor: tuple[str, list[int]] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[0]}{tensor[1]}"
+
+
+if __name__ == "__main__":
+    main()
