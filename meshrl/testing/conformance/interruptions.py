@@ -1,6 +1,7 @@
 """Checks of what comes between the steps of a sampler: new weights, an abort, a call that is cancelled."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Final
 
 import numpy as np
@@ -29,8 +30,8 @@ from meshrl.testing.conformance.samples import (
 from meshrl.testing.conformance.subject import Check, Trial
 from meshrl.weights import Weights
 
-_ROWS: Final = 32
-_LONG: Final = Sampling(max_tokens=48, ignore_eos=True)
+_ROWS: Final = 24
+_LONG: Final = Sampling(max_tokens=40, ignore_eos=True)
 """Of `_ROWS` rows with a few slots: most of the steps are still to come when the first row does."""
 
 
@@ -40,12 +41,13 @@ async def a_cancelled_call(trial: Trial) -> None:
     prompts = _long_rows()
     for _ in range(SLOTS // 2):
         task = asyncio.ensure_future(rest(sampler.generate(prompts, _LONG)))
-        await first(sampler.generate(prompts.select([0]), Sampling(max_tokens=1)))  # the other has begun by then
+        await drawn(sampler, questions(1), Sampling(max_tokens=1))  # the other has begun by then
         task.cancel()
         await asyncio.wait({task})
         left = sampler.generate(prompts, _LONG)
         await first(left)
-        del left
+        if isinstance(left, AsyncGenerator):
+            await left.aclose()
     await drawn(sampler, questions(3 * SLOTS), Sampling(max_tokens=6))
     if trial.subject.weights is None:
         pair = await trial.pair()
@@ -80,7 +82,7 @@ async def an_abort(trial: Trial) -> None:
         )
         pair = await trial.pair()
         await most_probable(
-            "greedy after an abort", await trial.plain.policy(model=pair.old), pair, whole.select([1, 9, 31])
+            "greedy after an abort", await trial.plain.policy(model=pair.old), pair, whole.select([1, 9, 23])
         )
 
 
@@ -187,7 +189,7 @@ async def weights_of_another_model(trial: Trial) -> None:
 
 def _long_rows() -> Batch:
     """The first row ends at once, the others late."""
-    return questions(_ROWS, max_tokens=np.array([2, *[24, 32, 40, 48] * _ROWS][:_ROWS]))
+    return questions(_ROWS, max_tokens=np.array([2, *[12, 20, 28, 36] * _ROWS][:_ROWS]))
 
 
 async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[Batch, Batch]:

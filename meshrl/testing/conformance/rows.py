@@ -146,12 +146,13 @@ async def rows_that_have_ended(trial: Trial) -> None:
 
 
 async def few_rows(trial: Trial) -> None:
-    """No prompts give no rows, in batches with a rollout's columns; one prompt gives one, whatever the ranks."""
+    """No prompts give no rows, and one prompt one row, whatever the ranks; a batch of none has a rollout's columns."""
     sampler = await begun(trial)
     for count in (0, 1, 0):
         rollouts = await drawn(sampler, questions(count), Sampling(max_tokens=4))
         require(len(rollouts) == count, f"{count} prompts give {len(rollouts)} rows")
-        missing = [name for name in (*_TASK[:3], *_TOKENS, *_ROWS, "completion") if name not in rollouts]
+        wanted = (*_TASK[:3], *_TOKENS, *_ROWS, "completion") if count or rollouts.names else ()
+        missing = [name for name in wanted if name not in rollouts]
         require(not missing, f"the rollouts of {count} prompts lack the columns {', '.join(missing)}")
 
 
@@ -181,7 +182,7 @@ def _well_formed(rollouts: Batch, version: int) -> None:
         flags = np.asarray(mask, np.bool_)
         start = int(flags.argmax())
         told = f"`loss_mask` of row {row} is {flags.tolist()}"
-        require(bool(flags.any()) and flags[start:].all(), f"{told}: it is False in a prompt, and True after it")
+        require(bool(flags.any() and flags[start:].all()), f"{told}: it is False in a prompt, and True after it")
         versions = rollouts.versions[row].tolist()
         expected = [-1] * start + [version] * (len(flags) - start)
         require(versions == expected, f"`versions` of row {row} are {versions}, not {expected}")

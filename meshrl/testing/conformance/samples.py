@@ -115,7 +115,7 @@ def text_of(tokens: Sequence[int]) -> str:
 
 async def scores(policy: Policy, rollouts: Batch) -> Ragged:
     """The policy's log-probs of rollouts, at their temperatures."""
-    return (await policy.logprobs(rollouts)).ragged("logprobs")
+    return (await (await policy.logprobs(rollouts)).load()).ragged("logprobs")
 
 
 async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) -> None:
@@ -159,4 +159,5 @@ async def _next_tokens(
         temperature=np.full(len(rows), temperature, np.float32),
     )
     scored = await scores(policy, batch)
-    return scored.values[scored.offsets[1:] - 1].astype(np.float64).reshape(len(prefixes), pair.vocabulary)
+    last = np.asarray(scored.values[scored.offsets[1:] - 1], np.float64)
+    return last.reshape(len(prefixes), pair.vocabulary)
