@@ -20,13 +20,14 @@ from meshrl.testing.conformance import (
     draws,
     interruptions,
     name_of,
+    rows,
 )
 from meshrl.testing.conformance.samples import completions, drawn, questions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SKILL = Weights(0, {"skill": np.array([0.5])})
-ON_TWO_RANKS = (*SAMPLER_OF_NO_MODEL, draws.greedy, interruptions.numbers_around_a_load)
+ON_TWO_RANKS = (*rows.ANY, *interruptions.ANY, draws.greedy, interruptions.numbers_around_a_load)
 SUBJECTS = [
     (Subject("fake", weights=SKILL), SAMPLER_OF_NO_MODEL),
     (Subject("fake", {"dp": 2}, weights=SKILL), SAMPLER_OF_NO_MODEL),

@@ -59,9 +59,9 @@ async def frequencies(trial: Trial) -> None:
     """Tokens are drawn as often as the plain backend says, at several temperatures."""
     sampler, pair = await begun(trial), await trial.pair()
     policy = await trial.plain.policy(model=pair.old)
-    prompts = questions(1)
+    prompts = questions(5).select([4])
     prefix = ids_of(str(prompts.objects("prompt")[0]))
-    for temperature in (0.5, 1.0, 3.0):
+    for temperature in (0.25, 1.0, 4.0):
         sampling = Sampling(n=_DRAWS, max_tokens=1, temperature=temperature)
         tokens = np.concatenate(completions(await drawn(sampler, prompts, sampling)))
         shares = np.bincount(tokens, minlength=pair.vocabulary) / _DRAWS

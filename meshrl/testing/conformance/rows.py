@@ -47,6 +47,7 @@ async def columns(trial: Trial) -> None:
     prompts = questions(11, difficulty=np.linspace(0, 1, 11, dtype=np.float32))
     rollouts = await drawn(sampler, prompts, Sampling(n=2, max_tokens=8))
     for name in _TASK:
+        require(name in rollouts, f"the prompts' column `{name}` is not in their rollouts: they have {rollouts.names}")
         same = rollouts.only(name) == prompts.repeat(2).only(name)
         require(same, f"the column `{name}` of the prompts is not that of their rollouts")
     _well_formed(rollouts, OLD)
@@ -171,6 +172,7 @@ async def more_rows_than_slots(trial: Trial) -> None:
 def _well_formed(rollouts: Batch, version: int) -> None:
     """Require a rollout's columns, of tokens that one version drew."""
     for name, dtype in {**_TOKENS, **_ROWS}.items():
+        require(name in rollouts, f"rollouts lack the column `{name}`: they have {', '.join(rollouts.names)}")
         column = rollouts[name]
         right = isinstance(column, Ragged) if name in _TOKENS else isinstance(column, np.ndarray)
         require(right, f"`{name}` is a {type(column).__name__}, where a column {_kind(name)} is wanted")

@@ -136,7 +136,7 @@ async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) 
     row, place = places[worst]
     require(
         bool(behind[worst] <= ERROR),
-        f"{what}: token {place} of row {row} ({rollouts.objects('prompt')[row]!r}) is {found[worst]}, of log-prob "
+        f"{what}: token {place} of row {row} ({str(rollouts.objects('prompt')[row])[:20]!r}) is {found[worst]}, of log-prob "
         f"{table[worst, found[worst]]:.4f}, and token {table[worst].argmax()} has {table[worst].max():.4f}; so it is "
         f"at {int((behind > ERROR).sum())} of {len(places)} tokens: greedy generation takes the most probable one",
     )
