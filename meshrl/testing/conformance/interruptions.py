@@ -184,7 +184,7 @@ async def weights_of_another_model(trial: Trial) -> None:
         rows = await drawn(sampler, questions(4), Sampling(max_tokens=6, temperature=0))
         versions = set(rows.row("oldest_version").tolist())
         require(versions == {OLD}, f"{what} are refused, and yet tokens are of versions {versions}, not {OLD}")
-        await most_probable(f"greedy after {what}", await trial.plain.policy(model=pair.old), pair, rows)
+    await most_probable("greedy after refused weights", await trial.plain.policy(model=pair.old), pair, rows)
 
 
 def _long_rows() -> Batch:

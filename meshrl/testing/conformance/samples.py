@@ -134,9 +134,10 @@ async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) 
     behind = table.max(1) - table[np.arange(len(places)), found]
     worst = int(behind.argmax())
     row, place = places[worst]
+    prompt = str(rollouts.objects("prompt")[row])[:20]
     require(
         bool(behind[worst] <= ERROR),
-        f"{what}: token {place} of row {row} ({str(rollouts.objects('prompt')[row])[:20]!r}) is {found[worst]}, of log-prob "
+        f"{what}: token {place} of row {row} ({prompt!r}) is {found[worst]}, of log-prob "
         f"{table[worst, found[worst]]:.4f}, and token {table[worst].argmax()} has {table[worst].max():.4f}; so it is "
         f"at {int((behind > ERROR).sum())} of {len(places)} tokens: greedy generation takes the most probable one",
     )
