@@ -109,7 +109,7 @@ class YieldsRowsTwice(TorchSampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         async for part in super().generate(prompts, sampling):
             yield part
-        yield part
+            yield part
 
 
 class DrawsOnceForAll(TorchSampler):

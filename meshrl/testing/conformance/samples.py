@@ -160,5 +160,5 @@ async def _next_tokens(
         temperature=np.full(len(rows), temperature, np.float32),
     )
     scored = await scores(policy, batch)
-    last = np.asarray(scored.values[scored.offsets[1:] - 1], np.float64)
-    return last.reshape(len(prefixes), pair.vocabulary)
+    table: np.ndarray = scored.values[scored.offsets[1:] - 1].reshape(len(prefixes), pair.vocabulary)
+    return table.astype(np.float64)
