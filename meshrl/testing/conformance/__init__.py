@@ -1,4 +1,4 @@
-"""The suite that a backend passes which trains: its numbers are the plain torch backend's, on however many ranks.
+"""The suite that a backend passes which trains or samples: its numbers are plain torch's, on however many ranks.
 
     async with Bench(Subject("mine", {"dp": 2}, engine="ray")) as bench:
         for check in CHECKS:
@@ -10,7 +10,7 @@ check does not end in time, with the numbers of both sides.
 
 from typing import Final
 
-from meshrl.testing.conformance import checkpoints, numbers, refusals, state
+from meshrl.testing.conformance import checkpoints, draws, interruptions, numbers, refusals, rows, state
 from meshrl.testing.conformance.subject import PLAIN, Bench, Check, Side, Subject, Trial, name_of
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "PLAIN",
     "POLICY",
     "REFERENCE",
+    "SAMPLER",
+    "SAMPLER_OF_NO_MODEL",
     "Bench",
     "Check",
     "Side",
@@ -42,3 +44,9 @@ CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHE
 
 ADAPTERS: Final[tuple[Check, ...]] = numbers.ADAPTERS
 """What a policy promises that trains adapters where its table has `lora`."""
+
+SAMPLER_OF_NO_MODEL: Final[tuple[Check, ...]] = (*draws.ANY, *rows.ANY, *interruptions.ANY)
+"""What a sampler promises that draws from no model: its subject has `weights` for it."""
+
+SAMPLER: Final[tuple[Check, ...]] = (*SAMPLER_OF_NO_MODEL, *draws.MODEL, *rows.MODEL, *interruptions.MODEL)
+"""What a sampler promises."""

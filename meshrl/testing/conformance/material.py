@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -25,6 +25,9 @@ LOSS: Final = ClippedLoss()
 TEXTS: Final = ("abc>", "h", "gfedcba>", "")
 """Of the characters of `SMALL`."""
 
+SAMPLED: Final = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=320)
+"""What samplers draw from: heads of 32 dims, as fused kernels need, and room for prompts of several cache blocks."""
+
 _SPREAD: Final = 8.0
 """What the matrices of a new model are multiplied by: as they are, all its log-probs are about equal."""
 
@@ -41,19 +44,28 @@ class Model:
     """The most tokens of a row."""
 
 
-async def prepare(spawn: Callable[[PolicyConfig], Awaitable[Policy]], place: Path, asked: str | None) -> Model:
+@dataclass(frozen=True)
+class Pair:
+    """Two models of one shape with other weights, and so other words: what a sampler begins with, and what it loads."""
+
+    old: str
+    """A Hugging Face folder."""
+    new: str
+    tied: bool
+    """Whether the head is the embeddings."""
+    vocabulary: int
+    end: int
+    """The token that ends a completion."""
+
+
+Spawn: TypeAlias = Callable[[PolicyConfig], Awaitable[Policy]]
+
+
+async def prepare(spawn: Spawn, place: Path, asked: str | None) -> Model:
     """The folders of a trial's model, below `place`; where none is asked for, `spawn` makes a new one."""
     folder = Path(asked) if asked else place / "model"
     if asked is None:
-        policy = await spawn(PolicyConfig(model=SMALL))
-        await policy.save(str(folder))
-        await stop(policy)
-        tensors = tensors_of(folder)
-        wide = {
-            name: np.multiply(array, _SPREAD, dtype=np.float32) if array.ndim == 2 else array
-            for name, array in tensors.items()
-        }
-        save_file(wide, folder / "model.safetensors", {"format": "pt"})
+        await _make(spawn, folder, PolicyConfig(model=SMALL))
     config = json.loads((folder / "config.json").read_bytes())
     valued = place / "valued"
     shutil.copytree(folder, valued)
@@ -64,6 +76,40 @@ async def prepare(spawn: Callable[[PolicyConfig], Awaitable[Policy]], place: Pat
     }
     save_file(head, valued / "value_head.safetensors")
     return Model(str(folder), str(valued), config["vocab_size"], config["max_position_embeddings"])
+
+
+async def prepare_pair(spawn: Spawn, place: Path, tied: bool) -> Pair:
+    """The folders of two new models, below `place`."""
+    folders = [place / name for name in ("old", "new")]
+    for seed, folder in enumerate(folders):
+        await _make(spawn, folder, PolicyConfig(model=SAMPLED, seed=seed))
+        if not tied:
+            _untie(folder, seed)
+    config = json.loads((folders[0] / "config.json").read_bytes())
+    old, new = map(str, folders)
+    return Pair(old, new, tied, config["vocab_size"], config["eos_token_id"])
+
+
+async def _make(spawn: Spawn, folder: Path, config: PolicyConfig) -> None:
+    policy = await spawn(config)
+    await policy.save(str(folder))
+    await stop(policy)
+    tensors = tensors_of(folder)
+    wide = {
+        name: np.multiply(array, _SPREAD, dtype=np.float32) if array.ndim == 2 else array
+        for name, array in tensors.items()
+    }
+    save_file(wide, folder / "model.safetensors", {"format": "pt"})
+
+
+def _untie(folder: Path, seed: int) -> None:
+    """Give the model a head of its own."""
+    tensors = tensors_of(folder)
+    shape = tensors["model.embed_tokens.weight"].shape
+    head = (np.random.default_rng((seed, 3)).normal(size=shape) / 6).astype(np.float32)
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), "utf-8")
 
 
 def tensors_of(folder: Path) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 from meshrl.data import Batch
 from meshrl.engine import Engine, Resources
 from meshrl.engines.local import LocalEngine
+from meshrl.errors import BackendError
 from meshrl.handle import stop
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
@@ -30,8 +31,9 @@ from meshrl.roles import (
     SamplerConfig,
 )
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
-from meshrl.testing.conformance.material import LOSS, Model, prepare, rollouts, with_logprobs
+from meshrl.testing.conformance.material import LOSS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
 from meshrl.testing.witness import PromiseBroken
+from meshrl.weights import Weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,11 +66,13 @@ class Subject:
     engine: str = "local"
     """As `run.engine`: "local", "ray", or a Ray cluster's address."""
     keys: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Further keys of the tables of its policy, critic and reference."""
+    """Further keys of the tables of its policy, critic, reference and sampler."""
     resources: Resources = field(default_factory=lambda: Resources(cpus=1))
     """What each rank may use."""
     tolerance: float = TOLERANCE
     """How far its numbers may be from the plain backend's."""
+    weights: Weights | None = None
+    """What its sampler loads, where it holds no model: it is then asked for nothing that hangs on a model."""
     seconds: float = 60.0
     """How long one check may take. A check that takes longer hangs, and fails."""
 
@@ -111,7 +115,7 @@ class Side:
 
     async def sampler(self, **keys: object) -> Sampler:
         """A fresh sampler."""
-        return await self._role(Sampler, SamplerConfig, keys)
+        return await self._role(Sampler, SamplerConfig, {**self._keys, **keys})
 
     async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """An actor on these ranks, beside the roles."""
@@ -150,6 +154,15 @@ class Trial:
         """A fresh critic of each side, the subject's first."""
         return await self.own.critic(**keys), await self.plain.critic(**keys)
 
+    @property
+    def subject(self) -> Subject:
+        """What is tested."""
+        return self.bench.subject
+
+    async def pair(self, tied: bool = True) -> Pair:
+        """What a sampler begins with, and what it is given."""
+        return await self.bench.pair(tied)
+
     async def batches(self, count: int = 3) -> list[Batch]:
         """Different batches of rollouts, with the log-probs that losses read."""
         return [await self.bench.batch(self, seed) for seed in range(count)]
@@ -184,6 +197,7 @@ class Bench:
         self._stack = AsyncExitStack()
         self._started = False
         self._models: dict[str | None, Model] = {}
+        self._pairs: dict[bool, Pair] = {}
         self._standards: dict[Model, tuple[Metrics, str]] = {}
         self._batches: dict[tuple[Model, int], Batch] = {}
 
@@ -240,6 +254,13 @@ class Bench:
             self._batches[key] = with_logprobs(scored, seed)
         return self._batches[key]
 
+    async def pair(self, tied: bool) -> Pair:
+        """Two models for samplers, made once."""
+        if tied not in self._pairs:
+            place = self._place / ("tied" if tied else "untied")
+            self._pairs[tied] = await prepare_pair(self._plain_policy, place, tied)
+        return self._pairs[tied]
+
     async def standard(self, trial: Trial) -> tuple[Metrics, str]:
         """The metrics and the fingerprint of the weights of the subject's first update, made once."""
         if trial.model not in self._standards:
@@ -255,9 +276,11 @@ class Bench:
     async def _prepared(self, model: str | None) -> Model:
         if model not in self._models:
             place = self._place / f"model-{len(self._models)}"
-            spawn, create = self._beside.spawn, implementation(Policy, PLAIN)
-            self._models[model] = await prepare(lambda config: spawn(create, config), place, model)
+            self._models[model] = await prepare(self._plain_policy, place, model)
         return self._models[model]
+
+    async def _plain_policy(self, config: PolicyConfig) -> Policy:
+        return await self._beside.spawn(implementation(Policy, PLAIN), config)
 
     async def _reserve(self) -> None:
         self._engine = _engine(self.subject.engine)
@@ -271,7 +294,10 @@ class Bench:
 
 
 async def _begin(trial: Trial) -> None:
-    await trial.own.policy()
+    try:
+        await trial.own.sampler(model=(await trial.pair()).old)
+    except BackendError:  # the backend has none
+        await trial.own.policy()
 
 
 def name_of(check: Check) -> str:

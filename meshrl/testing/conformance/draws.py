@@ -1,0 +1,117 @@
+"""Checks of what a sampler draws: the model's words, with the log-probs that the model gives them, by their seed."""
+
+import asyncio
+from typing import Final
+
+import numpy as np
+
+from meshrl.data import Batch
+from meshrl.ragged import Source
+from meshrl.roles import Sampling
+from meshrl.testing.conformance.compare import close, require
+from meshrl.testing.conformance.samples import (
+    ERROR,
+    SLOTS,
+    begun,
+    completions,
+    drawn,
+    ids_of,
+    most_probable,
+    next_token,
+    questions,
+    rest,
+    scores,
+)
+from meshrl.testing.conformance.subject import Check, Trial
+
+_DRAWS: Final = 400
+"""Of one token: a frequency is within 0.025 of its probability two times of three, or nearer."""
+_FREQUENCY_ERROR: Final = 0.12
+
+
+async def greedy(trial: Trial) -> None:
+    """Completions at temperature 0 are the plain backend's most probable tokens, with tied embeddings and without."""
+    for tied in (True, False):
+        pair = await trial.pair(tied)
+        sampler = await trial.own.sampler(model=pair.old, slots=SLOTS)
+        rollouts = await drawn(sampler, questions(7), Sampling(max_tokens=10, temperature=0))
+        policy = await trial.plain.policy(model=pair.old)
+        await most_probable(f"greedy, with a head that is {'' if tied else 'not '}tied", policy, pair, rollouts)
+
+
+async def sampler_log_probs(trial: Trial) -> None:
+    """`sampler_logprobs` are the plain backend's at the row's temperature, and their source is the sampler."""
+    sampler = await begun(trial)
+    policy = await trial.plain.policy(model=(await trial.pair()).old)
+    for temperature in (1.0, 0.6, 1.7, 0.0):
+        what = f"`sampler_logprobs` at temperature {temperature:g}"
+        rollouts = await drawn(sampler, questions(9), Sampling(max_tokens=16, temperature=temperature))
+        found = rollouts.sampler_logprobs
+        require(found.source == Source("sampler"), f"{what} come from {found.source}, not {Source('sampler')}")
+        told = set(rollouts.row("temperature").tolist())
+        wanted = float(np.float32(temperature or 1.0))
+        require(told == {wanted}, f"rows drawn at temperature {temperature:g} tell {told}, not {wanted:g}")
+        mask = np.asarray(rollouts.loss_mask.values, np.bool_)
+        close(what, found.values[mask], (await scores(policy, rollouts)).values[mask], ERROR)
+
+
+async def frequencies(trial: Trial) -> None:
+    """Tokens are drawn as often as the plain backend says, at several temperatures."""
+    sampler, pair = await begun(trial), await trial.pair()
+    policy = await trial.plain.policy(model=pair.old)
+    prompts = questions(5).select([4])
+    prefix = ids_of(str(prompts.objects("prompt")[0]))
+    for temperature in (0.25, 1.0, 4.0):
+        sampling = Sampling(n=_DRAWS, max_tokens=1, temperature=temperature)
+        tokens = np.concatenate(completions(await drawn(sampler, prompts, sampling)))
+        shares = np.bincount(tokens, minlength=pair.vocabulary) / _DRAWS
+        expected = np.exp(await next_token(policy, pair, prefix, temperature))
+        worst = int(np.abs(shares - expected).argmax())
+        require(
+            bool(abs(shares[worst] - expected[worst]) <= _FREQUENCY_ERROR),
+            f"at temperature {temperature:g} token {worst} is {shares[worst]:.2f} of {_DRAWS} draws, and its "
+            f"probability is {expected[worst]:.2f}",
+        )
+
+
+async def seeds(trial: Trial) -> None:
+    """Samplers made alike draw the same tokens by the same `Sampling.seed`, and others by another seed."""
+    sampling = Sampling(max_tokens=12)
+    prompts = questions(30)
+    tokens: list[list[list[int]]] = []
+    for seed in (5, 5, 6):
+        rollouts = await drawn(await begun(trial), prompts, sampling.model_copy(update={"seed": seed}))
+        tokens.append(completions(rollouts))
+    differ = [row for row in range(30) if tokens[0][row] != tokens[1][row]]
+    require(not differ, f"two samplers with the seed 5 give other tokens in {len(differ)} of 30 rows")
+    require(tokens[0] != tokens[2], "the seeds 5 and 6 give the same tokens in all of 30 rows")
+
+
+async def completions_of_a_prompt(trial: Trial) -> None:
+    """The `n` completions of a prompt are drawn apart: at temperature 1 some differ."""
+    sampler = await begun(trial)
+    prompts = questions(4)
+    rollouts = await drawn(sampler, prompts, Sampling(n=24, max_tokens=12))
+    for number in range(len(prompts)):
+        mine = rollouts.select(rollouts.groups == number)
+        different = {tuple(each) for each in completions(mine)}
+        require(len(different) > 1, f"all 24 completions of prompt {number} are the same")
+
+
+async def calls_together(trial: Trial) -> None:
+    """Rows of several calls are drawn side by side, and stay those of their calls."""
+    sampler, pair = await begun(trial), await trial.pair()
+    prompts = questions(10)
+    parts = [sampler.generate(prompts.select(rows), Sampling(max_tokens=8, temperature=0)) for rows in ([0, 1, 2], [3])]
+    streams = await asyncio.gather(*map(rest, parts))
+    for found, numbers in zip(streams, ([0, 1, 2], [3]), strict=True):
+        require(sorted(found.groups.tolist()) == numbers, f"a call for rows {numbers} gives {found.groups.tolist()}")
+    policy = await trial.plain.policy(model=pair.old)
+    await most_probable("greedy, in two calls together", policy, pair, Batch.concat(streams))
+
+
+MODEL: Final[tuple[Check, ...]] = (greedy, sampler_log_probs, frequencies, calls_together)
+"""Of draws from a model."""
+
+ANY: Final[tuple[Check, ...]] = (seeds, completions_of_a_prompt)
+"""Of draws from whatever."""

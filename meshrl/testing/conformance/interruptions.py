@@ -1,0 +1,214 @@
+"""Checks of what comes between the steps of a sampler: new weights, an abort, a call that is cancelled."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import numpy as np
+
+from meshrl.data import Batch
+from meshrl.errors import ModelError
+from meshrl.roles import Sampler, Sampling
+from meshrl.testing.conformance.compare import close, refused, require
+from meshrl.testing.conformance.samples import (
+    ERROR,
+    NEW,
+    OLD,
+    SLOTS,
+    begun,
+    completions,
+    drawn,
+    first,
+    in_order,
+    most_probable,
+    new_weights,
+    old_weights,
+    questions,
+    rest,
+    scores,
+)
+from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.weights import Weights
+
+_ROWS: Final = 24
+_LONG: Final = Sampling(max_tokens=40, ignore_eos=True)
+"""Of `_ROWS` rows with a few slots: most of the steps are still to come when the first row does."""
+
+
+async def a_cancelled_call(trial: Trial) -> None:
+    """Calls that are cancelled or left give their slots back: as many as there are slots, and later calls end."""
+    sampler = await begun(trial)
+    prompts = _long_rows()
+    for _ in range(SLOTS // 2):
+        task = asyncio.ensure_future(rest(sampler.generate(prompts, _LONG)))
+        await drawn(sampler, questions(1), Sampling(max_tokens=1))  # the other has begun by then
+        task.cancel()
+        await asyncio.wait({task})
+        left = sampler.generate(prompts, _LONG)
+        await first(left)
+        if isinstance(left, AsyncGenerator):
+            await left.aclose()
+    await drawn(sampler, questions(3 * SLOTS), Sampling(max_tokens=6))
+    if trial.subject.weights is None:
+        pair = await trial.pair()
+        rollouts = await drawn(sampler, questions(3 * SLOTS), Sampling(max_tokens=6, temperature=0))
+        policy = await trial.plain.policy(model=pair.old)
+        await most_probable("greedy after cancelled calls", policy, pair, rollouts)
+
+
+async def an_abort(trial: Trial) -> None:
+    """`abort` ends a call: what it has not finished is yielded `aborted`, and a later call goes on with it."""
+    sampler = await begun(trial)
+    prompts = _long_rows()
+    sampling = _LONG.model_copy(update={"temperature": 0.0})
+    stream = sampler.generate(prompts, sampling)
+    begin = await first(stream)
+    await sampler.abort()
+    rows = in_order(Batch.concat([begin, await rest(stream)]), prompts)
+    aborted = np.asarray(rows.row("aborted"), np.bool_)
+    require(bool(aborted.any()), "an abort after the first row leaves no row aborted: the call went on to its end")
+    require(not aborted.all(), "all rows are `aborted`, also those that had come before the abort")
+    require(not rows.row("truncated")[aborted].any(), "rows that were aborted are `truncated`: they have no end yet")
+    whole = await drawn(sampler, rows, sampling)
+    require(not whole.row("aborted").any(), "rows that an abort stopped are still `aborted` when they have gone on")
+    for row in range(len(prompts)):
+        had = rows.tokens[row].tolist()
+        now = whole.tokens[row][: len(had)].tolist()
+        require(now == had, f"row {row} had the tokens {had} when it was aborted, and goes on with {now}")
+    if trial.subject.weights is None:
+        require(
+            [len(tokens) for tokens in completions(whole)] == prompts.row("max_tokens").tolist(),
+            "rows that were aborted and go on do not end at their limits",
+        )
+        pair = await trial.pair()
+        await most_probable(
+            "greedy after an abort", await trial.plain.policy(model=pair.old), pair, whole.select([1, 9, 23])
+        )
+
+
+async def versions_of_tokens(trial: Trial) -> None:
+    """Weights may come in the middle of a call: the versions of a row's tokens never fall, and the oldest is told."""
+    rows, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
+    kinds: set[int] = set()
+    for row, (mask, all_versions) in enumerate(zip(rows.loss_mask, rows.versions, strict=True)):
+        versions = all_versions[np.asarray(mask, np.bool_)]
+        told = f"the tokens of row {row} have the versions {versions.tolist()}"
+        require(set(versions.tolist()) <= {OLD, NEW}, f"{told}, and the sampler had {OLD}, then {NEW}")
+        require(bool((np.diff(versions) >= 0).all()), f"{told}: they fall")
+        oldest = int(rows.row("oldest_version")[row])
+        require(oldest == versions.min(), f"{told}, and its `oldest_version` is {oldest}")
+        kinds |= set(versions.tolist())
+    require(OLD in kinds, f"no token has version {OLD}, whose weights drew the rows that came before the load")
+    require(NEW in kinds, f"no token has version {NEW}: weights that come in the middle of a call wait for its end")
+
+
+async def numbers_around_a_load(trial: Trial) -> None:
+    """Each token has the log-prob of the weights that its version names, also in a row that a load finds in the middle.
+
+    What such a row has read by the old weights it may keep, or read anew: its tokens after the load are only known not
+    to be drawn by the old ones.
+    """
+    pair = await trial.pair()
+    rows, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
+    masks = [np.asarray(mask, np.bool_) for mask in rows.loss_mask]
+    drawn_by = [set(row[mask].tolist()) for row, mask in zip(rows.versions, masks, strict=True)]
+    old, new = [await scores(await trial.plain.policy(model=folder), rows) for folder in (pair.old, pair.new)]
+    turned: list[float] = []
+    for row, versions in enumerate(drawn_by):
+        told, all_versions = rows.sampler_logprobs[row], rows.versions[row]
+        before, after = masks[row] & (all_versions == OLD), masks[row] & (all_versions == NEW)
+        close(f"row {row}: log-probs of version {OLD}", told[before], old[row][before], ERROR)
+        if versions == {NEW}:
+            close(f"row {row}: log-probs of version {NEW}", told[after], new[row][after], ERROR)
+        elif len(versions) == 2:
+            turn = int(after.argmax())
+            turned.append(abs(float(told[turn]) - float(old[row][turn])))
+    require(bool(turned), "no row has tokens of both versions: weights wait for the rows that are being drawn")
+    require(
+        max(turned) > ERROR,
+        f"of {len(turned)} rows the first token of version {NEW} has the log-prob of version {OLD}: weights count as "
+        "loaded before they are",
+    )
+    require({NEW} in drawn_by, f"no row was drawn by version {NEW} alone: rows that wait begin with the new weights")
+
+
+async def greedy_after_a_load(trial: Trial) -> None:
+    """After new weights greedy completions are theirs, with tied embeddings and without, at once and in later calls."""
+    for tied in (True, False):
+        pair = await trial.pair(tied)
+        sampler = await begun(trial, tied)
+        await drawn(sampler, questions(6), Sampling(max_tokens=4))
+        _, later = await _with_new_weights(sampler, await new_weights(trial, tied))
+        what = f"greedy after a load, with a head that is {'' if tied else 'not '}tied"
+        await most_probable(what, await trial.plain.policy(model=pair.new), pair, later)
+        await sampler.load((await old_weights(trial, tied)).with_version(NEW + 1))
+        back = await drawn(sampler, questions(6), Sampling(max_tokens=8, temperature=0))
+        policy = await trial.plain.policy(model=pair.old)
+        await most_probable(f"{what}, back at the first weights", policy, pair, back)
+
+
+async def a_prompt_that_was_read_before(trial: Trial) -> None:
+    """After new weights a prompt is read anew: nothing of it that the old ones computed is used."""
+    sampler, pair = await begun(trial), await trial.pair()
+    texts = ["abcdefgh" * 30 + ">", "abcdefgh" * 30 + "ab>", "hgfedcba" * 20]
+    prompts = questions(3).assign(prompt=texts)
+    sampling = Sampling(max_tokens=3, temperature=0)
+    before = await drawn(sampler, prompts, sampling)
+    await drawn(sampler, prompts, sampling)  # now surely from whatever it keeps of prompts
+    policies = [await trial.plain.policy(model=folder) for folder in (pair.old, pair.new)]
+    await most_probable("greedy before the load", policies[0], pair, before)
+    await sampler.load(await new_weights(trial))
+    after = await drawn(sampler, prompts, sampling)
+    await most_probable("greedy after the load", policies[1], pair, after)
+    mask = np.asarray(after.loss_mask.values, np.bool_)
+    told, expected = after.sampler_logprobs.values[mask], (await scores(policies[1], after)).values[mask]
+    close("log-probs after a prompt that was read before the load", told, expected, ERROR)
+
+
+async def weights_of_another_model(trial: Trial) -> None:
+    """Weights that lack a tensor, have a strange one, or one of another shape or dtype are a ModelError that names it.
+
+    Nothing of them is taken, and the sampler goes on.
+    """
+    sampler, pair = await begun(trial), await trial.pair()
+    tensors = dict((await new_weights(trial)).tensors)
+    name, array = next((name, array) for name, array in tensors.items() if array.ndim == 2)
+    others = {key: kept for key, kept in tensors.items() if key != name}
+    for what, wrong, word in (
+        ("weights that lack a tensor", others, name),
+        ("weights with a strange tensor", {**tensors, "strange.weight": array}, "strange.weight"),
+        ("weights with a tensor of another shape", {**tensors, name: array[:-1]}, name),
+        ("weights with a tensor of another dtype", {**tensors, name: array.astype(np.float64)}, name),
+    ):
+        await refused(what, sampler.load(Weights(NEW, wrong)), ModelError, word)
+        rows = await drawn(sampler, questions(4), Sampling(max_tokens=6, temperature=0))
+        versions = set(rows.row("oldest_version").tolist())
+        require(versions == {OLD}, f"{what} are refused, and yet tokens are of versions {versions}, not {OLD}")
+    await most_probable("greedy after refused weights", await trial.plain.policy(model=pair.old), pair, rows)
+
+
+def _long_rows() -> Batch:
+    """The first row ends at once, the others late."""
+    return questions(_ROWS, max_tokens=np.array([2, *[12, 20, 28, 36] * _ROWS][:_ROWS]))
+
+
+async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[Batch, Batch]:
+    """The rows of a call that finds new weights in the middle, and those of a greedy one after it."""
+    prompts = _long_rows()
+    stream = sampler.generate(prompts, _LONG)
+    begin = await first(stream)
+    await sampler.load(weights)
+    rows = in_order(Batch.concat([begin, await rest(stream)]), prompts)
+    return rows, await drawn(sampler, questions(8), Sampling(max_tokens=8, temperature=0))
+
+
+MODEL: Final[tuple[Check, ...]] = (
+    numbers_around_a_load,
+    greedy_after_a_load,
+    a_prompt_that_was_read_before,
+    weights_of_another_model,
+)
+"""Of what interrupts a sampler with a model."""
+
+ANY: Final[tuple[Check, ...]] = (a_cancelled_call, an_abort, versions_of_tokens)
+"""Of what interrupts any sampler."""

@@ -1,0 +1,205 @@
+"""Checks of the rows that a sampler yields: their columns, their ends, how often each comes, how they go on."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from meshrl.data import Batch
+from meshrl.ragged import Ragged
+from meshrl.roles import Sampling
+from meshrl.testing.conformance.compare import require
+from meshrl.testing.conformance.samples import (
+    NEW,
+    OLD,
+    begun,
+    completions,
+    drawn,
+    ids_of,
+    most_probable,
+    new_weights,
+    old_weights,
+    questions,
+    rest,
+    text_of,
+)
+from meshrl.testing.conformance.subject import Check, Trial
+
+_TOKENS: Final[Mapping[str, type[np.generic]]] = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "sampler_logprobs": np.float32,
+    "versions": np.int32,
+}
+_ROWS: Final[Mapping[str, type[np.generic]]] = {
+    "oldest_version": np.int32,
+    "temperature": np.float32,
+    "truncated": np.bool_,
+    "aborted": np.bool_,
+}
+_TASK: Final = ("prompt", "answer", "groups", "row", "difficulty")
+
+
+async def columns(trial: Trial) -> None:
+    """Rows have all columns of a rollout, in their dtypes, each token's version, and the columns of their prompts."""
+    sampler = await begun(trial)
+    prompts = questions(11, difficulty=np.linspace(0, 1, 11, dtype=np.float32))
+    rollouts = await drawn(sampler, prompts, Sampling(n=2, max_tokens=8))
+    for name in _TASK:
+        require(name in rollouts, f"the prompts' column `{name}` is not in their rollouts: they have {rollouts.names}")
+        same = rollouts.only(name) == prompts.repeat(2).only(name)
+        require(same, f"the column `{name}` of the prompts is not that of their rollouts")
+    _well_formed(rollouts, OLD)
+    require(not rollouts.row("aborted").any(), "rows are `aborted` in a call that nobody aborted")
+
+
+async def tokens_of_texts(trial: Trial) -> None:
+    """Rows begin with their prompt's tokens, and `completion` is the text of the tokens after them."""
+    rollouts = await drawn(await begun(trial), questions(9), Sampling(max_tokens=12))
+    for row, (text, tokens) in enumerate(zip(rollouts.objects("completion"), completions(rollouts), strict=True)):
+        expected = text_of(tokens)
+        require(text == expected, f"`completion` of row {row} is {text!r}, and its tokens {tokens} are {expected!r}")
+        prompt = rollouts.tokens[row][: len(rollouts.tokens[row]) - len(tokens)].tolist()
+        wanted = ids_of(str(rollouts.objects("prompt")[row]))
+        require(prompt == wanted, f"row {row} begins with {prompt}, and its prompt's tokens are {wanted}")
+
+
+async def ends_of_rows(trial: Trial) -> None:
+    """A completion ends at the model's end token, or is `truncated` at its limit: its own `max_tokens` before all."""
+    sampler, end = await begun(trial), (await trial.pair()).end
+    prompts = questions(12)
+    limits = np.array([1, 2, 3, 5, 8, 13] * 2)
+    for what, some, sampling, wanted in (
+        ("`Sampling.max_tokens`", prompts, Sampling(max_tokens=6), np.full(12, 6)),
+        ("`max_tokens` of the rows", prompts.assign(max_tokens=limits), Sampling(max_tokens=4), limits),
+    ):
+        rollouts = await drawn(sampler, some, sampling)
+        for row, tokens in enumerate(completions(rollouts)):
+            limit, truncated = int(wanted[row]), bool(rollouts.row("truncated")[row])
+            ended = tokens[-1:] == [end]
+            told = f"with {what} {limit}, row {row} has the completion {tokens} and `truncated` {truncated}"
+            require(1 <= len(tokens) <= limit, f"{told}: it has from 1 to {limit} tokens")
+            require(end not in tokens[:-1], f"{told}: it goes on after the end token {end}")
+            require(ended or len(tokens) == limit, f"{told}: it stops before its limit, and not at the end token {end}")
+            require(truncated is not ended, f"{told}: a row is truncated where it has no end token")
+    rollouts = await drawn(sampler, prompts, Sampling(max_tokens=20, ignore_eos=True))
+    lengths = [len(tokens) for tokens in completions(rollouts)]
+    require(set(lengths) == {20}, f"with `ignore_eos` and 20 tokens completions have {sorted(set(lengths))} tokens")
+
+
+async def stop_texts(trial: Trial) -> None:
+    """A stop text ends a row: `completion` is cut before it, its tokens are kept, and the row is not `truncated`."""
+    sampler = await begun(trial)
+    prompts = questions(10)
+    sampling = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
+    free = await drawn(sampler, prompts, sampling)
+    texts = [str(text) for text in free.objects("completion")]
+    stop = (texts[0][3:5], texts[1][2:3])
+    held = await drawn(sampler, prompts, sampling.model_copy(update={"stop": stop}))
+    for row, (whole, tokens) in enumerate(zip(completions(free), completions(held), strict=True)):
+        ends = [length for length in range(1, 17) if any(each in text_of(whole[:length]) for each in stop)]
+        length = ends[0] if ends else 16
+        text = text_of(whole[:length])
+        cut = min((text.find(each) for each in stop if each in text), default=len(text))
+        told = f"row {row}, whose text without stop texts is {texts[row]!r}, with the stop texts {stop}"
+        require(tokens == whole[:length], f"{told}, has the tokens {tokens}, not {whole[:length]}: none is cut")
+        found = held.objects("completion")[row]
+        require(found == text[:cut], f"{told}, has the `completion` {found!r}, not {text[:cut]!r}")
+        truncated = bool(held.row("truncated")[row])
+        require(truncated is (not ends), f"{told}, has `truncated` {truncated}")
+
+
+async def rows_that_go_on(trial: Trial) -> None:
+    """Rows with tokens go on after them: these keep their log-probs and versions; `max_tokens` counts all of it."""
+    sampler, pair = await begun(trial), await trial.pair()
+    prompts = questions(8)
+    begin = await drawn(sampler, prompts, Sampling(max_tokens=3, temperature=0, ignore_eos=True))
+    await sampler.load((await old_weights(trial)).with_version(NEW))
+    limits = np.array([3, 4, 7, 12, 9, 9, 9, 9])
+    sampling = Sampling(temperature=0, ignore_eos=True)
+    whole = await drawn(sampler, begin.assign(max_tokens=limits), sampling)
+    lengths = [len(tokens) for tokens in completions(whole)]
+    require(lengths == limits.tolist(), f"rows of 3 tokens and of the limits {limits.tolist()} have {lengths}")
+    for row in range(len(prompts)):
+        had = len(begin.tokens[row])
+        for name in _TOKENS:
+            one, other = whole.ragged(name)[row][:had].tolist(), begin.ragged(name)[row].tolist()
+            require(one == other, f"row {row} goes on with {one} in `{name}`, and had {other}")
+        newer = set(whole.versions[row][had:].tolist())
+        require(newer <= {NEW}, f"tokens that row {row} was given by version {NEW} have the versions {newer}")
+    oldest = whole.row("oldest_version").tolist()
+    require(oldest == [OLD] * len(prompts), f"rows begun by version {OLD} have the `oldest_version` {oldest}")
+    policy = await trial.plain.policy(model=pair.old)
+    await most_probable("greedy rows that went on", policy, pair, whole)
+
+
+async def rows_that_have_ended(trial: Trial) -> None:
+    """Rows that have ended are yielded as they are, whatever weights came since."""
+    sampler = await begun(trial)
+    sampling = Sampling(max_tokens=8)
+    once = await drawn(sampler, questions(9), sampling)
+    await sampler.load(await new_weights(trial))
+    again = await drawn(sampler, once, sampling)
+    for name in (*_TOKENS, *_ROWS, "completion"):
+        same = again.only(name) == once.only(name)
+        require(same, f"rows that had ended come back with another `{name}`: {again[name]}, and it was {once[name]}")
+
+
+async def few_rows(trial: Trial) -> None:
+    """No prompts give no rows, and one prompt one row, whatever the ranks; a batch of none has a rollout's columns."""
+    sampler = await begun(trial)
+    for count in (0, 1, 0):
+        rollouts = await drawn(sampler, questions(count), Sampling(max_tokens=4))
+        require(len(rollouts) == count, f"{count} prompts give {len(rollouts)} rows")
+        wanted = (*_TASK[:3], *_TOKENS, *_ROWS, "completion") if count or rollouts.names else ()
+        missing = [name for name in wanted if name not in rollouts]
+        require(not missing, f"the rollouts of {count} prompts lack the columns {', '.join(missing)}")
+
+
+async def more_rows_than_slots(trial: Trial) -> None:
+    """Ten times more rows than slots, in three calls at once, all come, each once."""
+    sampler = await begun(trial)
+    prompts = questions(40)
+    streams = [sampler.generate(prompts.select(np.arange(call, 40, 3)), Sampling(max_tokens=4)) for call in range(3)]
+    whole = await asyncio.gather(*map(rest, streams))
+    for call, found in enumerate(whole):
+        came, wanted = sorted(found.groups.tolist()), list(range(call, 40, 3))
+        require(came == wanted, f"call {call} of three gives rows {came}, and its prompts were {wanted}")
+        _well_formed(found, OLD)
+
+
+def _well_formed(rollouts: Batch, version: int) -> None:
+    """Require a rollout's columns, of tokens that one version drew."""
+    for name, dtype in {**_TOKENS, **_ROWS}.items():
+        require(name in rollouts, f"rollouts lack the column `{name}`: they have {', '.join(rollouts.names)}")
+        column = rollouts[name]
+        right = isinstance(column, Ragged) if name in _TOKENS else isinstance(column, np.ndarray)
+        require(right, f"`{name}` is a {type(column).__name__}, where a column {_kind(name)} is wanted")
+        found = column.dtype if isinstance(column, Ragged | np.ndarray) else None
+        require(found == np.dtype(dtype), f"`{name}` is {found}, not {np.dtype(dtype)}")
+    texts = rollouts.objects("completion")
+    require(all(isinstance(text, str) for text in texts), f"`completion` is not text in each row: {texts[:3]}")
+    for row, mask in enumerate(rollouts.loss_mask):
+        flags = np.asarray(mask, np.bool_)
+        start = int(flags.argmax())
+        told = f"`loss_mask` of row {row} is {flags.tolist()}"
+        require(bool(flags.any() and flags[start:].all()), f"{told}: it is False in a prompt, and True after it")
+        versions = rollouts.versions[row].tolist()
+        expected = [-1] * start + [version] * (len(flags) - start)
+        require(versions == expected, f"`versions` of row {row} are {versions}, not {expected}")
+        before = rollouts.sampler_logprobs[row][:start]
+        require(not before.any(), f"`sampler_logprobs` of the prompt of row {row} are {before.tolist()}, not 0")
+    oldest = set(rollouts.row("oldest_version").tolist())
+    require(oldest <= {version}, f"`oldest_version` is {oldest} where all tokens are of version {version}")
+
+
+def _kind(name: str) -> str:
+    return "by token" if name in _TOKENS else "by row"
+
+
+MODEL: Final[tuple[Check, ...]] = (tokens_of_texts, ends_of_rows, stop_texts, rows_that_go_on)
+"""Of rows from a model."""
+
+ANY: Final[tuple[Check, ...]] = (columns, rows_that_have_ended, few_rows, more_rows_than_slots)
+"""Of rows from whatever."""

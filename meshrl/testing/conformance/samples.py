@@ -1,0 +1,164 @@
+"""What the checks of samplers draw, and how it is judged: by the plain backend's policies of the same folders."""
+
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.ragged import Ragged
+from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.testing.conformance.compare import require
+from meshrl.testing.conformance.material import SAMPLED, Pair
+from meshrl.testing.conformance.subject import Trial
+from meshrl.weights import Weights
+
+OLD: Final = 1
+"""The version of the weights that checks begin with; a sampler that was given none has 0."""
+NEW: Final = 4
+"""The version that they load later."""
+
+SLOTS: Final = 4
+
+ERROR: Final = 1e-4
+"""How far, in float32, a sampler's log-probs may be from a policy's: it computes row by row, and with a cache."""
+
+_TEXTS: Final = ("abc>", "h>", "abcdefgh>", "bad>", "c")
+_SPECIAL: Final = 2
+"""Tokens before those of the model's characters."""
+
+
+def questions(rows: int, **columns: np.ndarray) -> Batch:
+    """Prompts, with their numbers as `groups` and further columns. A sampler without a model may give the answer."""
+    texts = [_TEXTS[row % len(_TEXTS)] for row in range(rows)]
+    task = [{"number": row} for row in range(rows)]
+    answers = [chr(ord("a") + row % 8) for row in range(rows)]
+    return Batch.of(prompt=texts, answer=answers, groups=np.arange(rows), row=task, **columns)
+
+
+async def begun(trial: Trial, tied: bool = True, **keys: object) -> Sampler:
+    """A fresh sampler with the weights `OLD`."""
+    sampler = await trial.own.sampler(model=(await trial.pair(tied)).old, slots=SLOTS, **keys)
+    await sampler.load(await old_weights(trial, tied))
+    return sampler
+
+
+async def old_weights(trial: Trial, tied: bool = True) -> Weights:
+    """What the sampler's folder holds, as `OLD`."""
+    return await _weights(trial, (await trial.pair(tied)).old, OLD)
+
+
+async def new_weights(trial: Trial, tied: bool = True) -> Weights:
+    """The pair's other model, as `NEW`."""
+    return await _weights(trial, (await trial.pair(tied)).new, NEW)
+
+
+async def _weights(trial: Trial, folder: str, version: int) -> Weights:
+    given = trial.subject.weights
+    weights = await (await trial.plain.policy(model=folder)).weights() if given is None else given
+    return (await weights.load()).with_version(version)
+
+
+async def drawn(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
+    """All rollouts of prompts with `groups`, in the order of these; each has to come `sampling.n` times."""
+    return in_order(await rest(sampler.generate(prompts, sampling)), prompts, sampling.n)
+
+
+async def rest(stream: AsyncIterable[Batch]) -> Batch:
+    """What a stream yields, readable here."""
+    return Batch.concat([await part.load() async for part in stream])
+
+
+async def first(stream: AsyncIterator[Batch]) -> Batch:
+    """The first rows of a stream, readable here."""
+    async for part in stream:
+        if len(part):
+            return await part.load()
+    raise DataError("the stream of rollouts ended before any came: give it prompts")
+
+
+def in_order(rollouts: Batch, prompts: Batch, n: int = 1) -> Batch:
+    """The rollouts in the order of their prompts; each has to have come `n` times."""
+    require(len(rollouts) > 0 or not len(prompts), f"of {len(prompts)} prompts no rollout came")
+    if not len(prompts):
+        return rollouts
+    require("groups" in rollouts, f"rollouts lack the column `groups` of their prompts: they have {rollouts.names}")
+    came = dict(zip(*(each.tolist() for each in np.unique(rollouts.groups, return_counts=True)), strict=True))
+    wrong = [number for number in prompts.groups.tolist() if came.get(number, 0) != n]
+    number = wrong[0] if wrong else 0
+    require(
+        not wrong,
+        f"of prompt {number} {came.get(number, 0)} rollouts came, not {n}, and {len(wrong)} of {len(prompts)} prompts "
+        "have too few or too many: each row is yielded once, whatever waits, stops or goes on",
+    )
+    require(len(rollouts) == n * len(prompts), f"{len(rollouts)} rollouts came of {len(prompts)} prompts, {n} of each")
+    return rollouts.select(np.argsort(rollouts.groups, kind="stable"))
+
+
+def completions(rollouts: Batch) -> list[list[int]]:
+    """The tokens of each row's completion."""
+    return [
+        row[np.asarray(mask, np.bool_)].tolist() for row, mask in zip(rollouts.tokens, rollouts.loss_mask, strict=True)
+    ]
+
+
+def ids_of(text: str) -> list[int]:
+    """The tokens of a text for the models of a pair."""
+    return [SAMPLED.characters.index(character) + _SPECIAL for character in text]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The text of tokens for the models of a pair; special ones have none."""
+    return "".join(SAMPLED.characters[token - _SPECIAL] for token in tokens if token >= _SPECIAL)
+
+
+async def scores(policy: Policy, rollouts: Batch) -> Ragged:
+    """The policy's log-probs of rollouts, at their temperatures."""
+    return (await (await policy.logprobs(rollouts)).load()).ragged("logprobs")
+
+
+async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) -> None:
+    """Require that each token of the completions is the policy's most probable one: what greedy generation gives.
+
+    By induction: where the tokens before it are those of greedy generation, the most probable token is the next one.
+    """
+    places = [
+        (row, place)
+        for row, mask in enumerate(rollouts.loss_mask)
+        for place in np.flatnonzero(np.asarray(mask, np.bool_)).tolist()
+    ]
+    require(bool(places), f"{what}: no row has a completion")
+    table = await _next_tokens(policy, pair, [rollouts.tokens[row][:place] for row, place in places])
+    found = np.array([rollouts.tokens[row][place] for row, place in places])
+    behind = table.max(1) - table[np.arange(len(places)), found]
+    worst = int(behind.argmax())
+    row, place = places[worst]
+    prompt = str(rollouts.objects("prompt")[row])[:20]
+    require(
+        bool(behind[worst] <= ERROR),
+        f"{what}: token {place} of row {row} ({prompt!r}) is {found[worst]}, of log-prob "
+        f"{table[worst, found[worst]]:.4f}, and token {table[worst].argmax()} has {table[worst].max():.4f}; so it is "
+        f"at {int((behind > ERROR).sum())} of {len(places)} tokens: greedy generation takes the most probable one",
+    )
+
+
+async def next_token(policy: Policy, pair: Pair, prefix: Sequence[int], temperature: float) -> np.ndarray:
+    """The log-probs of the token that follows, float64[vocabulary]."""
+    return (await _next_tokens(policy, pair, [np.array(prefix)], temperature))[0]
+
+
+async def _next_tokens(
+    policy: Policy, pair: Pair, prefixes: Sequence[np.ndarray], temperature: float = 1.0
+) -> np.ndarray:
+    """The log-probs of the tokens that follow, float64[prefixes, vocabulary]: each is scored as a row of its own."""
+    rows = [np.append(prefix, token) for prefix in prefixes for token in range(pair.vocabulary)]
+    masks = [np.arange(len(row)) == len(row) - 1 for row in rows]
+    batch = Batch.of(
+        tokens=Ragged.of(rows, np.int32),
+        loss_mask=Ragged.of(masks, np.bool_),
+        temperature=np.full(len(rows), temperature, np.float32),
+    )
+    scored = await scores(policy, batch)
+    table: np.ndarray = scored.values[scored.offsets[1:] - 1].reshape(len(prefixes), pair.vocabulary)
+    return table.astype(np.float64)
