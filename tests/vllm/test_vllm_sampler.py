@@ -5,12 +5,13 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from meshrl import Batch, DataError, Sampler, SamplerConfig, Sampling, VllmConfig, Weights, rollout
@@ -65,19 +66,41 @@ def greedy(made: PreTrainedModel, prompts: Batch = PROMPTS) -> list[list[int]]:
     return completions
 
 
+class Told(NamedTuple):
+    """A row of a rollout, an entry for each token."""
+
+    tokens: NDArray[np.int64]
+    new: NDArray[np.bool_]
+    logprobs: NDArray[np.float64]
+    versions: NDArray[np.int64]
+
+
+def told(batch: Batch) -> list[Told]:
+    columns = zip(batch.tokens, batch.loss_mask, batch.sampler_logprobs, batch.versions, strict=True)
+    return [
+        Told(tokens.astype(np.int64), new.astype(np.bool_), values.astype(np.float64), versions.astype(np.int64))
+        for tokens, new, values, versions in columns
+    ]
+
+
 def completions(batch: Batch) -> list[list[int]]:
-    return [tokens[mask].tolist() for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True)]
+    return [row.tokens[row.new].tolist() for row in told(batch)]
+
+
+def versions_of(batch: Batch) -> set[int]:
+    """Of all new tokens."""
+    return {version for row in told(batch) for version in row.versions[row.new].tolist()}
 
 
 async def every(stream: AsyncIterator[Batch]) -> Batch:
     return Batch.concat([batch async for batch in stream])
 
 
-def logprobs(made: PreTrainedModel, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def logprobs(made: PreTrainedModel, tokens: NDArray[np.int64], temperature: float = 1.0) -> NDArray[np.float32]:
     """Of each token but the first, given those before it."""
     with torch.no_grad():
         logits = made(torch.tensor([tokens.tolist()])).logits[0] / temperature
-    chosen = torch.from_numpy(tokens[1:].astype(np.int64))
+    chosen = torch.from_numpy(tokens[1:])
     return np.asarray(logits.log_softmax(-1)[:-1].gather(1, chosen[:, None])[:, 0])
 
 
@@ -108,9 +131,9 @@ async def test_greedy_and_logprobs_are_those_of_transformers(sampler: Sampler, m
     batch = await rollout(sampler, PROMPTS, GREEDY)
     assert completions(batch) == greedy(made)
     drawn = await rollout(sampler, PROMPTS, Sampling(max_tokens=30, temperature=0.7, n=2, ignore_eos=True))
-    for tokens, mask, values in zip(drawn.tokens, drawn.loss_mask, drawn.sampler_logprobs, strict=True):
-        np.testing.assert_allclose(values[mask], logprobs(made, tokens, 0.7)[mask[1:]], atol=1e-4)
-    assert set(drawn.versions.values[drawn.loss_mask.values].tolist()) == {3}
+    for row in told(drawn):
+        np.testing.assert_allclose(row.logprobs[row.new], logprobs(made, row.tokens, 0.7)[row.new[1:]], atol=1e-4)
+    assert versions_of(drawn) == {3}
     assert drawn.row("temperature").tolist() == pytest.approx([0.7] * 8)
     assert drawn.row("truncated").all()
 
@@ -133,15 +156,12 @@ async def test_new_weights_in_the_middle_change_the_tokens_after_them(sampler: S
     places = await sampler.load(weights(other, 2))
     batch = await running
     assert 0 < places.row("steps").max() < 200
-    told = {tuple(np.unique(row[mask])) for row, mask in zip(batch.versions, batch.loss_mask, strict=True)}
-    assert told == {(1, 2)}
-    for tokens, mask, versions, values in zip(
-        batch.tokens, batch.loss_mask, batch.versions, batch.sampler_logprobs, strict=True
-    ):
-        assert (np.diff(versions[mask]) >= 0).all()
+    for row in told(batch):
+        assert np.unique(row.versions[row.new]).tolist() == [1, 2]
+        assert (np.diff(row.versions[row.new]) >= 0).all()
         for version, which in ((1, made), (2, other)):
-            mine = versions == version
-            np.testing.assert_allclose(values[mine], logprobs(which, tokens)[mine[1:]], atol=1e-3)
+            mine = row.versions == version
+            np.testing.assert_allclose(row.logprobs[mine], logprobs(which, row.tokens)[mine[1:]], atol=1e-3)
     assert completions(await rollout(sampler, PROMPTS, GREEDY)) == greedy(other)
     await sampler.load(weights(made, 3))
     assert completions(await rollout(sampler, PROMPTS, GREEDY)) == greedy(made)
@@ -156,7 +176,7 @@ async def test_wrong_weights_are_refused_and_the_old_ones_stay(sampler: Sampler,
         await sampler.load(Weights(6, whole))
     batch = await rollout(sampler, PROMPTS, GREEDY)
     assert completions(batch) == greedy(made)
-    assert set(batch.versions.values[batch.loss_mask.values].tolist()) == {5}
+    assert versions_of(batch) == {5}
 
 
 async def test_an_abort_gives_what_there_is_and_a_later_call_goes_on(sampler: Sampler) -> None:
@@ -168,9 +188,9 @@ async def test_an_abort_gives_what_there_is_and_a_later_call_goes_on(sampler: Sa
     assert 0 < part.lengths.max() < 200
     whole = await rollout(sampler, part, LONG)
     assert not whole.row("aborted").any()
-    for before, after, mask in zip(part.tokens, whole.tokens, whole.loss_mask, strict=True):
-        np.testing.assert_array_equal(after[: len(before)], before)
-        assert mask.sum() == 200
+    for before, after in zip(told(part), told(whole), strict=True):
+        np.testing.assert_array_equal(after.tokens[: len(before.tokens)], before.tokens)
+        assert after.new.sum() == 200
 
 
 async def test_more_rows_than_slots_all_come(sampler: Sampler) -> None:

@@ -145,7 +145,7 @@ async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) 
 
 async def next_token(policy: Policy, pair: Pair, prefix: Sequence[int], temperature: float) -> np.ndarray:
     """The log-probs of the token that follows, float64[vocabulary]."""
-    return (await _next_tokens(policy, pair, [np.array(prefix)], temperature))[0]
+    return np.asarray((await _next_tokens(policy, pair, [np.array(prefix)], temperature))[0])
 
 
 async def _next_tokens(
