@@ -41,9 +41,11 @@ async def a_cancelled_call(trial: Trial) -> None:
     prompts = _long_rows()
     for _ in range(SLOTS // 2):
         task = asyncio.ensure_future(rest(sampler.generate(prompts, _LONG)))
-        await drawn(sampler, questions(1), Sampling(max_tokens=1))  # the other has begun by then
-        task.cancel()
-        await asyncio.wait({task})
+        try:
+            await drawn(sampler, questions(1), Sampling(max_tokens=1))  # the other has begun by then
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         left = sampler.generate(prompts, _LONG)
         await first(left)
         if isinstance(left, AsyncGenerator):

@@ -1,18 +1,22 @@
 """What the checks of samplers draw, and how it is judged: by the plain backend's policies of the same folders."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.ragged import Ragged
 from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.sharding import Array
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.material import SAMPLED, Pair
 from meshrl.testing.conformance.subject import Trial
 from meshrl.weights import Weights
+
+Floats: TypeAlias = NDArray[np.float64]
 
 OLD: Final = 1
 """The version of the weights that checks begin with; a sampler that was given none has 0."""
@@ -29,7 +33,7 @@ _SPECIAL: Final = 2
 """Tokens before those of the model's characters."""
 
 
-def questions(rows: int, **columns: np.ndarray) -> Batch:
+def questions(rows: int, **columns: Array) -> Batch:
     """Prompts, with their numbers as `groups` and further columns. A sampler without a model may give the answer."""
     texts = [_TEXTS[row % len(_TEXTS)] for row in range(rows)]
     task = [{"number": row} for row in range(rows)]
@@ -143,14 +147,12 @@ async def most_probable(what: str, policy: Policy, pair: Pair, rollouts: Batch) 
     )
 
 
-async def next_token(policy: Policy, pair: Pair, prefix: Sequence[int], temperature: float) -> np.ndarray:
+async def next_token(policy: Policy, pair: Pair, prefix: Sequence[int], temperature: float) -> Floats:
     """The log-probs of the token that follows, float64[vocabulary]."""
-    return np.asarray((await _next_tokens(policy, pair, [np.array(prefix)], temperature))[0])
+    return (await _next_tokens(policy, pair, [np.array(prefix)], temperature)).reshape(-1)
 
 
-async def _next_tokens(
-    policy: Policy, pair: Pair, prefixes: Sequence[np.ndarray], temperature: float = 1.0
-) -> np.ndarray:
+async def _next_tokens(policy: Policy, pair: Pair, prefixes: Sequence[Array], temperature: float = 1.0) -> Floats:
     """The log-probs of the tokens that follow, float64[prefixes, vocabulary]: each is scored as a row of its own."""
     rows = [np.append(prefix, token) for prefix in prefixes for token in range(pair.vocabulary)]
     masks = [np.arange(len(row)) == len(row) - 1 for row in rows]
@@ -160,5 +162,5 @@ async def _next_tokens(
         temperature=np.full(len(rows), temperature, np.float32),
     )
     scored = await scores(policy, batch)
-    table: np.ndarray = scored.values[scored.offsets[1:] - 1].reshape(len(prefixes), pair.vocabulary)
-    return table.astype(np.float64)
+    last = np.asarray(scored.values[scored.offsets[1:] - 1], np.float64)
+    return last.reshape(len(prefixes), pair.vocabulary)
