@@ -66,7 +66,7 @@ class Subject:
     engine: str = "local"
     """As `run.engine`: "local", "ray", or a Ray cluster's address."""
     keys: Mapping[str, object] = field(default_factory=dict[str, object])
-    """Further keys of the tables of its policy, critic, reference and sampler."""
+    """Further keys of the tables of its policy, critic and reference, and of its sampler those that one has."""
     resources: Resources = field(default_factory=lambda: Resources(cpus=1))
     """What each rank may use."""
     tolerance: float = TOLERANCE
@@ -115,7 +115,8 @@ class Side:
 
     async def sampler(self, **keys: object) -> Sampler:
         """A fresh sampler."""
-        return await self._role(Sampler, SamplerConfig, {**self._keys, **keys})
+        known = {name: value for name, value in self._keys.items() if name in SamplerConfig.model_fields}
+        return await self._role(Sampler, SamplerConfig, {**known, **keys})
 
     async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """An actor on these ranks, beside the roles."""
