@@ -37,7 +37,7 @@ def run(folder, moment, last, arguments):
                 Path(file).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    save_file, save, clean_up = meshrl_hf.state.save_file, meshrl_fsdp.state.save, Checkpoints._clean_up
+    save_file, save, clean_up = meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards, Checkpoints._clean_up
 
     def dying(update):
         async def updating(self, batch, loss):
@@ -61,7 +61,7 @@ def run(folder, moment, last, arguments):
 
     for policy in TorchPolicy, FsdpPolicy:
         policy.update = dying(policy.update)
-    meshrl_hf.state.save_file, meshrl_fsdp.state.save, Checkpoints._clean_up = saving, saving_shards, cleaning_up
+    meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards, Checkpoints._clean_up = saving, saving_shards, cleaning_up
     os.chdir(folder)
     main(arguments)
 
