@@ -50,9 +50,9 @@ def run(folder, moment, last, arguments):
         perhaps_die("while a checkpoint is written", file)
         save_file(tensors, file)
 
-    def saving_shards(tensors, storage_writer, process_group):
-        perhaps_die("while a checkpoint is written", Path(storage_writer.path) / "shard-00001.safetensors")
-        save(tensors, storage_writer=storage_writer, process_group=process_group)
+    def saving_shards(folder, tensors, group):
+        perhaps_die("while a checkpoint is written", folder / "shard-00001.safetensors")
+        save(folder, tensors, group)
 
     def cleaning_up(self):
         if self._actors:  # not before the run begins
