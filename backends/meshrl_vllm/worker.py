@@ -182,7 +182,7 @@ def _engine(start: Start) -> Any:
         max_model_len=start.max_tokens,
         max_num_seqs=start.slots,
         enforce_eager=start.eager or cpu,
-        # On a CPU, a row with a seed whose prompt is read in two steps ends vLLM: its random generator cannot step back.
+        # On a CPU a row with a seed whose prompt is read in two steps ends vLLM: its generator cannot step back.
         enable_chunked_prefill=not cpu,
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=start.memory_share,
