@@ -4,17 +4,15 @@
 
 A model of the quickstart's size with heads of 32 dims, which vLLM's kernels for CPUs need, 64 prompts x 1 or 8
 completions, whose lengths are forced to be log-uniform from 8 to 256. Each contestant is a process of its own with one
-thread on the first core, under the same allocator settings, and they take turns; one turn before the first is not counted:
+thread on the first core, under the same allocator settings, and they take turns, of which the first is not counted:
 
-torch              the sampler torch, called through its handle as a script calls it
-vllm               the sampler vllm, likewise; its engine's process has the same core, so that all its work counts
-vLLM alone         vLLM's engine in a loop of ten lines (bench/peers/vllm_rollout.py), the same engine arguments and seeds
-generate           transformers, one padded batch (bench/peers/hf_rollout.py)
-batching           transformers' continuous batching (likewise)
+torch          the sampler torch, called through its handle as a script calls it
+vllm           the sampler vllm, likewise; its engine's process has the same core, so that all its work counts
+vLLM alone     vLLM's engine in a loop of ten lines (bench/peers/vllm_rollout.py); the same arguments and seeds
+transformers   `generate` on one padded batch, and its continuous batching (bench/peers/hf_rollout.py)
 
-Ours return log-probs, versions and texts; vLLM alone returns tokens and log-probs, transformers tokens.
-
-vLLM needs `make test-vllm`. A few minutes.
+Ours return log-probs, versions and texts; vLLM alone returns tokens and log-probs, transformers tokens. CPU is of all
+processes of a contestant. vLLM needs `make test-vllm`. A few minutes.
 """
 
 import asyncio
@@ -108,7 +106,7 @@ def make_job(encode: Callable[[Sequence[str]], list[list[int]]], completions: in
 
 def compare(job: Job, label: str, model: Path, path: Path, rounds: int) -> list[Figure]:
     """Let all take turns; ours against each of the others."""
-    hf = [sys.executable, ROOT / "bench/peers/hf_rollout.py"]
+    hf: list[str | Path] = [sys.executable, ROOT / "bench/peers/hf_rollout.py"]
     commands: dict[str, Sequence[str | Path]] = {
         "torch": [sys.executable, __file__, "--worker", "torch", model, path],
         "vllm": [sys.executable, __file__, "--worker", "vllm", model, path],
@@ -119,8 +117,10 @@ def compare(job: Job, label: str, model: Path, path: Path, rounds: int) -> list[
     turns = count()
     with contextlib.ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(command, threads=1)) for name, command in commands.items()}
-        questions = {name: partial(turn, worker, rows=True) for name, worker in workers.items()}
         alone = workers["vLLM alone"]
+        questions: dict[str, Callable[[], dict[str, float]]] = {
+            name: partial(turn, worker, rows=True) for name, worker in workers.items()
+        }
         questions["vLLM alone"] = lambda: turn(alone, seeds=seeds(next(turns), len(job.rows)))
         answers = {name: each[1:] for name, each in take_turns(questions, rounds + 1).items()}
     wanted = {name: {sum(job.limits)} for name in answers}
@@ -175,7 +175,7 @@ async def contest(backend: str, model: str, job: Job) -> None:
             batch = await rollout(sampler, prompts, Sampling(ignore_eos=True))
             wall = time.perf_counter() - began
             batch = await batch.load("tokens", "loss_mask")
-            new = batch.tokens.values[batch.loss_mask.values].astype(np.int32)
+            new = batch.tokens.values[batch.loss_mask.values.astype(np.bool_)].astype(np.int32)
             answer = {"wall": wall, "rows": len(batch), "tokens": len(new), "checksum": zlib.crc32(new.tobytes())}
             print(json.dumps(answer), flush=True)
 

@@ -2,9 +2,9 @@
 
     vllm_rollout.py FOLDER JOB
 
-FOLDER is a Hugging Face model, JOB a JSON file with the prompts' token ids, the row's prompts and limits, and the engine's
-numbers. The first line on standard output is {"ready": true}; then each line {"seeds": [...]} on standard input, a
-seed for each row, is one batch of rollouts, answered by {"wall", "rows", "tokens", "checksum"}.
+FOLDER is a Hugging Face model, JOB a JSON file with the prompts' token ids, the rows' prompts and limits, and the
+engine's numbers. The first line on standard output is {"ready": true}; then each line {"seeds": [...]} on standard
+input, a seed for each row, is one batch of rollouts, answered by {"wall", "rows", "tokens", "checksum"}.
 
 The engine is called as vLLM's own `LLM` calls it, in this process and with the arguments that the backend vllm gives
 it; rows come back whole, when they have ended, and their texts are not made. Nothing is read of the log-probs that the
@@ -24,8 +24,9 @@ os.environ.update(
     OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCH_COMPILE_DISABLE="1"
 )
 
-from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: E402 -- it reads the environment when it is imported
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
+# After the environment, which it reads when it is imported.
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 
 def main(folder: str, job_path: str) -> None:
