@@ -41,6 +41,8 @@ from meshrl_vllm.messages import (
 
 _CPU_CACHE_MIB: Final = 512
 """Of keys and values, on a CPU, where nothing is said."""
+_HELD: Final = 8
+"""Steps between two messages of rows while others are decoded: a message costs the sampler a millisecond or two."""
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ class Worker:
         self._version = 0
         self._steps = 0
         self._left: list[Done] = []
-        """Rows to be told with the next step's."""
+        """Rows to be told with the next message."""
         self._known = _tensors_of(Path(start.model), start.dtype)
         self._engine = _engine(start)
         import vllm  # noqa: PLC0415 -- after `_engine` has set its environment
@@ -79,13 +81,12 @@ class Worker:
         while True:
             while self._connection.poll(0 if self._busy else None):
                 self._take(to_engine.decode(self._connection.recv_bytes()))
-            done = [*self._left]
-            self._left.clear()
             if self._engine.has_unfinished_requests():
-                done += [_done(output) for output in self._engine.step() if output.finished]
+                self._left += [_done(output) for output in self._engine.step() if output.finished]
                 self._steps += 1
-            if done:
-                self._send(Rows(done))
+            if self._left and (self._steps % _HELD == 0 or not self._engine.has_unfinished_requests()):
+                self._send(Rows(self._left))
+                self._left = []
 
     @property
     def _busy(self) -> bool:

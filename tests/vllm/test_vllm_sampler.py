@@ -200,16 +200,6 @@ async def test_more_rows_than_slots_all_come(sampler: Sampler) -> None:
     assert set(batch.lengths.tolist()) <= set(range(1, 12))
 
 
-async def test_prompts_that_are_too_many_for_one_step_are_read_in_several(sampler: Sampler, model: Model) -> None:
-    made, _ = model
-    await sampler.load(weights(made, 3))
-    letters = np.random.default_rng(0).choice(list("abcdefgh"), (16, 200))  # 3,200 tokens, and a step has 2,048
-    batch = await rollout(sampler, Batch.of(prompt=["".join(row) for row in letters]), Sampling(max_tokens=4))
-    assert len(batch) == 16
-    for row in told(batch):
-        np.testing.assert_allclose(row.logprobs[row.new], logprobs(made, row.tokens)[row.new[1:]], atol=1e-4)
-
-
 async def test_texts_that_stop_cut_the_completion_and_leave_the_tokens(sampler: Sampler) -> None:
     batch = await rollout(sampler, PROMPTS, Sampling(max_tokens=100, stop=("ab", "c"), n=4, ignore_eos=True))
     for text, truncated in zip(batch.objects("completion"), batch.row("truncated").tolist(), strict=True):
@@ -232,6 +222,16 @@ async def test_what_it_cannot_do_is_said(sampler: Sampler) -> None:
         await rollout(sampler, PROMPTS, Sampling(max_tokens=1000))
     with pytest.raises(DataError, match="cannot repeat a record"):
         await sampler.replay(PROMPTS)
+
+
+async def test_prompts_that_are_too_many_for_one_step_are_read_in_several(sampler: Sampler, model: Model) -> None:
+    made, _ = model
+    await sampler.load(weights(made, 3))
+    letters = np.random.default_rng(0).choice(list("abcdefgh"), (16, 200))  # 3,200 tokens, and a step has 2,048
+    batch = await rollout(sampler, Batch.of(prompt=["".join(row) for row in letters]), Sampling(max_tokens=4))
+    assert len(batch) == 16
+    for row in told(batch):
+        np.testing.assert_allclose(row.logprobs[row.new], logprobs(made, row.tokens)[row.new[1:]], atol=1e-4)
 
 
 async def test_an_engine_that_dies_says_so(model: Model, python: str | None) -> None:
