@@ -18,7 +18,7 @@ from meshrl.errors import ConfigError, MeshrlError, ModelError
 from meshrl.layout import FsdpConfig
 from meshrl.mesh import Mesh
 from meshrl.registry import implementation
-from meshrl.roles import Policy, PolicyConfig, RoleConfig
+from meshrl.roles import NewModel, Policy, PolicyConfig, RoleConfig
 
 _LOOKS: Final = 1.0
 """Seconds between two looks at the run's folder."""
@@ -115,7 +115,7 @@ def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, 
         model=str(folder),
         name=run.name,
         dtype=policy.dtype,
-        prompt=_prompt(run),
+        prompt=_prompt(run, policy.model),
         chat=bool(sampler.get("chat", policy.chat)),
         max_tokens=most if isinstance(most, int) else 16,
     )
@@ -127,14 +127,14 @@ def _table(table: Mapping[str, object], name: str) -> Table:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _prompt(run: Path) -> str:
-    """One that the run was trained on, where it tells."""
+def _prompt(run: Path, model: str | NewModel) -> str:
+    """One that the run was trained on, where it has kept some; else one that the model can read."""
     try:
         with (run / "samples.jsonl").open("rb") as samples:
-            line = msgspec.json.decode(next(samples, b""), type=dict[str, object])
+            line = msgspec.json.decode(next(samples, b"{}"), type=dict[str, object])
     except (OSError, msgspec.DecodeError):
-        return "Hello"
-    return str(line.get("prompt", "Hello"))
+        line = {}
+    return str(line.get("prompt", model.characters[0] if isinstance(model, NewModel) else "Hello"))
 
 
 def _newest(run: Path) -> _Source:
