@@ -241,7 +241,7 @@ class Batch(Holder):
             return self
         return self._make(self._rows, await table.load(self._columns, wanted), self._origins)
 
-    def hold(self, put: Put, limit: int) -> Self:
+    def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
         """The same batch, each column of more than `limit` bytes kept elsewhere by `put`."""
         held = table.hold(self._columns, self._rows, put, limit)
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self

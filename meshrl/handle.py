@@ -204,7 +204,9 @@ class BoundEndpoint:
         engine = self.deployment.engine
         for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
             arrays = name not in shards
-            bound.arguments[name] = hold(value, engine.put, engine.inline_bytes, arrays=arrays)
+            bound.arguments[name] = hold(
+                value, engine.put, engine.inline_bytes, arrays=arrays, shares=engine.shares_memory
+            )
         plans: Plans = {}
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}

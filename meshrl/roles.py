@@ -18,7 +18,7 @@ from meshrl.data import Batch
 from meshrl.layout import FsdpConfig, VllmConfig
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
-from meshrl.sharding import Gather, Mean, Same, Shard
+from meshrl.sharding import EVERY, Gather, Mean, Shard
 from meshrl.weights import Weights
 
 
@@ -237,8 +237,8 @@ class Policy(Stateful, ABC):
 
     @endpoint
     @abstractmethod
-    async def weights(self) -> Same[Weights]:
-        """The current weights; their version is the number of updates so far."""
+    async def weights(self) -> Gather[Weights, EVERY]:
+        """The current weights, of which each rank has made a part; their version is the number of updates so far."""
 
     @endpoint
     @abstractmethod
@@ -303,6 +303,10 @@ class Sampler(Actor, ABC):
         `call` (the number of a call of `generate` on the rank) and `steps` (that it had made): a row for each call that
         was decoding, and one, with -1 steps, for the call that was the next to begin. Before them stand the rows of the
         aborts since the last load.
+
+        Where the weights have a probe, a sampler that holds a model adds `difference`, float64: how far its log-probs
+        are, on average, from the policy's. ModelError where they are too far, or a tensor is not as it was sent: then
+        no token is drawn from what did arrive.
         """
 
     @endpoint

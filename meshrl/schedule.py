@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.events import gauge
 from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
@@ -118,8 +119,8 @@ class Schedule:
     async def load(self, sampler: Sampler, weights: Weights) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
         await self._number(sampler)
-        places = await sampler.load(weights)
-        self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in places.names}))
+        places = await _load(sampler, weights)
+        self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
 
     async def _number(self, sampler: Sampler) -> None:
         """Know the sampler; in a replay tell it, before anything else, where its weights came."""
@@ -139,10 +140,13 @@ class Schedule:
 
     def _record(self, sampler: int, entries: Sequence[Entry]) -> Batch:
         loads = [each.places for each in entries if isinstance(each, Load) and each.sampler == sampler]
-        names = loads[0] if loads else ("rank", "load", "call", "steps")
-        columns = {name: [value for places in loads for value in places[name]] for name in names}
+        columns = {name: [value for places in loads for value in places[name]] for name in _PLACES}
         return Batch({name: np.array(column, np.int64) for name, column in columns.items()})
 
+
+DIFFERENCE: Final = "sampler_difference"
+"""The gauge of how far a sampler's log-probs are from its policy's, after it took new weights."""
+_PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 """The schedule of the current run, where it keeps one."""
@@ -153,7 +157,14 @@ async def load_into(sampler: Sampler, weights: Weights) -> None:
     if kept := schedule.get():
         await kept.load(sampler, weights)
     else:
-        await sampler.load(weights)
+        await _load(sampler, weights)
+
+
+async def _load(sampler: Sampler, weights: Weights) -> Batch:
+    places = await sampler.load(weights)
+    if "difference" in places:
+        gauge(DIFFERENCE, float(places.row("difference").max()))
+    return places
 
 
 def read_schedule(folder: Path) -> list[Entry]:

@@ -27,12 +27,13 @@ LAYERS = (
         "losses.kl",
         "report.analysis",
         "engines.ray.pickle",
+        "shared_memory",
     },
     {
+        "bucket",
         "columns",
         "layout",
         "metrics",
-        "weights",
         "engine",
         "advantages",
         "scripts",
@@ -40,6 +41,7 @@ LAYERS = (
         "losses.normalise",
     },
     {
+        "weights",
         "remote",
         "observation",
         "engines.threads",

@@ -1,6 +1,6 @@
 """Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import ml_dtypes
@@ -8,20 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.bucket import fingerprint
 from meshrl.errors import ModelError
 from meshrl.sharding import Array
-from meshrl.weights import Weights
+from meshrl.weights import Probe, Weights
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 
-def weights_of(tensors: Mapping[str, Tensor], version: int) -> Weights:
-    """A copy of tensors in the host's memory."""
-    return Weights(version, {name: _array(tensor) for name, tensor in tensors.items()})
+def weights_of(tensors: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Weights:
+    """A copy of tensors, taken one after another."""
+    return Weights.streamed(version, ((name, _array(tensor.cpu())) for name, tensor in tensors), probe)
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
-    """Copy the weights into a model's tensors; ModelError, and nothing copied, if they are not of this model."""
+    """Copy the weights into a model's tensors; ModelError, and nothing copied, if they are not of this model.
+
+    ModelError too where the tensors have not, then, the bytes that were sent.
+    """
     own = {name: _array(tensor) for name, tensor in tensors.items()}
     given = weights.tensors
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
@@ -40,6 +44,12 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
             )
     for name, array in own.items():
         np.copyto(array, given[name])
+    sent = {name: entry.fingerprint for bucket in weights.buckets for name, entry in bucket.index.items()}
+    if damaged := [name for name, array in own.items() if fingerprint(array) != sent[name]]:
+        raise ModelError(
+            f"weights of version {weights.version} did not arrive as they were sent: {_some('differ', damaged)}. "
+            "Publish them again"
+        )
 
 
 def _array(tensor: Tensor) -> Array:

@@ -19,6 +19,7 @@ from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, published, trained
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
+from meshrl_hf.probe import probe
 from meshrl_hf.scoring import check_readable, logprobs, predicted
 from meshrl_hf.state import TrainingState
 from meshrl_hf.transfer import weights_of
@@ -79,7 +80,9 @@ class TorchPolicy(Policy):
     async def weights(self) -> Weights:
         """A copy of the weights, after the updates that were called before; of adapted ones as `lora.sync` says."""
         async with self._updating:
-            return weights_of(published(self._model.tensors(), self._config.lora), self._optimizer.steps)
+            version = self._optimizer.steps
+            asked = probe(self._model, self._predicted, version, self._config.micro_batch_tokens)
+            return weights_of(published(self._model.tensors(), self._config.lora).items(), version, asked)
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder, or the adapters as peft does, whole or not at all."""

@@ -92,6 +92,11 @@ class EngineProcess:
             except OSError:
                 raise self._ended("has ended") from None
 
+    def fail(self, error: ModelError) -> None:
+        """End the process because of this, which all are told who wait for it or come later."""
+        self._end = self._end or error
+        self._process.kill()
+
     def close(self) -> None:
         """End the process. Who still waits for it is told so."""
         self._end = self._end or ModelError(f"vLLM's process {self._process.pid} was stopped with its sampler")

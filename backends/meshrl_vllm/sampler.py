@@ -2,7 +2,9 @@
 
 import asyncio
 import tempfile
+import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.actor import current_rank
+from meshrl.bucket import Entry
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling
@@ -19,11 +22,12 @@ from meshrl.weights import Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load, read_words
+from meshrl_hf.probe import apart, check
 from meshrl_hf.rollouts import Finished, Request, Rollouts
 from meshrl_hf.seeds import key
+from meshrl_vllm import messages
 from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_vllm.process import EngineProcess
-from meshrl_vllm.segment import Segment
 
 _SEEDS: Final = (1 << 63) - 1
 
@@ -39,6 +43,24 @@ class _Call:
         self.left = set(range(first, first + len(request.rows)))
         """Rows that have not come back."""
         self.arrived: asyncio.Queue[list[Done] | ModelError] = asyncio.Queue()
+
+
+class _Arriving:
+    """Weights on their way into the engine, in memory that stays as it is meanwhile."""
+
+    def __init__(self, weights: Weights, places: asyncio.Future[Batch]) -> None:
+        self.weights = weights
+        self.places = places
+
+    def end(self, places: Batch) -> None:
+        """They are in use."""
+        if not self.places.done():  # else nobody waits any more
+            self.places.set_result(places)
+
+    def fail(self, error: ModelError) -> None:
+        """They are not."""
+        if not self.places.done():
+            self.places.set_exception(error)
 
 
 class VllmSampler(Sampler):
@@ -66,9 +88,8 @@ class VllmSampler(Sampler):
             options.kv_cache_mib, options.memory_share, options.eager,
         )  # fmt: skip
         self._engine = EngineProcess(start, options.python)
-        self._segment = Segment()
-        self._close = weakref.finalize(self, _close, self._engine, self._segment)
-        log.info("vLLM runs", version=self._engine.version, process=self._engine.pid, weights_by="shared memory")
+        self._close = weakref.finalize(self, self._engine.close)
+        log.info("vLLM runs", version=self._engine.version, process=self._engine.pid)
         self._version = 0
         self._numbers = count()
         self._calls: dict[int, _Call] = {}
@@ -76,7 +97,9 @@ class VllmSampler(Sampler):
         self._begun_at_load = 0
         self._loads = 0
         self._loading = asyncio.Lock()
-        self._loaded: asyncio.Future[Loaded | Refused] | None = None
+        self._arriving: deque[_Arriving] = deque()
+        """Weights that the engine has not spoken of yet."""
+        self._ways: frozenset[str] = frozenset()
 
     @property
     def engine_pid(self) -> int:
@@ -109,32 +132,27 @@ class VllmSampler(Sampler):
                 self._engine.send(Leave(sorted(call.left), told=False))
 
     async def load(self, weights: Weights) -> Batch:
-        """Copy the weights into shared memory while the engine decodes on, and let it take them between two steps.
+        """Put the weights into shared memory while the engine decodes on, and let it take them between two steps.
 
         ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
+        Where they arrived and the engine computes something else than the policy, it is ended.
         """
         async with self._loading:
+            began = time.monotonic()
             self._listen()
-            parts = await asyncio.to_thread(self._segment.write, weights)
-            self._loaded = asyncio.get_running_loop().create_future()
+            arriving = _Arriving(await asyncio.to_thread(weights.shared), asyncio.get_running_loop().create_future())
+            self._arriving.append(arriving)
+            buckets = [
+                messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
+                for bucket in arriving.weights.buckets
+                if bucket.segment
+            ]
             recompute = self._config.vllm.after_load == "recompute"
-            self._engine.send(Load(weights.version, str(self._segment.path), parts, recompute))
-            answer = await self._loaded
-            if isinstance(answer, Refused):
-                raise ModelError(
-                    f"weights of version {weights.version} were not taken: {answer.text}. The engine goes on with "
-                    f"version {self._version}. Give the policy and the sampler the same `model` and `dtype`"
-                )
-            self._version = weights.version
-            self._begun_at_load = self._begun
-            places = sorted({*self._calls, self._begun})
-            self._loads += 1
-        return Batch.of(
-            rank=np.full(len(places), current_rank().index),
-            load=np.full(len(places), self._loads - 1),
-            call=np.array(places),
-            steps=np.array([answer.steps if place in self._calls else -1 for place in places]),
-        )
+            probe = weights.probe.tokens.tolist() if weights.probe else []
+            self._engine.send(Load(weights.version, buckets, recompute, probe))
+            places = await arriving.places
+            self._tell_way(weights, time.monotonic() - began)
+        return places
 
     async def replay(self, record: Batch) -> None:
         """DataError: when a row is decoded hangs on the machine's time."""
@@ -176,14 +194,62 @@ class VllmSampler(Sampler):
             for call in self._calls.values():
                 if mine := [done for done in answer.done if done.number in call.left]:
                     call.arrived.put_nowait(mine)
-        elif isinstance(answer, Loaded | Refused) and self._loaded is not None and not self._loaded.done():
-            self._loaded.set_result(answer)
+        elif isinstance(answer, Loaded):
+            self._took(answer, self._arriving.popleft())
+        elif isinstance(answer, Refused):
+            arriving = self._arriving.popleft()
+            arriving.fail(
+                ModelError(
+                    f"weights of version {arriving.weights.version} were not taken: {answer.text}. The engine goes on "
+                    f"with version {self._version}. Give the policy and the sampler the same `model` and `dtype`"
+                )
+            )
+
+    def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
+        """New weights are in use: note where that was."""
+        probe = arriving.weights.probe
+        found: dict[str, np.ndarray] = {}
+        if probe is not None:
+            values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
+            difference = apart(probe, values)
+            try:
+                check(arriving.weights, difference, self._config.dtype)
+            except ModelError as error:
+                arriving.fail(error)
+                self._engine.fail(error)
+                self._ended(error)
+                return
+            found = {"difference": np.array([difference])}
+        self._version = answer.version
+        self._begun_at_load = self._begun
+        places = sorted({*self._calls, self._begun})
+        self._loads += 1
+        arriving.end(
+            Batch.of(
+                rank=np.full(len(places), current_rank().index),
+                load=np.full(len(places), self._loads - 1),
+                call=np.array(places),
+                steps=np.array([answer.steps if place in self._calls else -1 for place in places]),
+                **{name: value.repeat(len(places)) for name, value in found.items()},
+            )
+        )
+
+    def _tell_way(self, weights: Weights, seconds: float) -> None:
+        """Say what carries weights here, once, and when it changes."""
+        if weights.ways != self._ways:
+            self._ways = weights.ways
+            speed = weights.nbytes / seconds / 1e9
+            by = ", ".join(sorted(weights.ways))
+            log.info(
+                "weights arrive", by=by, version=weights.version, GB_per_s=f"{speed:.2f}", seconds=f"{seconds:.3f}"
+            )
 
     def _ended(self, error: ModelError) -> None:
         for call in self._calls.values():
             call.arrived.put_nowait(error)
-        if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(error)
+        for arriving in self._arriving:
+            arriving.fail(error)
+        self._arriving.clear()
 
     def _new(self, model: NewModel) -> Path:
         """A folder of a model that is made here."""
@@ -191,6 +257,10 @@ class VllmSampler(Sampler):
         folder = Path(self._made.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
+
+
+def _part(name: str, entry: Entry) -> messages.Part:
+    return messages.Part(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
 
 
 def _finished(call: _Call, done: Sequence[Done]) -> Finished:
@@ -223,8 +293,3 @@ def _finished(call: _Call, done: Sequence[Done]) -> Finished:
         logprobs=logprobs,
         versions=versions,
     )
-
-
-def _close(engine: EngineProcess, segment: Segment) -> None:
-    engine.close()
-    segment.close()

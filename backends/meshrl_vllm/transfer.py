@@ -29,18 +29,17 @@ class NoInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Segment(WeightTransferUpdateInfo):
-    """A file in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+class Buckets(WeightTransferUpdateInfo):
+    """Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
 
-    path: str
-    parts: list[tuple[str, str, list[int], int]]
+    buckets: list[tuple[str, list[tuple[str, str, list[int], int]]]]
 
 
-class SharedMemory(WeightTransferEngine[NoInfo, Segment]):
+class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
     """Takes whole weights by their Hugging Face names. That they are right was checked before."""
 
     init_info_cls = NoInfo
-    update_info_cls = Segment
+    update_info_cls = Buckets
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Do nothing."""
@@ -49,7 +48,7 @@ class SharedMemory(WeightTransferEngine[NoInfo, Segment]):
         """Begin to read the model anew."""
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Segment) -> None:
+    def receive_weights(self, update_info: Buckets) -> None:
         """Load each tensor."""
         self.model.load_weights(_tensors(update_info))
 
@@ -66,12 +65,13 @@ class Extension:
     """Empty: vLLM imports this module in each of its workers, and so it knows the engine."""
 
 
-def _tensors(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:
-    with Path(segment.path).open("r+b") as file:
-        whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    for name, dtype, shape, start in segment.parts:
-        kind: torch.dtype = getattr(torch, dtype)
-        yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
+def _tensors(sent: Buckets) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, parts in sent.buckets:
+        with Path(path).open("rb") as file:  # privately: torch takes no memory that it may not write
+            whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        for name, dtype, shape, start in parts:
+            kind: torch.dtype = getattr(torch, dtype)
+            yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
 
 
 def _pack_tied_head(model: Any) -> None:

@@ -8,12 +8,9 @@ It needs vLLM and msgspec alone: it may run in another environment than meshrl d
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
-import mmap
 import os
 import sys
 import time
-import zlib
-from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +18,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from meshrl_vllm.arrival import known_tensors, logprobs, wrong
 from meshrl_vllm.messages import (
     Answer,
     Done,
@@ -30,7 +28,6 @@ from meshrl_vllm.messages import (
     Load,
     Loaded,
     Order,
-    Part,
     Ready,
     Refused,
     Rows,
@@ -41,6 +38,10 @@ from meshrl_vllm.messages import (
 
 _CPU_CACHE_MIB: Final = 512
 """Of keys and values, on a CPU, where nothing is said."""
+_PROBE: Final = "probe "
+"""What the names of requests begin with that read one."""
+PROBES: Final = 8
+"""The most sequences of a probe."""
 
 
 def main() -> None:
@@ -65,13 +66,19 @@ class Worker:
         self._version = 0
         self._steps = 0
         self._left: list[Done] = []
-        """Rows to be told with the next step's."""
-        self._known = _tensors_of(Path(start.model), start.dtype)
+        """Rows to be told."""
+        self._loaded: Loaded | None = None
+        """What is to be said of new weights when their probe is read."""
+        self._unread: dict[str, list[float]] = {}
+        """The log-probs of a probe's sequences, by the requests that read them; empty of those that are not read."""
+        self._slots = start.slots
+        self._known = known_tensors(Path(start.model), start.dtype)
         self._engine = _engine(start)
         import vllm  # noqa: PLC0415 -- after `_engine` has set its environment
 
         self._vllm = vllm
         self._engine.set_weight_version("0")
+        self._seats(0)
         self._send(Ready(vllm.__version__))
 
     def run(self) -> None:
@@ -79,17 +86,27 @@ class Worker:
         while True:
             while self._connection.poll(0 if self._busy else None):
                 self._take(to_engine.decode(self._connection.recv_bytes()))
-            done = [*self._left]
-            self._left.clear()
             if self._engine.has_unfinished_requests():
-                done += [_done(output) for output in self._engine.step() if output.finished]
-                self._steps += 1
-            if done:
-                self._send(Rows(done))
+                self._step()
+            if answer := self._answered():
+                self._send(answer)
+            if self._left and self._loaded is None:  # else nobody knows yet whether what was drawn may be trusted
+                self._send(Rows(self._left))
+                self._left = []
 
     @property
     def _busy(self) -> bool:
-        return bool(self._left) or self._engine.has_unfinished_requests()
+        return bool(self._left or self._loaded) or self._engine.has_unfinished_requests()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if not output.finished:
+                continue
+            if output.request_id in self._unread:
+                self._unread[output.request_id] = logprobs(output)
+            else:
+                self._left.append(_done(output))
+        self._steps += 1
 
     def _take(self, order: Start | Order) -> None:
         if isinstance(order, Generate):
@@ -121,14 +138,14 @@ class Worker:
 
     def _leave(self, order: Leave) -> None:
         processor = self._engine.output_processor
-        states = {int(state.external_req_id): state for state in processor.request_states.values()}
-        here = [states[number] for number in order.rows if number in states]
+        states = {state.external_req_id: state for state in processor.request_states.values()}
+        here = [states[str(number)] for number in order.rows if str(number) in states]
         if order.told:
             self._left += [_unfinished(state) for state in here]
         self._engine.abort_request([str(state.external_req_id) for state in here])
 
     def _load(self, order: Load) -> None:
-        refused = self._wrong(order)
+        refused = wrong(order, self._known)
         if refused is not None:
             self._send(Refused(refused))
             return
@@ -136,27 +153,49 @@ class Worker:
         engine = self._engine
         core = engine.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=False)
-        parts = [(part.name, part.dtype, part.shape, part.start) for part in order.parts]
+        buckets = [
+            (bucket.path, [(part.name, part.dtype, part.shape, part.start) for part in bucket.parts])
+            for bucket in order.buckets
+        ]
         engine.collective_rpc("start_weight_update")
-        engine.collective_rpc("update_weights", kwargs={"update_info": {"path": order.segment, "parts": parts}})
+        engine.collective_rpc("update_weights", kwargs={"update_info": {"buckets": buckets}})
         engine.collective_rpc("finish_weight_update")
         engine.set_weight_version(str(order.version))
         if order.recompute:
             engine.reset_prefix_cache(reset_running_requests=True)
         core.resume_scheduler()
         self._version = order.version
-        self._send(Loaded(order.version, self._steps, time.monotonic() - began))
+        self._loaded = Loaded(order.version, self._steps, time.monotonic() - began, b"")
+        self._ask(order.probe)
 
-    def _wrong(self, order: Load) -> str | None:
-        """Why these are not the model's weights, as they were sent."""
-        there = {part.name: (part.dtype, part.shape) for part in order.parts}
-        for name in sorted(self._known.keys() | there.keys()):
-            if there.get(name) != self._known.get(name):
-                return f"`{name}` is {_told(there.get(name))} there and {_told(self._known.get(name))} in the model"
-        damaged = _damaged(order)
-        if damaged:
-            return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}"
-        return None
+    def _ask(self, probe: list[list[int]]) -> None:
+        """Let the engine read a probe, before all rows that wait, in seats of its own."""
+        self._seats(len(probe))
+        self._unread = {f"{_PROBE}{number}": [] for number in range(len(probe))}
+        for name, tokens in zip(self._unread, probe, strict=True):
+            reading = self._vllm.SamplingParams(
+                max_tokens=1,
+                temperature=0,
+                prompt_logprobs=0,
+                detokenize=False,
+                output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            )
+            prompt = {"prompt_token_ids": tokens, "cache_salt": f"{name} {self._version}"}
+            self._engine.add_request(name, prompt, reading, priority=-1)
+
+    def _answered(self) -> Loaded | None:
+        """What new weights make of their probe, when all of it is read."""
+        if self._loaded is None or not all(self._unread.values()):
+            return None
+        values = np.array([value for row in self._unread.values() for value in row], np.float32)
+        answer = msgspec.structs.replace(self._loaded, logprobs=values.tobytes())
+        self._loaded, self._unread = None, {}
+        self._seats(0)
+        return answer
+
+    def _seats(self, extra: int) -> None:
+        """How many rows may be decoded at once, beside the slots."""
+        self._engine.engine_core.engine_core.scheduler.max_num_active_reqs = self._slots + extra
 
     def _send(self, answer: Answer) -> None:
         self._connection.send_bytes(encode(answer))
@@ -180,7 +219,8 @@ def _engine(start: Start) -> Any:
         model=start.model,
         dtype=start.dtype,
         max_model_len=start.max_tokens,
-        max_num_seqs=start.slots,
+        max_num_seqs=start.slots + PROBES,
+        scheduling_policy="priority",
         enforce_eager=start.eager or cpu,
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=start.memory_share,
@@ -212,31 +252,6 @@ def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], 
     chosen = [each[token].logprob for token, each in zip(tokens, logprobs or (), strict=True)]
     drawn, values = np.array(list(tokens), np.int32), np.array(chosen, np.float32)
     return Done(number, drawn.tobytes(), values.tobytes(), spans, reason)
-
-
-def _tensors_of(folder: Path, dtype: str) -> dict[str, tuple[str, list[int]]]:
-    """Name, dtype and shape of each tensor of a folder's safetensors; floating ones in the engine's dtype."""
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            head = msgspec.json.decode(opened.read(int.from_bytes(opened.read(8), "little")))
-        found.update({name: (dtype, it["shape"]) for name, it in head.items() if name != "__metadata__"})
-    return found
-
-
-def _damaged(order: Load) -> list[str]:
-    with Path(order.segment).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-        return [part.name for part in order.parts if _checksum(memory, part) != part.checksum]
-
-
-def _checksum(memory: mmap.mmap, part: Part) -> int:
-    size = np.dtype({"bfloat16": "int16"}.get(part.dtype, part.dtype)).itemsize
-    with memoryview(memory) as view, view[part.start : part.start + prod(part.shape) * size] as piece:
-        return zlib.crc32(piece)
-
-
-def _told(tensor: tuple[str, list[int]] | None) -> str:
-    return "missing" if tensor is None else f"{tensor[0]}{tensor[1]}"
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def run(folder, moment, last, arguments):
 
     for policy in TorchPolicy, FsdpPolicy:
         policy.update = dying(policy.update)
-    meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards, Checkpoints._clean_up = saving, saving_shards, cleaning_up
+    meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards = saving, saving_shards
+    Checkpoints._clean_up = cleaning_up
     os.chdir(folder)
     main(arguments)
 

@@ -18,6 +18,7 @@ from meshrl.engines.ray.process import RayMember, Spawn, sendable
 from meshrl.engines.ray.reservation import RaySlot, Reservation
 from meshrl.engines.ray.wire import RayHeld
 from meshrl.errors import ConfigError, MeshStopped, RankFailed
+from meshrl.shared_memory import sweep
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class RayEngine(RayCaller):
         self._reservations: list[Reservation] = []
         self._origins: WeakKeyDictionary[Spawn, _Origin] = WeakKeyDictionary()
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the cluster is this machine's own, to which no other is ever added."""
+        return self._cluster.is_ours
+
     async def reserve(self, count: int, resources: Resources) -> Sequence[RaySlot]:
         """Processes for `count` ranks, when the cluster has room for them.
 
@@ -67,7 +73,7 @@ class RayEngine(RayCaller):
                 # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
-            reservation = Reservation(count, asked, max(1, cpus), resources.placement, self.inline_bytes)
+            reservation = Reservation(count, asked, max(1, cpus), resources.placement, self)
             self._reservations.append(reservation)
         try:
             await reservation.settle(self._cluster)
@@ -168,3 +174,4 @@ class RayEngine(RayCaller):
             await self.release([slot for each in self._reservations for slot in each.slots])
         finally:
             await self._cluster.close()
+            sweep()  # processes that were killed leave their segments
