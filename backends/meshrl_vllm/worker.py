@@ -38,6 +38,8 @@ from meshrl_vllm.messages import (
 
 _CPU_CACHE_MIB: Final = 512
 """Of keys and values, on a CPU, where nothing is said."""
+_CPU_READS: Final = 4096
+"""Tokens read in one step, at most, on a CPU."""
 _PROBE: Final = "probe "
 """What the names of requests begin with that read one."""
 PROBES: Final = 8
@@ -220,6 +222,9 @@ def _engine(start: Start) -> Any:
         dtype=start.dtype,
         max_model_len=start.max_tokens,
         max_num_seqs=start.slots + PROBES,
+        # A row that is read in parts takes its seed's random numbers back, which generators on CPUs cannot.
+        enable_chunked_prefill=False if cpu else None,
+        max_num_batched_tokens=max(_CPU_READS, start.max_tokens) if cpu else None,
         scheduling_policy="priority",
         enforce_eager=start.eager or cpu,
         kv_cache_memory_bytes=None if cache is None else cache << 20,
