@@ -84,11 +84,16 @@ class Bucket:
         return SharedHeld.way if self.segment else "memory"
 
     @property
-    def arrays(self) -> Mapping[str, Array]:
-        """The tensors, read-only. DataError where they are not here."""
+    def memory(self) -> Bytes:
+        """The buffer, which ends at a multiple of 64 bytes. DataError where it is not here."""
         if isinstance(self._source, Held):
             raise DataError(f"{self.nbytes} bytes of weights lie elsewhere: load them first")
-        memory = self._source.memory if isinstance(self._source, Segment) else self._source
+        return self._source.memory if isinstance(self._source, Segment) else self._source
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """The tensors, read-only. DataError where they are not here."""
+        memory = self.memory
         return MappingProxyType({name: _view(memory, entry) for name, entry in self.index.items()})
 
     def hold(self, put: Put, limit: int, shares: bool) -> "Bucket":
@@ -106,16 +111,14 @@ class Bucket:
         """The same tensors in shared memory: copied, where they are elsewhere. DataError where there is no room."""
         if self.segment or not self.nbytes:
             return self
-        own = self.arrays
-        end = max(entry.start + own[name].nbytes for name, entry in self.index.items())
-        writing = pool.write(end)
+        memory = self.memory
+        writing = pool.write(len(memory))
         if writing is None:
             raise DataError(
-                f"{end} bytes of weights do not fit into this machine's shared memory (/dev/shm): give it more, as by "
-                "`docker run --shm-size`"
+                f"{len(memory)} bytes of weights do not fit into this machine's shared memory (/dev/shm): give it "
+                "more, as by `docker run --shm-size`"
             )
-        for name, entry in self.index.items():
-            _copied(own[name], writing.memory[entry.start : entry.start + own[name].nbytes])
+        np.copyto(writing.memory, memory)
         return Bucket(self.index, self.nbytes, writing.done())
 
     def damaged(self) -> list[str]:
@@ -126,8 +129,7 @@ class Bucket:
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Bucket"], tuple[object, ...]]:
         if isinstance(self._source, Held):
             return Bucket, (dict(self.index), self.nbytes, self._source)
-        memory = self._source.memory if isinstance(self._source, Segment) else self._source
-        return _unpickled, (dict(self.index), self.nbytes, *pickled(memory, protocol.__index__()))
+        return _unpickled, (dict(self.index), self.nbytes, *pickled(self.memory, protocol.__index__()))
 
 
 class SharedHeld(Held):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ class Held(ABC):
 
     __slots__ = ()
 
-    way: ClassVar[str] = "memory"
+    way: str = "memory"
     """What carries the value, as people read it."""
 
     @classmethod

@@ -119,6 +119,8 @@ class PolicyConfig(ModelConfig):
     activation_checkpointing: bool = False
     lora: LoraConfig | None = None
     """Train adapters; nothing means all parameters."""
+    delta_sync: bool = False
+    """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
     fsdp: FsdpConfig = FsdpConfig()
 
 

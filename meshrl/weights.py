@@ -39,14 +39,15 @@ class Weights(Holder):
     @classmethod
     def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
         """The same of tensors that are made one after another: no more than those of one bucket are kept meanwhile."""
-        return cls._make(version, _packed(tensors), probe)
+        return cls.of(version, _packed(tensors), probe)
 
     def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
         self._version, self._buckets, self._probe = version, tuple(buckets), probe
         self._arrays: Mapping[str, Array] | None = None
 
     @classmethod
-    def _make(cls, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Self:
+    def of(cls, version: int, buckets: Sequence[Bucket], probe: Probe | None = None) -> Self:
+        """The tensors of buckets, not copied."""
         self = cls.__new__(cls)
         self._set(version, buckets, probe)
         return self
@@ -69,7 +70,7 @@ class Weights(Holder):
                         raise DataError(f"the ranks {other} and {rank} have different tensors `{name}`")
                 if any(told[name][0] == rank for name in bucket.index):
                     buckets.append(bucket)
-        return cls._make(first.version, buckets, next((part.probe for part in parts if part.probe), None))
+        return cls.of(first.version, buckets, next((part.probe for part in parts if part.probe), None))
 
     @property
     def version(self) -> int:
@@ -112,18 +113,18 @@ class Weights(Holder):
             return self
         values = {each: cast("Bucket", value).fetched_by(each) for each, value in (await fetched(held)).items()}
         here = [values[bucket.held] if bucket.held else bucket for bucket in self._buckets]
-        return self._make(self._version, here, self._probe)
+        return self.of(self._version, here, self._probe)
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
         """The same weights, each bucket of more than `limit` bytes kept where it is, or elsewhere by `put`."""
-        return self._make(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
+        return self.of(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
 
     def shared(self) -> Self:
         """The same weights in this machine's shared memory, to which they are copied where they are elsewhere.
 
         DataError where there is no room.
         """
-        return self._make(self._version, [bucket.shared() for bucket in self._buckets], self._probe)
+        return self.of(self._version, [bucket.shared() for bucket in self._buckets], self._probe)
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,7 @@ class Weights(Holder):
 
     def with_version(self, version: int) -> Self:
         """The same tensors, not copied, under another version."""
-        return self._make(version, self._buckets, self._probe)
+        return self.of(version, self._buckets, self._probe)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Weights):
@@ -170,7 +171,7 @@ _latest: Final[list[Bucket]] = []
 
 
 def _received(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
-    return Weights._make(version, buckets, probe)
+    return Weights.of(version, buckets, probe)
 
 
 def _packed(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:

@@ -55,6 +55,7 @@ LAYERS = (
         "report.trace",
     },
     {
+        "delta",
         "table",
         "handle",
         "engines.local",

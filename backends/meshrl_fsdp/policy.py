@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch
+from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
@@ -24,7 +25,7 @@ from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.probe import probe
 from meshrl_hf.scoring import check_readable, logprobs, predicted
-from meshrl_hf.transfer import weights_of
+from meshrl_hf.transfer import arrays
 
 
 class FsdpPolicy(Spread, Policy):
@@ -41,6 +42,7 @@ class FsdpPolicy(Spread, Policy):
         self._sharded = load_sharded_policy(config, rank)
         self._model, self._world = self._sharded.model, self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(trained(self._model).values()))
+        self._sender = Sender(changes=config.delta_sync)
         self._state = ShardedState("policy", self._sharded, trained(self._model), self._optimizer)
 
     async def encode(self, batch: Batch) -> Batch:
@@ -71,7 +73,7 @@ class FsdpPolicy(Spread, Policy):
         """This rank's part of the weights, whole tensors in the table's dtype; adapted ones as `lora.sync` says."""
         version = self._optimizer.steps
         asked = probe(self._model, self._predicted, version, self._config.micro_batch_tokens, self._world)
-        return weights_of(self._share(), version, asked)
+        return self._sender.weights(version, arrays(self._share()), asked)
 
     def _share(self) -> Iterator[tuple[str, Tensor]]:
         """Every rank at the same time; each keeps about as many bytes as the others."""

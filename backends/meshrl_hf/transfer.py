@@ -1,6 +1,6 @@
 """Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import ml_dtypes
@@ -11,14 +11,14 @@ from torch import Tensor
 from meshrl.bucket import fingerprint
 from meshrl.errors import ModelError
 from meshrl.sharding import Array
-from meshrl.weights import Probe, Weights
+from meshrl.weights import Weights
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 
-def weights_of(tensors: Iterable[tuple[str, Tensor]], version: int, probe: Probe) -> Weights:
-    """A copy of tensors, taken one after another."""
-    return Weights.streamed(version, ((name, _array(tensor.cpu())) for name, tensor in tensors), probe)
+def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
+    """The memory of tensors, one after another; copied where it is a GPU's."""
+    return ((name, _array(tensor.cpu())) for name, tensor in tensors)
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:

@@ -291,7 +291,7 @@ async def test_weights_that_did_not_arrive() -> None:
     (bucket,) = weights.buckets
     name = next(iter(bucket.index))
     entries = {**bucket.index, name: bucket.index[name]._replace(fingerprint=1)}
-    damaged = Weights._make(8, [Bucket(entries, bucket.nbytes, bucket._source)], None)
+    damaged = Weights.of(8, [Bucket(entries, bucket.nbytes, bucket.memory)])
     with pytest.raises(ModelError, match=rf"version 8 did not arrive as they were sent: 1 tensors differ \({name}\)"):
         await made.load(damaged)
     others = {name: np.multiply(array, 1.5, dtype=np.float32) for name, array in weights.tensors.items()}
