@@ -307,7 +307,8 @@ class Sampler(Actor, ABC):
         aborts since the last load.
 
         Where the weights have a probe, a sampler that holds a model adds `difference`, float64: how far its log-probs
-        are, on average, from the policy's. ModelError where they are too far, or a tensor is not as it was sent: then
+        are, on average, from the policy's; one that knows it adds `pause`, float64: the seconds in which it drew
+        nothing. ModelError where they are too far, or a tensor is not as it was sent: then
         no token is drawn from what did arrive.
         """
 

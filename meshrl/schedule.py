@@ -146,6 +146,8 @@ class Schedule:
 
 DIFFERENCE: Final = "sampler_difference"
 """The gauge of how far a sampler's log-probs are from its policy's, after it took new weights."""
+PAUSE: Final = "sampler_pause_s"
+"""The gauge of how long a sampler drew nothing while it took new weights."""
 _PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
@@ -162,8 +164,9 @@ async def load_into(sampler: Sampler, weights: Weights) -> None:
 
 async def _load(sampler: Sampler, weights: Weights) -> Batch:
     places = await sampler.load(weights)
-    if "difference" in places:
-        gauge(DIFFERENCE, float(places.row("difference").max()))
+    for column, name in (("difference", DIFFERENCE), ("pause", PAUSE)):
+        if column in places:
+            gauge(name, float(places.row(column).max()))
     return places
 
 

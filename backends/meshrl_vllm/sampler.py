@@ -208,7 +208,7 @@ class VllmSampler(Sampler):
     def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
         """New weights are in use: note where that was."""
         probe = arriving.weights.probe
-        found: dict[str, np.ndarray] = {}
+        found = {"pause": np.array([answer.seconds])}
         if probe is not None:
             values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
             difference = apart(probe, values)
@@ -219,7 +219,7 @@ class VllmSampler(Sampler):
                 self._engine.fail(error)
                 self._ended(error)
                 return
-            found = {"difference": np.array([difference])}
+            found["difference"] = np.array([difference])
         self._version = answer.version
         self._begun_at_load = self._begun
         places = sorted({*self._calls, self._begun})
