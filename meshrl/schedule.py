@@ -28,6 +28,8 @@ class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, om
     what: Kind
     count: int = 0
     groups: list[int] = []
+    owners: list[int] = []
+    """Of a draw from a sampler of several replicas: the one that each row went to."""
 
 
 class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
@@ -84,12 +86,12 @@ class Script:
         """Whether this may be done now."""
         return self.is_free or self.next(what) is not None
 
-    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = ()) -> None:
+    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = (), owners: Sequence[int] = ()) -> None:
         """A decision was taken."""
         if self._decided:
             self._decided.popleft()
         if self._write is not None:
-            self._write(Decision(self._number, what, count, list(groups)))
+            self._write(Decision(self._number, what, count, list(groups), list(owners)))
 
 
 class Schedule:

@@ -294,8 +294,9 @@ class Rollouts:
 
     async def _add(self, call: Call, chunk: Batch) -> dict[int, int]:
         """Put rows to their groups; those that are whole now."""
-        rows = await chunk.load("groups", "aborted", "oldest_version")
-        call.rows += len(rows)
+        own = ("max_tokens",) if "max_tokens" in chunk else ()
+        rows = await chunk.load("groups", "aborted", "oldest_version", *own)
+        self._generation.came(call, rows)
         aborted = np.asarray(rows.row("aborted"), np.bool_)
         if aborted.any():
             call.aborted.append(rows.select(aborted))
