@@ -77,7 +77,7 @@ class Balance:
         for label, replica, tokens in zip(prompts.groups.tolist(), owners.tolist(), limits, strict=True):
             share = given.setdefault(label, Share(replica, 0, tokens))
             share.rows += sampling.n
-            self.outstanding[replica] += sampling.n * share.tokens
+            self.outstanding[share.replica] += sampling.n * share.tokens
         return given
 
     def take(self, given: Mapping[int, Share], labels: Iterable[int]) -> None:

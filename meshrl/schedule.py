@@ -33,13 +33,14 @@ class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, om
 
 
 class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
-    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt."""
+    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt, replicas."""
 
     size: int
     ahead: int
     n: int
     late: str
     swap: str
+    replicas: int
 
 
 class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):

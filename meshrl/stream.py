@@ -28,6 +28,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.generation import Call, Generation, Shared, SwapMode
+from meshrl.handle import parts
 from meshrl.ledger import Late, Ledger
 from meshrl.position import position
 from meshrl.prompts import Prompts
@@ -111,7 +112,8 @@ class Rollouts:
         self._assembly = Assembly(plan.sampling.n)
         self._changes = Changes()
         kept = schedule.get()
-        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap)
+        replicas = parts(plan.sampler.generate)
+        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap, replicas)
         self._script = kept.script(plan.sampler, opened) if kept else Script()
         shared = Shared(ledger, self._assembly, prompts, self._changes, self._script, self._start)
         self._generation = Generation(plan.sampler, plan.sampling, plan.swap, plan.retries, shared)
