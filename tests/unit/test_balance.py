@@ -20,6 +20,7 @@ from meshrl import (
     SamplerConfig,
     Sampling,
     Shard,
+    Weights,
     current_rank,
     endpoint,
     publish,
@@ -93,6 +94,17 @@ def test_rows_go_where_the_least_is_outstanding() -> None:
         balance.take(given, [7])
 
 
+def test_where_nothing_is_outstanding_a_call_is_divided_as_any_call() -> None:
+    balance, one = Balance(2), Sampling()
+    prompts = asked([1, 2, 3], max_tokens=[1, 5, 9])
+    plan = [rows.tolist() for rows in prompts.plan(2)]
+    assert [rows.tolist() for rows in plan_of(balance.divide(prompts, one), 2)] == plan
+    balance.end(balance.give(prompts, one, np.array([0, 0, 0])))
+    assert [rows.tolist() for rows in plan_of(balance.divide(prompts, one), 2)] == plan
+    balance.give(asked([4]), one, np.array([0]))
+    assert balance.divide(prompts, one).tolist() == [1, 1, 1]  # 16 tokens are with the other
+
+
 def test_a_group_goes_on_where_it_was_unless_that_has_too_much() -> None:
     balance, one = Balance(2), Sampling(max_tokens=10)
     before = {label: Share(1, 0, 10) for label in range(8)}
@@ -126,6 +138,21 @@ async def test_a_caller_may_divide_the_rows() -> None:
     alone = Where()
     assert parts(alone.rank) == 1
     assert await divided(alone.rank, owners)(batch)
+    await engine.close()
+
+
+async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
+    engine = LocalEngine()
+    mesh = await Mesh.reserve(engine, 3, Resources(cpus=0))
+    drawn: list[Batch] = []
+    for owners in ([0] * 8, [1, 2, 2, 1, 0, 2, 1, 0]):
+        sampler = await mesh.spawn(FakeSampler, SAMPLER)
+        await sampler.load(Weights(1, {"skill": np.array([0.5])}))
+        generate = divided(sampler.generate, np.array(owners))
+        asked_for = next(prompts(8)).part(np.arange(8))
+        drawn.append(Batch.join([chunk async for chunk in generate(asked_for, Sampling(n=3))]))
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0].objects("completion"))) == 2
     await engine.close()
 
 
