@@ -29,16 +29,19 @@ class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, om
     what: Kind
     count: int = 0
     groups: list[int] = []
+    owners: list[int] = []
+    """Of a draw from a sampler of several replicas: the one that each row went to."""
 
 
 class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
-    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt."""
+    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt, replicas."""
 
     size: int
     ahead: int
     n: int
     late: str
     swap: str
+    replicas: int
 
 
 class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
@@ -85,12 +88,12 @@ class Script:
         """Whether this may be done now."""
         return self.is_free or self.next(what) is not None
 
-    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = ()) -> None:
+    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = (), owners: Sequence[int] = ()) -> None:
         """A decision was taken."""
         if self._decided:
             self._decided.popleft()
         if self._write is not None:
-            self._write(Decision(self._number, what, count, list(groups)))
+            self._write(Decision(self._number, what, count, list(groups), list(owners)))
 
 
 class Schedule:

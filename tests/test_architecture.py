@@ -69,7 +69,7 @@ LAYERS = (
     },
     {"data", "losses", "engines.ray.reservation", "report.page"},
     {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
-    {"schedule", "registry", "rewards", "recorder", "checkpoints", "engines.ray"},
+    {"balance", "schedule", "registry", "rewards", "recorder", "checkpoints", "engines.ray"},
     {"run", "generation", "check"},
     {"stream"},
     {"rollout"},

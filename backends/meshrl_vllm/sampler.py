@@ -117,6 +117,7 @@ class VllmSampler(Sampler):
         if len(rollouts.ended.rows) or not len(rollouts.rows):
             yield rollouts.batch(rollouts.ended, self._version)
         if not len(request.rows):
+            self._begun += 1  # what is drawn hangs on how many calls began, on whichever ranks they had rows
             return
         version, call = self._version, self._begin(request, sampling)
         try:
