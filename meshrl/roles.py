@@ -7,7 +7,7 @@ The standard columns of a batch are listed in `data.Batch`.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import NoneType
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -188,7 +188,7 @@ class Sampling(Config):
     top_k: int = Field(default=0, ge=0)
     """0 keeps the whole vocabulary."""
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion; the completion text is cut before them, the tokens are kept."""
     seed: int = 0
 

@@ -7,15 +7,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import meshrl_vllm
 from meshrl.errors import ModelError
 from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
+
+T = TypeVar("T")
 
 _PATIENCE: Final = 600.0
 """Seconds that an engine has to start."""
@@ -75,10 +78,14 @@ class EngineProcess:
         return self._process.pid
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these, in the loop that runs, with what the engine says, and when it has ended. Once is enough."""
+        """Call these methods, in the loop that runs, with what the engine says, and when it has ended. Once is enough.
+
+        They do not keep their object, with which the process ends.
+        """
         if self._listener is None:
             loop = asyncio.get_running_loop()
-            arguments = (self._connection, loop, heard, lambda why: ended(self._ended(why)))
+            hear, end = _while_it_lives(heard), _while_it_lives(ended)
+            arguments = (self._connection, loop, hear, lambda why: end(self._ended(why)))
             self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
             self._listener.start()
 
@@ -125,6 +132,17 @@ class EngineProcess:
                 "say:\n" + "\n".join(f"  {line}" for line in lines)
             )
         return self._end
+
+
+def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
+    """The method as long as others keep its object, and then nothing."""
+    found = weakref.WeakMethod(method)
+
+    def call(value: T) -> None:
+        if (alive := found()) is not None:
+            alive(value)
+
+    return call
 
 
 def _listen(

@@ -30,6 +30,9 @@ from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Re
 from meshrl_vllm.process import EngineProcess
 
 _SEEDS: Final = (1 << 63) - 1
+_COLDEST: Final = 0.01
+"""vLLM draws as at this temperature where a lower one is asked for, and says nothing."""
+_HOTTEST: Final = 2.0
 
 
 class _Call:
@@ -111,7 +114,14 @@ class VllmSampler(Sampler):
         self._close()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none."""
+        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none.
+
+        DataError for a temperature that vLLM does not draw at.
+        """
+        if sampling.temperature and not _COLDEST <= sampling.temperature <= _HOTTEST:
+            raise DataError(
+                f"vLLM cannot draw at the temperature {sampling.temperature:g}: give 0, or {_COLDEST:g} to {_HOTTEST:g}"
+            )
         rollouts = Rollouts(self._words, prompts, sampling)
         request = rollouts.request
         if len(rollouts.ended.rows) or not len(rollouts.rows):

@@ -18,6 +18,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from meshrl_vllm.naming import Naming
 
 NAME: Final = "meshrl"
 """What vLLM knows the engine as."""
@@ -42,15 +45,18 @@ class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
     update_info_cls = Buckets
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
-        """Do nothing."""
+        """Learn how a policy names the tensors."""
+        self._naming = Naming(self.model_config.model)
 
     def start_weight_update(self) -> None:
         """Begin to read the model anew."""
+        if current_platform.is_cpu():
+            _forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Buckets) -> None:
         """Load each tensor."""
-        self.model.load_weights(_tensors(update_info))
+        self.model.load_weights(self._naming.in_files(_tensors(update_info)))
 
     def finish_weight_update(self) -> None:
         """Put the weights where the kernels read them."""
@@ -72,6 +78,14 @@ def _tensors(sent: Buckets) -> Iterator[tuple[str, torch.Tensor]]:
         for name, dtype, shape, start in parts:
             kind: torch.dtype = getattr(torch, dtype)
             yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """On a CPU the kernels of experts have copies of their own, which are made with them, and by a reload only then."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _pack_tied_head(model: Any) -> None:

@@ -78,6 +78,11 @@ class Worker:
         self._engine = _engine(start)
         import vllm  # noqa: PLC0415 -- after `_engine` has set its environment
 
+        from meshrl_vllm.naming import Naming  # noqa: PLC0415
+
+        naming = Naming(start.model)
+        if naming.differs:
+            self._known = naming.held(start.dtype)
         self._vllm = vllm
         self._engine.set_weight_version("0")
         self._seats(0)
