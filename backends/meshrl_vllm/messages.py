@@ -15,6 +15,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The longest sequence."""
     slots: int
     threads: int
+    """Of each of the engine's workers."""
+    tp: int
+    """How many workers each matrix is split over."""
+    gpus: list[str]
+    """By CUDA's names, those that the engine is to see; none: what its process sees."""
     kv_cache_mib: int | None
     memory_share: float
     eager: bool

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+from weakref import WeakMethod
 
 import meshrl_vllm
 from meshrl.errors import ModelError
 from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
+
+T = TypeVar("T")
 
 _PATIENCE: Final = 600.0
 """Seconds that an engine has to start."""
@@ -75,10 +78,19 @@ class EngineProcess:
         return self._process.pid
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these, in the loop that runs, with what the engine says, and when it has ended. Once is enough."""
+        """Call these methods, in the loop that runs, with what the engine says, and when it has ended.
+
+        Once is enough. They are not called any more when their object is gone.
+        """
         if self._listener is None:
-            loop = asyncio.get_running_loop()
-            arguments = (self._connection, loop, heard, lambda why: ended(self._ended(why)))
+            # Weakly: the thread must not keep a sampler that nobody has any more, which would keep its process.
+            telling, ending = WeakMethod(heard), WeakMethod(ended)
+            arguments = (
+                self._connection,
+                asyncio.get_running_loop(),
+                lambda answer: _tell(telling, answer),
+                lambda why: _tell(ending, self._ended(why)),
+            )
             self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
             self._listener.start()
 
@@ -120,6 +132,11 @@ class EngineProcess:
                 "say:\n" + "\n".join(f"  {line}" for line in lines)
             )
         return self._end
+
+
+def _tell(method: WeakMethod[Callable[[T], None]], value: T) -> None:
+    if (alive := method()) is not None:
+        alive(value)
 
 
 def _listen(

@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load, read_words
 from meshrl_hf.rollouts import Finished, Request, Rollouts
 from meshrl_hf.seeds import key
+from meshrl_vllm import group
 from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_vllm.process import EngineProcess
 from meshrl_vllm.segment import Segment
@@ -52,18 +53,21 @@ class VllmSampler(Sampler):
         rank = current_rank()
         if config.lora is not None:
             raise ConfigError("the backend 'vllm' takes whole weights: set policy.lora.sync = \"merged\"")
-        if unknown := {axis: size for axis, size in rank.shape.items() if axis != "dp" and size > 1}:
-            raise ConfigError(
-                f"the backend 'vllm' knows the axis dp, an engine on each rank, and its mesh has {unknown}"
-            )
+        if unknown := {axis: size for axis, size in rank.shape.items() if axis not in ("dp", "tp") and size > 1}:
+            raise ConfigError(f"the backend 'vllm' knows the axes dp and tp, and its mesh has {unknown}")
         self._config = config
+        gpus = group.gather_gpus(rank)
+        self._lends = not group.first(rank)
+        """Whether the first rank along tp runs the engine, which computes in this rank's place too."""
+        if self._lends:
+            return
         self._made: tempfile.TemporaryDirectory[str] | None = None
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
         self._words = read_words(config, folder)
         options = config.vllm
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
-            options.kv_cache_mib, options.memory_share, options.eager,
+            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager,
         )  # fmt: skip
         self._engine = EngineProcess(start, options.python)
         self._segment = Segment()
@@ -89,6 +93,8 @@ class VllmSampler(Sampler):
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in a step at a time; no rows give one batch of none."""
+        if self._lends:
+            return
         rollouts = Rollouts(self._words, prompts, sampling)
         request = rollouts.request
         if len(rollouts.ended.rows) or not len(rollouts.rows):
@@ -113,6 +119,8 @@ class VllmSampler(Sampler):
 
         ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
         """
+        if self._lends:
+            return _places({}, 0)
         async with self._loading:
             self._listen()
             parts = await asyncio.to_thread(self._segment.write, weights)
@@ -129,12 +137,7 @@ class VllmSampler(Sampler):
             self._begun_at_load = self._begun
             places = sorted({*self._calls, self._begun})
             self._loads += 1
-        return Batch.of(
-            rank=np.full(len(places), current_rank().index),
-            load=np.full(len(places), self._loads - 1),
-            call=np.array(places),
-            steps=np.array([answer.steps if place in self._calls else -1 for place in places]),
-        )
+        return _places({place: answer.steps if place in self._calls else -1 for place in places}, self._loads - 1)
 
     async def replay(self, record: Batch) -> None:
         """DataError: when a row is decoded hangs on the machine's time."""
@@ -145,6 +148,8 @@ class VllmSampler(Sampler):
 
     async def abort(self) -> None:
         """The rows of all running calls come back as they are."""
+        if self._lends:
+            return
         for call in self._calls.values():
             self._engine.send(Leave(sorted(call.left), told=True))
 
@@ -191,6 +196,16 @@ class VllmSampler(Sampler):
         folder = Path(self._made.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
+
+
+def _places(steps: Mapping[int, int], load: int) -> Batch:
+    """What `load` returns: by call, how many steps the engine had made."""
+    return Batch.of(
+        rank=np.full(len(steps), current_rank().index),
+        load=np.full(len(steps), load),
+        call=np.array(list(steps), np.int64),
+        steps=np.array(list(steps.values()), np.int64),
+    )
 
 
 def _finished(call: _Call, done: Sequence[Done]) -> Finished:

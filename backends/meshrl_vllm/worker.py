@@ -166,6 +166,9 @@ def _engine(start: Start) -> Any:
     # Before vLLM is imported, which reads these.
     os.environ.update(OMP_NUM_THREADS=str(start.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank is granted a number of cores, not these and those
+    if start.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 -- as above
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -181,6 +184,8 @@ def _engine(start: Start) -> Any:
         dtype=start.dtype,
         max_model_len=start.max_tokens,
         max_num_seqs=start.slots,
+        tensor_parallel_size=start.tp,
+        distributed_executor_backend="mp" if start.tp > 1 else None,
         enforce_eager=start.eager or cpu,
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=start.memory_share,
