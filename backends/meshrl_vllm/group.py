@@ -1,4 +1,4 @@
-"""The ranks along `tp`, whose GPUs one engine computes with: the first of them runs it, the others lend their places."""
+"""The ranks along `tp`, whose GPUs one engine computes with: the first of them runs it, the others lend their GPUs."""
 
 import os
 import socket
@@ -54,8 +54,8 @@ def gather_gpus(rank: Rank) -> list[str]:
     if not are_processes(rank):
         if rank.size > size(rank):
             raise ConfigError(
-                f"{rank.size // size(rank)} engines of {size(rank)} ranks each, which are threads of one process, cannot "
-                "know which GPUs are theirs: set run.engine = 'ray', or take one engine"
+                f"{rank.size // size(rank)} engines of {size(rank)} ranks each, which are threads of one process, "
+                "cannot know which GPUs are theirs: set run.engine = 'ray', or take one engine"
             )
         return []
     store = meet(rank)
@@ -71,15 +71,15 @@ def together(places: Mapping[int, Place]) -> list[str]:
     told = "; ".join(f"rank {index} is on {place.machine.split()[0]}" for index, place in places.items())
     if len({place.machine for place in places.values()}) > 1:
         raise ConfigError(
-            f"an engine of the backend 'vllm' needs all of its {len(places)} ranks along tp on one machine, and {told}: take "
-            "a smaller tp, or lay the mesh out with tp as its last axis and placement = \"pack\""
+            f"an engine of the backend 'vllm' needs all of its {len(places)} ranks along tp on one machine, and {told}: "
+            'take a smaller tp, or lay the mesh out with tp as its last axis and placement = "pack"'
         )
     gpus = [gpu for place in places.values() for gpu in place.gpus]
     if gpus and (len(set(gpus)) < len(gpus) or not all(place.gpus for place in places.values())):
         has = "; ".join(f"rank {index} has {', '.join(place.gpus) or 'none'}" for index, place in places.items())
         raise ConfigError(
-            f"an engine of {len(places)} ranks along tp needs a GPU of its own for each, and {has}: set gpus = 1 for the "
-            "sampler's mesh"
+            f"an engine of {len(places)} ranks along tp needs a GPU of its own for each, and {has}: set gpus = 1 for "
+            "the sampler's mesh"
         )
     return gpus
 

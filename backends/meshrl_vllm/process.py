@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TypeVar
-from weakref import WeakMethod
 
 import meshrl_vllm
 from meshrl.errors import ModelError
@@ -49,6 +49,7 @@ class EngineProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # it ends when this process is gone, and then in good order
                     env={**os.environ, "PYTHONPATH": str(paths)},
                 )
         except OSError as error:
@@ -78,19 +79,14 @@ class EngineProcess:
         return self._process.pid
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these methods, in the loop that runs, with what the engine says, and when it has ended.
+        """Call these methods, in the loop that runs, with what the engine says, and when it has ended. Once is enough.
 
-        Once is enough. They are not called any more when their object is gone.
+        They do not keep their object, with which the process ends.
         """
         if self._listener is None:
-            # Weakly: the thread must not keep a sampler that nobody has any more, which would keep its process.
-            telling, ending = WeakMethod(heard), WeakMethod(ended)
-            arguments = (
-                self._connection,
-                asyncio.get_running_loop(),
-                lambda answer: _tell(telling, answer),
-                lambda why: _tell(ending, self._ended(why)),
-            )
+            loop = asyncio.get_running_loop()
+            hear, end = _while_it_lives(heard), _while_it_lives(ended)
+            arguments = (self._connection, loop, hear, lambda why: end(self._ended(why)))
             self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
             self._listener.start()
 
@@ -134,9 +130,15 @@ class EngineProcess:
         return self._end
 
 
-def _tell(method: WeakMethod[Callable[[T], None]], value: T) -> None:
-    if (alive := method()) is not None:
-        alive(value)
+def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
+    """The method as long as others keep its object, and then nothing."""
+    found = weakref.WeakMethod(method)
+
+    def call(value: T) -> None:
+        if (alive := found()) is not None:
+            alive(value)
+
+    return call
 
 
 def _listen(

@@ -84,12 +84,13 @@ class VllmSampler(Sampler):
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process."""
-        return self._engine.pid
+        """The engine's process; 0 on a rank that lends its place."""
+        return 0 if self._lends else self._engine.pid
 
     def close(self) -> None:
         """End the engine, which ends with this object too."""
-        self._close()
+        if not self._lends:
+            self._close()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in a step at a time; no rows give one batch of none."""

@@ -10,6 +10,7 @@ It needs vLLM and msgspec alone: it may run in another environment than meshrl d
 
 import mmap
 import os
+import signal
 import sys
 import time
 import zlib
@@ -46,14 +47,21 @@ _CPU_CACHE_MIB: Final = 512
 def main() -> None:
     """Serve the sampler at the other end until it is gone."""
     connection = Connection(int(sys.argv[1]))
+    os.register_at_fork(
+        after_in_child=connection.close
+    )  # the sampler is to see the end of this process, and of no other
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so vLLM ends its own processes first
+    worker: Worker | None = None
     try:
         start = to_engine.decode(connection.recv_bytes())
         if isinstance(start, Start):
-            Worker(connection, start).run()
-    except EOFError:  # the sampler is gone
+            worker = Worker(connection, start)
+            worker.run()
+    except (EOFError, SystemExit):  # the sampler is gone, or has no use for this any more
         return
     except BaseException as error:
-        connection.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        lost = worker and worker.lost
+        connection.send_bytes(encode(Failed(lost or _words(error))))
         raise
 
 
@@ -72,6 +80,7 @@ class Worker:
 
         self._vllm = vllm
         self._engine.set_weight_version("0")
+        self._executor.register_failure_callback(self._end)
         self._send(Ready(vllm.__version__))
 
     def run(self) -> None:
@@ -86,6 +95,24 @@ class Worker:
                 self._steps += 1
             if done:
                 self._send(Rows(done))
+
+    @property
+    def lost(self) -> str | None:
+        """Which of the engine's own processes, one for each place along tp, have died; None where none has."""
+        own = [handle.proc for handle in getattr(self._executor, "workers", ())]
+        # Where one has died, vLLM terminates the others.
+        died = {at: each for at, each in enumerate(own) if each.exitcode not in (None, 0, -signal.SIGTERM)}
+        told = [f"process {each.pid}, at tp={at}, has died ({_how(each.exitcode)})" for at, each in died.items()]
+        return f"of the {len(own)} that its matrices are split over, {', '.join(told)}" if told else None
+
+    def _end(self) -> None:
+        """One of the engine's own processes has died: the rows, and those that come, can be decoded no more."""
+        self._send(Failed(self.lost or "one of the engine's own processes has ended"))
+        os._exit(1)  # this is a thread of vLLM's, and the main one may wait for a row or an order
+
+    @property
+    def _executor(self) -> Any:
+        return self._engine.engine_core.engine_core.model_executor
 
     @property
     def _busy(self) -> bool:
@@ -162,10 +189,22 @@ class Worker:
         self._connection.send_bytes(encode(answer))
 
 
+def _words(error: BaseException) -> str:
+    """What went wrong; of what pydantic says of vLLM's configuration, the sentence alone."""
+    if isinstance(error, ValueError) and hasattr(error, "errors"):
+        return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in error.errors())
+    return f"{type(error).__name__}: {error}"
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
 def _engine(start: Start) -> Any:
     # Before vLLM is imported, which reads these.
     os.environ.update(OMP_NUM_THREADS=str(start.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"  # they have nothing to finish
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank is granted a number of cores, not these and those
     if start.gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)

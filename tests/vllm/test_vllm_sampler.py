@@ -8,14 +8,30 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from meshrl import Batch, DataError, Sampler, SamplerConfig, Sampling, VllmConfig, Weights, rollout
+from meshrl import (
+    Batch,
+    DataError,
+    Gather,
+    Mesh,
+    RankFailed,
+    Resources,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    VllmConfig,
+    Weights,
+    endpoint,
+    rollout,
+)
 from meshrl.actor import Rank, rank_context
+from meshrl.engines.ray import RayEngine
 from meshrl.errors import ConfigError, ModelError
 from meshrl_hf.text import character_tokenizer
 from meshrl_vllm.sampler import VllmSampler
@@ -234,6 +250,65 @@ async def test_an_engine_that_dies_says_so(model: Model, python: str | None) -> 
     with pytest.raises(ModelError, match="has died"):
         await rollout(made, PROMPTS, GREEDY)
     made.close()
+
+
+class Shared(VllmSampler):
+    """Tells where its engine is."""
+
+    @endpoint
+    async def pids(self) -> Gather[NDArray[np.int64]]:
+        return np.array([self.engine_pid])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model: Model, python: str | None, ray_cluster: None) -> AsyncIterator[Shared]:
+    engine = RayEngine()
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
+    yield await mesh.shape(dp=1, tp=2).spawn(Shared, config(model[1], python))
+    await engine.close()
+
+
+async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: Model) -> None:
+    made, _ = model
+    other = network(bool(made.config.tie_word_embeddings), seed=1)
+    assert completions(await rollout(shared, PROMPTS, GREEDY)) == greedy(made)
+    running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
+    await asyncio.sleep(0.15)
+    places = await shared.load(weights(other, 2))
+    assert set(places.row("rank").tolist()) == {0}
+    assert versions_of(await running) == {0, 2}
+    batch = await rollout(shared, PROMPTS, GREEDY)
+    assert completions(batch) == greedy(other)
+    for row in told(batch):
+        np.testing.assert_allclose(row.logprobs[row.new], logprobs(other, row.tokens)[row.new[1:]], atol=1e-4)
+    running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
+    await asyncio.sleep(0.15)
+    await shared.abort()
+    with pytest.raises(DataError, match="were aborted"):
+        await running
+
+
+async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
+    """The last test that can use this engine."""
+    engine = psutil.Process(int((await shared.pids())[0]))
+    own = [each for each in engine.children() if "Worker" in each.name()]
+    assert len(own) == 2
+    running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
+    await asyncio.sleep(0.1)
+    died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
+    own[1].kill()
+    with pytest.raises(RankFailed, match=died):
+        await running
+    with pytest.raises(RankFailed, match=died):
+        await rollout(shared, PROMPTS, GREEDY)
+    psutil.wait_procs([engine, *own], timeout=20)
+    assert not any(each.is_running() for each in own)
+
+
+async def test_heads_that_tp_does_not_divide_are_an_error_in_words(model: Model, python: str | None) -> None:
+    rank_context.set(Rank(0, 3, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 3}, 1))
+    with pytest.raises(ModelError, match=r"started: Total number of attention heads \(2\) must be divisible by.*\(3\)"):
+        VllmSampler(config(model[1], python))
 
 
 async def test_an_environment_without_vllm_is_said(model: Model, tmp_path: Path) -> None:
