@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from meshrl.actor import Rank

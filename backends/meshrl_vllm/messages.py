@@ -23,6 +23,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     kv_cache_mib: int | None
     memory_share: float
     eager: bool
+    sleep: bool
+    """Whether to hold no memory of the GPU while no row is decoded."""
 
 
 class Row(msgspec.Struct, frozen=True):

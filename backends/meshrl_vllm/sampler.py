@@ -67,7 +67,7 @@ class VllmSampler(Sampler):
         options = config.vllm
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
-            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager,
+            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
         )  # fmt: skip
         self._engine = EngineProcess(start, options.python)
         self._segment = Segment()

@@ -42,6 +42,9 @@ from meshrl_vllm.messages import (
 
 _CPU_CACHE_MIB: Final = 512
 """Of keys and values, on a CPU, where nothing is said."""
+_WEIGHTS: Final = "weights"
+_CACHE: Final = "kv_cache"
+"""What vLLM calls the two that hold a GPU's memory."""
 
 
 def main() -> None:
@@ -70,6 +73,7 @@ class Worker:
 
     def __init__(self, connection: Connection, start: Start) -> None:
         self._connection = connection
+        self._sleeps = start.sleep
         self._version = 0
         self._steps = 0
         self._left: list[Done] = []
@@ -81,6 +85,7 @@ class Worker:
         self._vllm = vllm
         self._engine.set_weight_version("0")
         self._executor.register_failure_callback(self._end)
+        self._rest()
         self._send(Ready(vllm.__version__))
 
     def run(self) -> None:
@@ -93,6 +98,7 @@ class Worker:
             if self._engine.has_unfinished_requests():
                 done += [_done(output) for output in self._engine.step() if output.finished]
                 self._steps += 1
+                self._rest()  # before the last rows are told: who has them may want the memory
             if done:
                 self._send(Rows(done))
 
@@ -126,7 +132,18 @@ class Worker:
         elif isinstance(order, Load):
             self._load(order)
 
+    def _rest(self) -> None:
+        """Give the GPU's memory back where nothing is left to decode."""
+        if self._sleeps and _CACHE not in self._executor.sleeping_tags and not self._engine.has_unfinished_requests():
+            self._engine.sleep(level=1)  # the weights go to the host's memory
+
+    def _wake(self, *tags: str) -> None:
+        """Take the GPU's memory again for what these name."""
+        if asleep := [tag for tag in tags if tag in self._executor.sleeping_tags]:
+            self._engine.wake_up(asleep)
+
     def _generate(self, order: Generate) -> None:
+        self._wake(_WEIGHTS, _CACHE)
         for row in order.rows:
             sampling = self._vllm.SamplingParams(
                 temperature=order.temperature,
@@ -153,6 +170,7 @@ class Worker:
         if order.told:
             self._left += [_unfinished(state) for state in here]
         self._engine.abort_request([str(state.external_req_id) for state in here])
+        self._rest()
 
     def _load(self, order: Load) -> None:
         refused = self._wrong(order)
@@ -160,6 +178,7 @@ class Worker:
             self._send(Refused(refused))
             return
         began = time.monotonic()
+        self._wake(_WEIGHTS)
         engine = self._engine
         core = engine.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=False)
@@ -226,6 +245,7 @@ def _engine(start: Start) -> Any:
         tensor_parallel_size=start.tp,
         distributed_executor_backend="mp" if start.tp > 1 else None,
         enforce_eager=start.eager or cpu,
+        enable_sleep_mode=start.sleep and not cpu,  # on a CPU vLLM sleeps and wakes, and frees nothing
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=start.memory_share,
         logprobs_mode="processed_logprobs",

@@ -129,8 +129,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return made, str(folder)
 
 
-def config(folder: str, python: str | None) -> SamplerConfig:
-    return SamplerConfig(backend="vllm", model=folder, slots=16, vllm=VllmConfig(python=python, kv_cache_mib=32))
+def config(folder: str, python: str | None, *, sleep: bool = False) -> SamplerConfig:
+    options = VllmConfig(python=python, kv_cache_mib=32, sleep=sleep)
+    return SamplerConfig(backend="vllm", model=folder, slots=16, vllm=options)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -262,9 +263,10 @@ class Shared(VllmSampler):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Model, python: str | None, ray_cluster: None) -> AsyncIterator[Shared]:
+    """Over two ranks. It sleeps when it has no rows, which frees nothing on a CPU, and must change nothing either."""
     engine = RayEngine()
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
-    yield await mesh.shape(dp=1, tp=2).spawn(Shared, config(model[1], python))
+    yield await mesh.shape(dp=1, tp=2).spawn(Shared, config(model[1], python, sleep=True))
     await engine.close()
 
 
