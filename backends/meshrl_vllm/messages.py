@@ -15,9 +15,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The longest sequence."""
     slots: int
     threads: int
+    """Of each of the engine's workers."""
+    tp: int
+    """How many workers each matrix is split over."""
+    gpus: list[str]
+    """By CUDA's names, those that the engine is to see; none: what its process sees."""
     kv_cache_mib: int | None
     memory_share: float
     eager: bool
+    sleep: bool
+    """Whether to hold no memory of the GPU while no row is decoded."""
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -49,6 +49,7 @@ class EngineProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # it ends when this process is gone, and then in good order
                     env={**os.environ, "PYTHONPATH": str(paths)},
                 )
         except OSError as error:
@@ -60,17 +61,11 @@ class EngineProcess:
         self._listener: threading.Thread | None = None
         self._end: ModelError | None = None
         try:
-            self.send(start)
-            if not self._connection.poll(_PATIENCE):
-                raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
-            answer = to_sampler.decode(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise self._ended("ended as it started") from None
-        if not isinstance(answer, Ready):
-            text = answer.text if isinstance(answer, Failed) else str(answer)
-            raise self._ended(f"failed as it started: {text}")
-        self.version: Final = answer.vllm
-        """vLLM's."""
+            self.version: Final = self._started(start)
+            """vLLM's."""
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -116,6 +111,20 @@ class EngineProcess:
                 self._process.wait()
         self._connection.close()
         self._folder.cleanup()
+
+    def _started(self, start: Start) -> str:
+        """Start the engine; vLLM's version."""
+        try:
+            self.send(start)
+            if not self._connection.poll(_PATIENCE):
+                raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
+            answer = to_sampler.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended("ended as it started") from None
+        if not isinstance(answer, Ready):
+            text = answer.text if isinstance(answer, Failed) else str(answer)
+            raise self._ended(f"failed as it started: {text}")
+        return answer.vllm
 
     def _ended(self, why: str) -> ModelError:
         """The error for all who wait, and who come later."""

@@ -5,7 +5,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -25,7 +25,7 @@ from meshrl_hf.loading import load, read_words
 from meshrl_hf.probe import apart, check
 from meshrl_hf.rollouts import Finished, Request, Rollouts
 from meshrl_hf.seeds import key
-from meshrl_vllm import messages
+from meshrl_vllm import group, messages
 from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_vllm.process import EngineProcess
 
@@ -77,18 +77,21 @@ class VllmSampler(Sampler):
         rank = current_rank()
         if config.lora is not None:
             raise ConfigError("the backend 'vllm' takes whole weights: set policy.lora.sync = \"merged\"")
-        if unknown := {axis: size for axis, size in rank.shape.items() if axis != "dp" and size > 1}:
-            raise ConfigError(
-                f"the backend 'vllm' knows the axis dp, an engine on each rank, and its mesh has {unknown}"
-            )
+        if unknown := {axis: size for axis, size in rank.shape.items() if axis not in ("dp", "tp") and size > 1}:
+            raise ConfigError(f"the backend 'vllm' knows the axes dp and tp, and its mesh has {unknown}")
         self._config = config
+        gpus = group.gather_gpus(rank)
+        self._lends = not group.first(rank)
+        """Whether the first rank along tp runs the engine, which computes in this rank's place too."""
+        if self._lends:
+            return
         self._made: tempfile.TemporaryDirectory[str] | None = None
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
         self._words = read_words(config, folder)
         options = config.vllm
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
-            options.kv_cache_mib, options.memory_share, options.eager,
+            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
         )  # fmt: skip
         self._engine = EngineProcess(start, options.python)
         self._close = weakref.finalize(self, self._engine.close)
@@ -106,18 +109,21 @@ class VllmSampler(Sampler):
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process."""
-        return self._engine.pid
+        """The engine's process; 0 on a rank that lends its place."""
+        return 0 if self._lends else self._engine.pid
 
     def close(self) -> None:
         """End the engine, which ends with this object too."""
-        self._close()
+        if not self._lends:
+            self._close()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in a step at a time; no rows give one batch of none.
 
         DataError for a temperature that vLLM does not draw at.
         """
+        if self._lends:
+            return
         if sampling.temperature and not _COLDEST <= sampling.temperature <= _HOTTEST:
             raise DataError(
                 f"vLLM cannot draw at the temperature {sampling.temperature:g}: give 0, or {_COLDEST:g} to {_HOTTEST:g}"
@@ -148,6 +154,8 @@ class VllmSampler(Sampler):
         ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
         Where they arrived and the engine computes something else than the policy, it is ended.
         """
+        if self._lends:
+            return _places({}, 0)
         async with self._loading:
             began = time.monotonic()
             self._listen()
@@ -174,6 +182,8 @@ class VllmSampler(Sampler):
 
     async def abort(self) -> None:
         """The rows of all running calls come back as they are."""
+        if self._lends:
+            return
         for call in self._calls.values():
             self._engine.send(Leave(sorted(call.left), told=True))
 
@@ -219,31 +229,22 @@ class VllmSampler(Sampler):
     def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
         """New weights are in use: note where that was."""
         probe = arriving.weights.probe
-        found = {"pause": np.array([answer.seconds])}
+        found = {"pause": answer.seconds}
         if probe is not None:
             values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
-            difference = apart(probe, values)
+            found["difference"] = apart(probe, values)
             try:
-                check(arriving.weights, difference, self._config.dtype)
+                check(arriving.weights, found["difference"], self._config.dtype)
             except ModelError as error:
                 arriving.fail(error)
                 self._engine.fail(error)
                 self._ended(error)
                 return
-            found["difference"] = np.array([difference])
         self._version = answer.version
         self._begun_at_load = self._begun
-        places = sorted({*self._calls, self._begun})
+        steps = dict.fromkeys(self._calls, answer.steps) | {self._begun: -1}
+        arriving.end(_places(steps, self._loads, **found))
         self._loads += 1
-        arriving.end(
-            Batch.of(
-                rank=np.full(len(places), current_rank().index),
-                load=np.full(len(places), self._loads - 1),
-                call=np.array(places),
-                steps=np.array([answer.steps if place in self._calls else -1 for place in places]),
-                **{name: value.repeat(len(places)) for name, value in found.items()},
-            )
-        )
 
     def _tell_way(self, weights: Weights, seconds: float) -> None:
         """Say what carries weights here, once, and when it changes."""
@@ -272,6 +273,17 @@ class VllmSampler(Sampler):
 
 def _part(name: str, entry: Entry) -> messages.Part:
     return messages.Part(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
+
+
+def _places(steps: Mapping[int, int], load: int, **found: float) -> Batch:
+    """What `load` returns: by call, how many steps the engine had made."""
+    return Batch.of(
+        rank=np.full(len(steps), current_rank().index),
+        load=np.full(len(steps), load),
+        call=np.array(list(steps), np.int64),
+        steps=np.array(list(steps.values()), np.int64),
+        **{name: np.full(len(steps), value) for name, value in found.items()},
+    )
 
 
 def _finished(call: _Call, done: Sequence[Done]) -> Finished:

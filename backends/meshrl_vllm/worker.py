@@ -9,6 +9,7 @@ It needs vLLM and msgspec alone: it may run in another environment than meshrl d
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
 import os
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -44,19 +45,29 @@ _PROBE: Final = "probe "
 """What the names of requests begin with that read one."""
 PROBES: Final = 8
 """The most sequences of a probe."""
+_WEIGHTS: Final = "weights"
+_CACHE: Final = "kv_cache"
+"""What vLLM calls the two that hold a GPU's memory."""
 
 
 def main() -> None:
     """Serve the sampler at the other end until it is gone."""
     connection = Connection(int(sys.argv[1]))
+    os.register_at_fork(
+        after_in_child=connection.close
+    )  # the sampler is to see the end of this process, and of no other
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so vLLM ends its own processes first
+    worker: Worker | None = None
     try:
         start = to_engine.decode(connection.recv_bytes())
         if isinstance(start, Start):
-            Worker(connection, start).run()
-    except EOFError:  # the sampler is gone
+            worker = Worker(connection, start)
+            worker.run()
+    except (EOFError, SystemExit):  # the sampler is gone, or has no use for this any more
         return
     except BaseException as error:
-        connection.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        lost = worker and worker.lost
+        connection.send_bytes(encode(Failed(lost or _words(error))))
         raise
 
 
@@ -65,6 +76,7 @@ class Worker:
 
     def __init__(self, connection: Connection, start: Start) -> None:
         self._connection = connection
+        self._sleeps = start.sleep
         self._version = 0
         self._steps = 0
         self._left: list[Done] = []
@@ -86,6 +98,8 @@ class Worker:
         self._vllm = vllm
         self._engine.set_weight_version("0")
         self._seats(0)
+        self._executor.register_failure_callback(self._end)
+        self._rest()
         self._send(Ready(vllm.__version__))
 
     def run(self) -> None:
@@ -102,6 +116,24 @@ class Worker:
                 self._left = []
 
     @property
+    def lost(self) -> str | None:
+        """Which of the engine's own processes, one for each place along tp, have died; None where none has."""
+        own = [handle.proc for handle in getattr(self._executor, "workers", ())]
+        # Where one has died, vLLM terminates the others.
+        died = {at: each for at, each in enumerate(own) if each.exitcode not in (None, 0, -signal.SIGTERM)}
+        told = [f"process {each.pid}, at tp={at}, has died ({_how(each.exitcode)})" for at, each in died.items()]
+        return f"of the {len(own)} that its matrices are split over, {', '.join(told)}" if told else None
+
+    def _end(self) -> None:
+        """One of the engine's own processes has died: the rows, and those that come, can be decoded no more."""
+        self._send(Failed(self.lost or "one of the engine's own processes has ended"))
+        os._exit(1)  # this is a thread of vLLM's, and the main one may wait for a row or an order
+
+    @property
+    def _executor(self) -> Any:
+        return self._engine.engine_core.engine_core.model_executor
+
+    @property
     def _busy(self) -> bool:
         return bool(self._left or self._loaded) or self._engine.has_unfinished_requests()
 
@@ -114,6 +146,7 @@ class Worker:
             else:
                 self._left.append(_done(output))
         self._steps += 1
+        self._rest()  # before the last rows are told: who has them may want the memory
 
     def _take(self, order: Start | Order) -> None:
         if isinstance(order, Generate):
@@ -123,7 +156,18 @@ class Worker:
         elif isinstance(order, Load):
             self._load(order)
 
+    def _rest(self) -> None:
+        """Give the GPU's memory back where nothing is left to decode."""
+        if self._sleeps and _CACHE not in self._executor.sleeping_tags and not self._engine.has_unfinished_requests():
+            self._engine.sleep(level=1)  # the weights go to the host's memory
+
+    def _wake(self, *tags: str) -> None:
+        """Take the GPU's memory again for what these name."""
+        if asleep := [tag for tag in tags if tag in self._executor.sleeping_tags]:
+            self._engine.wake_up(asleep)
+
     def _generate(self, order: Generate) -> None:
+        self._wake(_WEIGHTS, _CACHE)
         for row in order.rows:
             sampling = self._vllm.SamplingParams(
                 temperature=order.temperature,
@@ -150,6 +194,7 @@ class Worker:
         if order.told:
             self._left += [_unfinished(state) for state in here]
         self._engine.abort_request([str(state.external_req_id) for state in here])
+        self._rest()
 
     def _load(self, order: Load) -> None:
         refused = wrong(order, self._known)
@@ -157,6 +202,7 @@ class Worker:
             self._send(Refused(refused))
             return
         began = time.monotonic()
+        self._wake(_WEIGHTS)
         engine = self._engine
         core = engine.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=False)
@@ -177,6 +223,8 @@ class Worker:
 
     def _ask(self, probe: list[list[int]]) -> None:
         """Let the engine read a probe, before all rows that wait, in seats of its own."""
+        if probe:
+            self._wake(_WEIGHTS, _CACHE)
         self._seats(len(probe))
         self._unread = {f"{_PROBE}{number}": [] for number in range(len(probe))}
         for name, tokens in zip(self._unread, probe, strict=True):
@@ -208,10 +256,26 @@ class Worker:
         self._connection.send_bytes(encode(answer))
 
 
+def _words(error: BaseException) -> str:
+    """What went wrong; of what pydantic says of vLLM's configuration, the sentence alone."""
+    errors: Any = getattr(error, "errors", None)
+    if callable(errors):
+        return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
+    return f"{type(error).__name__}: {error}"
+
+
+def _how(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
 def _engine(start: Start) -> Any:
     # Before vLLM is imported, which reads these.
     os.environ.update(OMP_NUM_THREADS=str(start.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"  # they have nothing to finish
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank is granted a number of cores, not these and those
+    if start.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(start.gpus)
     from vllm import EngineArgs, LLMEngine  # noqa: PLC0415 -- as above
     from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -231,7 +295,10 @@ def _engine(start: Start) -> Any:
         enable_chunked_prefill=False if cpu else None,
         max_num_batched_tokens=max(_CPU_READS, start.max_tokens) if cpu else None,
         scheduling_policy="priority",
+        tensor_parallel_size=start.tp,
+        distributed_executor_backend="mp" if start.tp > 1 else None,
         enforce_eager=start.eager or cpu,
+        enable_sleep_mode=start.sleep and not cpu,  # on a CPU vLLM sleeps and wakes, and frees nothing
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=start.memory_share,
         logprobs_mode="processed_logprobs",

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -114,8 +113,8 @@ class RayEngine(RayCaller):
         spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, Together))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
-        # Where ranks meet already as they are made, two actors must not be made in another order on another rank.
-        async with reservation.meeting if spawn.together else nullcontext():
+        # Where ranks meet as they are made, two actors must not be made in another order on another rank.
+        async with reservation.meeting:
             await self._construct(members, origin)
         return members
 

@@ -58,7 +58,7 @@ class Reservation:
         self.slots = [RaySlot(self, index, threads) for index in range(count)]
         self.restarting = asyncio.Lock()
         self.meeting = asyncio.Lock()
-        """Held while an actor is made whose ranks wait for each other."""
+        """Held while an actor is made: its ranks may wait for each other."""
         self.released = False
         self._keeps = caller.inline_bytes, caller.shares_memory
         self._group: PlacementGroup = placement_group([dict(asked)] * count, strategy=placement.upper())
