@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -168,6 +169,12 @@ class Worker:
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self._answer()
+
+    def cpu_seconds(self) -> float:
+        """CPU time so far, of the worker and of the processes that it has started and that live."""
+        worker = psutil.Process(self._process.pid)
+        times = [process.cpu_times() for process in (worker, *worker.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     def __enter__(self) -> Self:
         return self

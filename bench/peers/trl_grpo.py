@@ -23,35 +23,12 @@ from pathlib import Path
 import score
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from lengths import ForcedLengths
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 # Fastest of 32, 64, 128 and 512 where completions have up to 256 tokens; short ones are fastest in one batch.
 LONG_MICRO_ROWS = 64
-
-
-class ForcedLengths(LogitsProcessor):
-    """Makes row i end after exactly `lengths[i]` new tokens: EOS is impossible before, and certain then.
-
-    Three indexed writes into the logits a decode step, some tens of microseconds of a step's milliseconds.
-    """
-
-    def __init__(self, lengths: list[int], eos: int) -> None:
-        self.ends_at = {}
-        for length in set(lengths):
-            self.ends_at[length] = torch.tensor([row for row, each in enumerate(lengths) if each == length])
-        self.eos = eos
-        self.step = 0
-
-    def __call__(self, input_ids, scores):
-        """Scores of this step with EOS forbidden, except in the rows that end now, where it is alone."""
-        self.step += 1
-        scores[:, self.eos] = -torch.inf
-        rows = self.ends_at.get(self.step)
-        if rows is not None:
-            scores[rows] = -torch.inf
-            scores[rows, self.eos] = 0.0
-        return scores
 
 
 class Turns(TrainerCallback):

@@ -30,7 +30,7 @@ PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 
 def config(python: str | None) -> SamplerConfig:
     options = VllmConfig(python=python, kv_cache_mib=32)
-    return SamplerConfig(backend="vllm", model=NEW, slots=4, vllm=options)
+    return SamplerConfig(backend="vllm", model=NEW, slots=32, vllm=options)
 
 
 class Told(VllmSampler):
@@ -41,7 +41,7 @@ class Told(VllmSampler):
         note.write_text(str(self.engine_pid))
 
 
-async def test_a_sampler_of_a_new_model_refuses_what_is_too_long_and_its_engine_ends_when_it_is_stopped(
+async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_long_and_ends_with_its_engine(
     python: str | None, tmp_path: Path
 ) -> None:
     engine = LocalEngine()
@@ -50,7 +50,8 @@ async def test_a_sampler_of_a_new_model_refuses_what_is_too_long_and_its_engine_
     with pytest.raises(RankFailed, match="at most 256") as refused:
         await rollout(sampler, PROMPTS, Sampling(max_tokens=1000))
     assert isinstance(refused.value.__cause__, DataError)
-    assert len(await rollout(sampler, PROMPTS, Sampling(max_tokens=4))) == 4
+    long = Batch.of(prompt=["abcdefgh" * 25 + ">"] * 32)  # more tokens than vLLM reads in a step
+    assert len(await rollout(sampler, long, Sampling(max_tokens=4, ignore_eos=True))) == 32
     pid = int((tmp_path / "pid").read_text())
     os.kill(pid, 0)
     await stop(sampler)

@@ -1,0 +1,77 @@
+"""Rollouts by vLLM alone: a contestant of bench/rollout.py, run by `.venv-vllm/bin/python`.
+
+    vllm_rollout.py FOLDER JOB
+
+FOLDER is a Hugging Face model, JOB a JSON file with the prompts' token ids, the rows' prompts and limits, and the
+engine's numbers. The first line on standard output is {"ready": true}; then each line {"seeds": [...]} on standard
+input, a seed for each row, is one batch of rollouts, answered by {"wall", "rows", "tokens", "checksum"}.
+
+The engine is called as vLLM's own `LLM` calls it, in this process and with the arguments that the backend vllm gives
+it; rows come back whole, when they have ended, and their texts are not made. Nothing is read of the log-probs that the
+engine returns.
+"""
+
+import json
+import os
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+os.environ.update(
+    OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCH_COMPILE_DISABLE="1"
+)
+
+# After the environment, which it reads when it is imported.
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+
+def main(folder: str, job_path: str) -> None:
+    job = json.loads(Path(job_path).read_text())
+    arguments = EngineArgs(
+        model=folder,
+        dtype="float32",
+        max_model_len=job["max_tokens"],
+        max_num_seqs=job["slots"],
+        enforce_eager=True,
+        enable_chunked_prefill=False,  # on a CPU, rows with seeds need that
+        kv_cache_memory_bytes=job["kv_cache_mib"] << 20,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+    print('{"ready": true}', flush=True)
+    for turn, line in enumerate(sys.stdin):
+        print(json.dumps(rollouts(engine, job, json.loads(line)["seeds"], turn)), flush=True)
+
+
+def rollouts(engine: LLMEngine, job, seeds: list[int], turn: int) -> dict[str, float]:
+    """One turn."""
+    began = time.perf_counter()
+    for row, (prompt, limit, seed) in enumerate(zip(job["rows"], job["limits"], seeds, strict=True)):
+        sampling = SamplingParams(
+            seed=seed,
+            max_tokens=limit,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # The salt keeps earlier turns out of the prefix cache, as new weights do in training.
+        tokens = {"prompt_token_ids": job["ids"][prompt], "cache_salt": str(turn)}
+        engine.add_request(f"{turn}-{row}", tokens, sampling)
+    drawn = [[]] * len(seeds)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                drawn[int(output.request_id.partition("-")[2])] = output.outputs[0].token_ids
+    wall = time.perf_counter() - began
+    tokens = np.concatenate([np.array(list(row), np.int32) for row in drawn])
+    return {"wall": wall, "rows": len(drawn), "tokens": len(tokens), "checksum": zlib.crc32(tokens.tobytes())}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
