@@ -85,7 +85,6 @@ class VllmSampler(Sampler):
         """Whether the first rank along tp runs the engine, which computes in this rank's place too."""
         if self._lends:
             return
-        self._made: tempfile.TemporaryDirectory[str] | None = None
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
         self._words = read_words(config, folder)
         options = config.vllm
@@ -264,9 +263,10 @@ class VllmSampler(Sampler):
         self._arriving.clear()
 
     def _new(self, model: NewModel) -> Path:
-        """A folder of a model that is made here."""
-        self._made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
-        folder = Path(self._made.name, "model")
+        """A folder of a model that is made here; it goes with this object."""
+        made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
+        weakref.finalize(self, made.cleanup)
+        folder = Path(made.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
 
