@@ -56,7 +56,7 @@ def main() -> None:
     os.register_at_fork(
         after_in_child=connection.close
     )  # the sampler is to see the end of this process, and of no other
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so vLLM ends its own processes first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     worker: Worker | None = None
     try:
         start = to_engine.decode(connection.recv_bytes())
@@ -69,6 +69,9 @@ def main() -> None:
         lost = worker and worker.lost
         connection.send_bytes(encode(Failed(lost or _words(error))))
         raise
+    finally:
+        if worker is not None:
+            worker.close()
 
 
 class Worker:
@@ -115,19 +118,29 @@ class Worker:
                 self._send(Rows(self._left))
                 self._left = []
 
+    def close(self) -> None:
+        """End the engine's own processes: they have nothing to finish."""
+        for each in self._own:
+            each.kill()
+            each.join()
+
     @property
     def lost(self) -> str | None:
-        """Which of the engine's own processes, one for each place along tp, have died; None where none has."""
-        own = [handle.proc for handle in getattr(self._executor, "workers", ())]
+        """Which of the engine's own processes have died; None where none has."""
         # Where one has died, vLLM terminates the others.
-        died = {at: each for at, each in enumerate(own) if each.exitcode not in (None, 0, -signal.SIGTERM)}
+        died = {at: each for at, each in enumerate(self._own) if each.exitcode not in (None, 0, -signal.SIGTERM)}
         told = [f"process {each.pid}, at tp={at}, has died ({_how(each.exitcode)})" for at, each in died.items()]
-        return f"of the {len(own)} that its matrices are split over, {', '.join(told)}" if told else None
+        return f"of the {len(self._own)} that its matrices are split over, {', '.join(told)}" if told else None
 
     def _end(self) -> None:
         """One of the engine's own processes has died: the rows, and those that come, can be decoded no more."""
         self._send(Failed(self.lost or "one of the engine's own processes has ended"))
         os._exit(1)  # this is a thread of vLLM's, and the main one may wait for a row or an order
+
+    @property
+    def _own(self) -> list[Any]:
+        """The engine's own processes, one for each place along tp; none where there is one place."""
+        return [handle.proc for handle in getattr(self._executor, "workers", ())]
 
     @property
     def _executor(self) -> Any:
