@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -84,6 +86,9 @@ class Worker:
         self._steps = 0
         self._left: list[Done] = []
         """Rows to be told."""
+        self._loads: deque[tuple[Load, Future[str | None]]] = deque()
+        """New weights, and what is wrong with them: read in a thread, while rows are decoded."""
+        self._reader = ThreadPoolExecutor(1)
         self._loaded: Loaded | None = None
         """What is to be said of new weights when their probe is read."""
         self._unread: dict[str, list[float]] = {}
@@ -110,6 +115,7 @@ class Worker:
         while True:
             while self._connection.poll(0 if self._busy else None):
                 self._take(to_engine.decode(self._connection.recv_bytes()))
+            self._load_next()
             if self._engine.has_unfinished_requests():
                 self._step()
             if answer := self._answered():
@@ -148,7 +154,7 @@ class Worker:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._left or self._loaded) or self._engine.has_unfinished_requests()
+        return bool(self._left or self._loads or self._loaded) or self._engine.has_unfinished_requests()
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -167,7 +173,7 @@ class Worker:
         elif isinstance(order, Leave):
             self._leave(order)
         elif isinstance(order, Load):
-            self._load(order)
+            self._loads.append((order, self._reader.submit(wrong, order, self._known)))
 
     def _rest(self) -> None:
         """Give the GPU's memory back where nothing is left to decode."""
@@ -209,11 +215,19 @@ class Worker:
         self._engine.abort_request([str(state.external_req_id) for state in here])
         self._rest()
 
-    def _load(self, order: Load) -> None:
-        refused = wrong(order, self._known)
-        if refused is not None:
-            self._send(Refused(refused))
+    def _load_next(self) -> None:
+        """Take the next weights that have been read, when the probe of those before is."""
+        if not self._loads or self._loaded is not None:
             return
+        order, read = self._loads[0]
+        if read.done() or not self._engine.has_unfinished_requests():
+            self._loads.popleft()
+            if (refused := read.result()) is None:
+                self._load(order)
+            else:
+                self._send(Refused(refused))
+
+    def _load(self, order: Load) -> None:
         began = time.monotonic()
         self._wake(_WEIGHTS)
         engine = self._engine
