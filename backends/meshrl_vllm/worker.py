@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import zlib
 from math import prod
 from multiprocessing.connection import Connection
@@ -50,25 +51,26 @@ _CACHE: Final = "kv_cache"
 def main() -> None:
     """Serve the sampler at the other end until it is gone."""
     connection = Connection(int(sys.argv[1]))
-    os.register_at_fork(
-        after_in_child=connection.close
-    )  # the sampler is to see the end of this process, and of no other
+    # The sampler is to see the end of this process, and of none that it makes.
+    os.register_at_fork(after_in_child=connection.close)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     worker: Worker | None = None
+    status = 0
     try:
         start = to_engine.decode(connection.recv_bytes())
         if isinstance(start, Start):
             worker = Worker(connection, start)
             worker.run()
     except (EOFError, SystemExit):  # the sampler is gone, or has no use for this any more
-        return
-    except BaseException as error:
+        pass
+    except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the sampler's to see
         lost = worker and worker.lost
         connection.send_bytes(encode(Failed(lost or _words(error))))
-        raise
-    finally:
-        if worker is not None:
-            worker.close()
+        traceback.print_exc()
+        status = 1
+    if worker is not None:
+        worker.close()
+    os._exit(status)  # there is nothing to tidy up, and Python's own end takes a second
 
 
 class Worker:
@@ -224,7 +226,7 @@ class Worker:
 def _words(error: BaseException) -> str:
     """What went wrong; of what pydantic says of vLLM's configuration, the sentence alone."""
     errors: Any = getattr(error, "errors", None)
-    if callable(errors):
+    if errors is not None:
         return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
     return f"{type(error).__name__}: {error}"
 
