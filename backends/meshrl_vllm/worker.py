@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -43,6 +44,8 @@ _CPU_CACHE_MIB: Final = 512
 """Of keys and values, on a CPU, where nothing is said."""
 _CPU_READS: Final = 4096
 """Tokens read in one step, at most, on a CPU."""
+_HELD: Final = 8
+"""Steps between two messages of rows while others are decoded: to read one costs the sampler one or two milliseconds."""
 _PROBE: Final = "probe "
 """What the names of requests begin with that read one."""
 PROBES: Final = 8
@@ -55,25 +58,26 @@ _CACHE: Final = "kv_cache"
 def main() -> None:
     """Serve the sampler at the other end until it is gone."""
     connection = Connection(int(sys.argv[1]))
-    os.register_at_fork(
-        after_in_child=connection.close
-    )  # the sampler is to see the end of this process, and of no other
+    # The sampler is to see the end of this process, and of none that it makes.
+    os.register_at_fork(after_in_child=connection.close)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     worker: Worker | None = None
+    status = 0
     try:
         start = to_engine.decode(connection.recv_bytes())
         if isinstance(start, Start):
             worker = Worker(connection, start)
             worker.run()
     except (EOFError, SystemExit):  # the sampler is gone, or has no use for this any more
-        return
-    except BaseException as error:
+        pass
+    except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the sampler's to see
         lost = worker and worker.lost
         connection.send_bytes(encode(Failed(lost or _words(error))))
-        raise
-    finally:
-        if worker is not None:
-            worker.close()
+        traceback.print_exc()
+        status = 1
+    if worker is not None:
+        worker.close()
+    os._exit(status)  # there is nothing to tidy up, and Python's own end takes a second
 
 
 class Worker:
@@ -116,11 +120,12 @@ class Worker:
             while self._connection.poll(0 if self._busy else None):
                 self._take(to_engine.decode(self._connection.recv_bytes()))
             self._load_next()
-            if self._engine.has_unfinished_requests():
+            if self._decodes:
                 self._step()
             if answer := self._answered():
                 self._send(answer)
-            if self._left and self._loaded is None:  # else nobody knows yet whether what was drawn may be trusted
+            # Until a probe is answered nobody knows whether what was drawn may be trusted.
+            if self._left and self._loaded is None and (self._steps % _HELD == 0 or not self._decodes):
                 self._send(Rows(self._left))
                 self._left = []
 
@@ -153,8 +158,12 @@ class Worker:
         return self._engine.engine_core.engine_core.model_executor
 
     @property
+    def _decodes(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    @property
     def _busy(self) -> bool:
-        return bool(self._left or self._loads or self._loaded) or self._engine.has_unfinished_requests()
+        return bool(self._left or self._loads or self._loaded) or self._decodes
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -177,7 +186,7 @@ class Worker:
 
     def _rest(self) -> None:
         """Give the GPU's memory back where nothing is left to decode."""
-        if self._sleeps and _CACHE not in self._executor.sleeping_tags and not self._engine.has_unfinished_requests():
+        if self._sleeps and _CACHE not in self._executor.sleeping_tags and not self._decodes:
             self._engine.sleep(level=1)  # the weights go to the host's memory
 
     def _wake(self, *tags: str) -> None:
@@ -220,7 +229,7 @@ class Worker:
         if not self._loads or self._loaded is not None:
             return
         order, read = self._loads[0]
-        if read.done() or not self._engine.has_unfinished_requests():
+        if read.done() or not self._decodes:
             self._loads.popleft()
             if (refused := read.result()) is None:
                 self._load(order)
@@ -286,7 +295,7 @@ class Worker:
 def _words(error: BaseException) -> str:
     """What went wrong; of what pydantic says of vLLM's configuration, the sentence alone."""
     errors: Any = getattr(error, "errors", None)
-    if callable(errors):
+    if errors is not None:
         return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
     return f"{type(error).__name__}: {error}"
 
