@@ -45,7 +45,7 @@ _CPU_CACHE_MIB: Final = 512
 _CPU_READS: Final = 4096
 """Tokens read in one step, at most, on a CPU."""
 _HELD: Final = 8
-"""Steps between two messages of rows while others are decoded: to read one costs the sampler one or two milliseconds."""
+"""Steps between two messages of rows while others are decoded: to read one costs the sampler a millisecond or two."""
 _PROBE: Final = "probe "
 """What the names of requests begin with that read one."""
 PROBES: Final = 8
