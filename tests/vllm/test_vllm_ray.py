@@ -1,4 +1,4 @@
-"""The vLLM sampler on Ray: an engine or a rank that is killed."""
+"""The vLLM sampler on Ray: an engine that is killed."""
 
 import asyncio
 from contextlib import suppress
@@ -11,7 +11,6 @@ from meshrl import (
     Mesh,
     NewModel,
     PolicyConfig,
-    RankDied,
     RankFailed,
     Resources,
     SamplerConfig,
@@ -52,7 +51,7 @@ def rank_here() -> psutil.Process:
     return only(found)
 
 
-async def test_a_killed_engine_is_told_and_replaced_and_a_killed_rank_takes_its_engine_along(
+async def test_a_killed_engine_is_told_and_respawn_starts_another(
     ray_cluster: None, tmp_path: Path, python: str | None
 ) -> None:
     models = [TorchPolicy(PolicyConfig(model=NEW, seed=seed)) for seed in range(2)]
@@ -80,13 +79,4 @@ async def test_a_killed_engine_is_told_and_replaced_and_a_killed_rank_takes_its_
     after = await rollout(sampler, PROMPTS, GREEDY)
     assert after.only("tokens", "versions") == before.only("tokens", "versions")
     assert engine_of(rank).is_running(), "the rank is the same, and has one engine"
-
-    engine = engine_of(rank)
-    running = asyncio.create_task(rollout(sampler, PROMPTS, LONG))
-    await rollout(sampler, PROMPTS.select([0]), Sampling(max_tokens=1))
-    rank.kill()
-    with pytest.raises(RankDied):
-        await running
-    gone, _ = await asyncio.to_thread(psutil.wait_procs, [engine], timeout=20)
-    assert gone == [engine], "it goes on, and nobody hears it"
     await ray.close()

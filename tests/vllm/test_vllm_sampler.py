@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
-import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshrl import (
@@ -33,6 +36,22 @@ def config(python: str | None) -> SamplerConfig:
     return SamplerConfig(backend="vllm", model=NEW, slots=32, vllm=options)
 
 
+def ended(pid: int) -> bool:
+    """Whether a process has, or nobody has asked yet how."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def ends(pid: int) -> bool:
+    """Whether it does within some seconds."""
+    until = time.monotonic() + 20
+    while not ended(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return ended(pid)
+
+
 class Told(VllmSampler):
     """Leaves a note of its engine's process."""
 
@@ -52,13 +71,26 @@ async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_l
     long = Batch.of(prompt=["abcdefgh" * 25 + ">"] * 32)  # more tokens than vLLM reads in a step
     assert len(await rollout(sampler, long, Sampling(max_tokens=4, ignore_eos=True))) == 32
     pid = int((tmp_path / "pid").read_text())
-    os.kill(pid, 0)
+    assert not ended(pid)
     gc.collect()  # the error had the frames that it came through, and they the sampler
     await stop(sampler)
-    async with asyncio.timeout(20):
-        while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110 -- another process ends
-            await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(ends, pid)
     await engine.close()
+
+
+def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(python: str | None) -> None:
+    script = (
+        "import sys, time; from meshrl import SamplerConfig; from meshrl_vllm.sampler import VllmSampler; "
+        "made = VllmSampler(SamplerConfig.model_validate_json(sys.argv[1])); "
+        "print('engine', made.engine_pid, flush=True); time.sleep(1000)"
+    )
+    command = [sys.executable, "-c", script, config(python).model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        pid = next(int(line.split()[1]) for line in rank.stdout if line.startswith("engine"))
+        assert not ended(pid)
+        rank.kill()
+    assert ends(pid)
 
 
 def test_an_environment_without_vllm_is_said(tmp_path: Path) -> None:
