@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from meshrl.testing.conformance import SAMPLER, Bench, Check, Subject, interruptions, name_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
 CASES = {
@@ -20,7 +20,7 @@ CASES = {
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def bench(request: pytest.FixtureRequest, python: str | None) -> AsyncIterator[Bench]:
     keys = {"vllm": {"python": python, "kv_cache_mib": 32, "after_load": request.param}}
-    async with Bench(Subject("vllm", keys=keys, seconds=120, temperatures=(0.01, 2), replays=False)) as made:
+    async with Bench(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False)) as made:
         yield made
 
 
