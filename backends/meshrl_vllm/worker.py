@@ -86,7 +86,8 @@ class Worker:
     def __init__(self, connection: Connection, start: Start) -> None:
         self._connection = connection
         self._sleeps = start.sleep
-        self._version = 0
+        self._swaps = 0
+        """How often new weights were taken."""
         self._steps = 0
         self._left: list[Done] = []
         """Rows to be told."""
@@ -212,7 +213,7 @@ class Worker:
             )
             tokens = np.frombuffer(row.tokens, np.int32).tolist()
             # The salt keeps what old weights made of a prompt from rows that begin under new ones.
-            prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._version)}
+            prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._swaps)}
             self._engine.add_request(str(row.number), prompt, sampling)
 
     def _leave(self, order: Leave) -> None:
@@ -253,7 +254,7 @@ class Worker:
         if order.recompute:
             engine.reset_prefix_cache(reset_running_requests=True)
         core.resume_scheduler()
-        self._version = order.version
+        self._swaps += 1
         self._loaded = Loaded(order.version, self._steps, time.monotonic() - began, b"")
         self._ask(order.probe)
 
@@ -271,7 +272,7 @@ class Worker:
                 detokenize=False,
                 output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             )
-            prompt = {"prompt_token_ids": tokens, "cache_salt": f"{name} {self._version}"}
+            prompt = {"prompt_token_ids": tokens, "cache_salt": f"{name} {self._swaps}"}
             self._engine.add_request(name, prompt, reading, priority=-1)
 
     def _answered(self) -> Loaded | None:
