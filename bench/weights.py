@@ -36,7 +36,6 @@ from bench.harness import (
     median,
     report,
     start_ray,
-    take_turns,
     with_allocator,
     within,
 )
@@ -69,6 +68,8 @@ from meshrl_vllm.sampler import VllmSampler
 PYTHON: Final = ROOT / ".venv-vllm/bin/python"
 LAYER_MIB: Final = 32
 """Of bfloat16, of a layer of the model."""
+WARM: Final = 4
+"""Syncs before those that count: memory is made until three versions have room."""
 STEPS: Final = 5
 """Whose saving counts, after as many that do not."""
 
@@ -90,6 +91,15 @@ class Trainer(Actor):
         """All of them, as a new version."""
         self._version += 1
         return self._sender.weights(self._version, self._tensors.items(), None)
+
+
+class Here(RayEngine):
+    """As on a cluster that meshrl starts itself: of this machine alone."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Yes, though this bench started the cluster."""
+        return True
 
 
 class Elsewhere(RayEngine):
@@ -146,17 +156,20 @@ def large_model(folder: Path, mib: int) -> tuple[str, int]:
 
 async def sync(model: str, nbytes: int, rounds: int) -> list[Figure]:
     """Syncs of a whole model, without pause and pause."""
-    copy, times = copier(nbytes), dict[str, list[tuple[float, float]]]()
-    for name, engine in (("shared memory", RayEngine()), ("the object store", Elsewhere())):
+    copy, copies = copier(nbytes), list[float]()
+    times: dict[str, list[tuple[float, float]]] = {"shared memory": [], "the object store": []}
+    for engine, values in zip((Here(), Elsewhere()), times.values(), strict=True):
         trainer = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Trainer, model)
         vllm = VllmConfig(python=str(PYTHON), kv_cache_mib=64)
         config = SamplerConfig(backend="vllm", model=model, dtype="bfloat16", slots=8, vllm=vllm)
         sampler = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(VllmSampler, config)
-        for _ in range(2):
+        for _ in range(WARM):
             await timed(trainer, sampler)
-        times[name] = [await timed(trainer, sampler) for _ in range(rounds)]
+        for _ in range(rounds):
+            values.append(await timed(trainer, sampler))
+            copies.append(copy())
         await engine.close()
-    copied = median([each for values in take_turns({"copy": copy}, rounds).values() for each in values])
+    copied = median(copies)
     figures: list[Figure] = []
     for name, values in times.items():
         whole, pause = (median([value[index] for value in values]) for index in (0, 1))

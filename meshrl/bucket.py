@@ -1,14 +1,16 @@
 """Tensors one after another in one buffer: what weights travel as."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from types import MappingProxyType
-from typing import Final, NamedTuple, SupportsIndex, cast
+from typing import Final, NamedTuple, SupportsIndex, TypeVar, cast
 
 import numpy as np
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
+from meshrl.actor import free_cores
 from meshrl.errors import DataError
 from meshrl.held import Held, Put
 from meshrl.ragged import check_dtype, from_raw, pickled, raw
@@ -21,6 +23,11 @@ _BLOCK: Final = 1 << 18
 """Bytes that are copied and read again before they leave the cache."""
 _SHARED_FROM: Final = 1 << 20
 """Bytes of the smallest bucket in shared memory."""
+_THREADS: Final = min(8, free_cores())
+"""That copy and read tensors: one does not fill the memory's bandwidth."""
+_threads: Final = ThreadPoolExecutor(_THREADS, "meshrl-bucket")
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -59,10 +66,12 @@ class Bucket:
             end += -(-array.nbytes // _ALIGNED) * _ALIGNED
         writing = pool.write(end) if end >= _SHARED_FROM else None
         memory = writing.memory if writing else np.empty(end, np.uint8)
-        index: dict[str, Entry] = {}
-        for name, array in arrays.items():
-            place = memory[starts[name] : starts[name] + array.nbytes]
-            index[name] = Entry(array.dtype.name, array.shape, starts[name], _copied(array, place))
+        places = [memory[starts[name] : starts[name] + array.nbytes] for name, array in arrays.items()]
+        made = _in_threads(lambda pair: _copied(*pair), list(zip(arrays.values(), places, strict=True)))
+        index = {
+            name: Entry(array.dtype.name, array.shape, starts[name], fingerprint)
+            for (name, array), fingerprint in zip(arrays.items(), made, strict=True)
+        }
         memory.flags.writeable = False
         return cls(index, sum(array.nbytes for array in arrays.values()), writing.done() if writing else memory)
 
@@ -123,8 +132,8 @@ class Bucket:
 
     def damaged(self) -> list[str]:
         """The tensors whose bytes are not those that were packed."""
-        own = self.arrays
-        return [name for name, entry in self.index.items() if fingerprint(own[name]) != entry.fingerprint]
+        made = _in_threads(fingerprint, list(self.arrays.values()))
+        return [name for (name, entry), each in zip(self.index.items(), made, strict=True) if each != entry.fingerprint]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Bucket"], tuple[object, ...]]:
         if isinstance(self._source, Held):
@@ -160,6 +169,13 @@ class SharedHeld(Held):
 def fingerprint(array: Array) -> int:
     """XXH3's 64 bits of an array's bytes, in the order of its elements."""
     return int(xxh3_64(raw(np.ascontiguousarray(array))).intdigest())
+
+
+def _in_threads(what: Callable[[T], int], values: Sequence[T]) -> list[int]:
+    """What is made of each; of neighbours by one thread, which is faster than in turns."""
+    each = max(1, -(-len(values) // _THREADS))
+    runs = [values[start : start + each] for start in range(0, len(values), each)]
+    return [made for run in _threads.map(lambda run: [what(value) for value in run], runs) for made in run]
 
 
 def _view(memory: Bytes, entry: Entry) -> Array:

@@ -4,16 +4,22 @@
 # pyright: reportMissingImports=false
 
 import mmap
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from meshrl_vllm.mapped import mapped
 from meshrl_vllm.messages import Load, Part
+
+_threads: Final = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "meshrl-fingerprint")
+"""One does not fill the memory's bandwidth."""
 
 Known = Mapping[str, tuple[str, list[int]]]
 """Dtype and shape of each tensor of the model, by its Hugging Face name."""
@@ -48,8 +54,9 @@ def logprobs(output: Any) -> list[float]:
 
 
 def _damaged(path: str, parts: Sequence[Part]) -> list[str]:
-    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-        return [part.name for part in parts if _fingerprint(memory, part) != part.fingerprint]
+    memory = mapped(path)
+    made = _threads.map(lambda part: _fingerprint(memory, part), parts)
+    return [part.name for part, each in zip(parts, made, strict=True) if each != part.fingerprint]
 
 
 def _fingerprint(memory: mmap.mmap, part: Part) -> int:

@@ -3,11 +3,9 @@
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,6 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from meshrl_vllm.mapped import mapped
 from meshrl_vllm.naming import Naming
 
 NAME: Final = "meshrl"
@@ -73,8 +72,7 @@ class Extension:
 
 def _tensors(sent: Buckets) -> Iterator[tuple[str, torch.Tensor]]:
     for path, parts in sent.buckets:
-        with Path(path).open("rb") as file:  # privately: torch takes no memory that it may not write
-            whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        whole = torch.frombuffer(mapped(path), dtype=torch.uint8)
         for name, dtype, shape, start in parts:
             kind: torch.dtype = getattr(torch, dtype)
             yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
