@@ -52,7 +52,7 @@ from meshrl.roles import (
 )
 from meshrl.rollout import evaluate, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
-from meshrl.sharding import CP, DP, EP, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
+from meshrl.sharding import CP, DP, EP, EVERY, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
 from meshrl.stream import Rollouts, rollouts
 from meshrl.tasks import Task, TaskConfig
 from meshrl.weights import Weights
@@ -61,6 +61,7 @@ __all__ = [
     "CP",
     "DP",
     "EP",
+    "EVERY",
     "PP",
     "TP",
     "Actor",

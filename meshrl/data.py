@@ -1,7 +1,6 @@
 """Batches: named columns of rows, never padded, split over ranks by tokens and joined in order."""
 
 import difflib
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from meshrl.errors import DataError
 from meshrl.held import Holder, Put
 from meshrl.ragged import Ragged, Source
 from meshrl.remote import Remote, source_of
+from meshrl.rows import lightest, plan_of
 from meshrl.sharding import Array, Rows
 
 __all__ = ["Batch", "Column", "Ragged"]
@@ -241,7 +241,7 @@ class Batch(Holder):
             return self
         return self._make(self._rows, await table.load(self._columns, wanted), self._origins)
 
-    def hold(self, put: Put, limit: int) -> Self:
+    def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
         """The same batch, each column of more than `limit` bytes kept elsewhere by `put`."""
         held = table.hold(self._columns, self._rows, put, limit)
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
@@ -256,20 +256,7 @@ class Batch(Holder):
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
         if parts == 1:
             return [np.arange(self._rows)]
-        lengths = self.lengths
-        order = np.argsort(-lengths, kind="stable")
-        # Of each part one number, which orders by tokens, then rows, then place: a heap of tuples is half as fast.
-        token = parts * (self._rows + 1)
-        heap = list(range(parts))
-        owners: list[int] = []
-        for length in lengths[order].tolist():
-            lightest = heap[0]
-            owners.append(lightest % parts)
-            heapq.heapreplace(heap, lightest + length * token + parts)
-        owner = np.empty(self._rows, np.int64)
-        owner[order] = owners
-        ends = np.cumsum(np.bincount(owner, minlength=parts))[:-1]
-        return np.split(np.argsort(owner, kind="stable"), ends)
+        return plan_of(lightest(self.lengths, np.zeros(parts, np.int64)), parts)
 
     def part(self, rows: Rows) -> Self:
         """These rows, which remember their numbers for `join`."""

@@ -78,6 +78,11 @@ class Engine(Protocol):
         """The largest column that travels with a call; None: all do."""
         ...
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are processes of this machine, which share its memory."""
+        ...
+
     def put(self, value: object) -> Held:
         """Keep a value, once, for whoever fetches it."""
         ...

@@ -131,6 +131,8 @@ class EventLog:
         self._file = path.open("wb")
         self._encoder = msgspec.json.Encoder()
         self._kept: deque[Event] = deque()
+        self.gauges: dict[str, float] = {}
+        """What each shows now."""
         self._loop = asyncio._get_running_loop()  # noqa: SLF001 -- None where none runs, without an exception
         self._timer: asyncio.TimerHandle | None = None
         self._due = False
@@ -143,6 +145,8 @@ class EventLog:
     def emit(self, event: Event) -> None:
         """Keep an event; it is written within a second, while the loop runs. From any thread."""
         self._kept.append(event)
+        if isinstance(event, Gauge):
+            self.gauges[event.name] = event.value
         if not self._due and self._loop is not None:
             self._due = True
             if asyncio._get_running_loop() is self._loop:  # noqa: SLF001

@@ -1,7 +1,7 @@
 """What keeps a sampler busy: calls of `generate` as there is room for them, new weights, a new life where it died."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Never, TypeAlias
 
@@ -9,14 +9,16 @@ import numpy as np
 
 from meshrl import log
 from meshrl.assembly import Assembly
+from meshrl.balance import NOWHERE, Balance, Share
 from meshrl.changes import Changes
 from meshrl.data import Batch
 from meshrl.errors import DataError, RankDied
-from meshrl.handle import respawn
+from meshrl.handle import divided, parts, respawn
 from meshrl.ledger import Ledger
 from meshrl.prompts import Prompts
 from meshrl.roles import Sampler, Sampling
-from meshrl.schedule import Script, load_into
+from meshrl.schedule import Decision, Script, load_into
+from meshrl.sharding import Rows
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
@@ -34,6 +36,10 @@ class Call:
     number: int
     prompts: Batch
     sampling: Sampling
+    owners: Rows
+    """The replica that draws each of them."""
+    given: Mapping[int, Share]
+    """What the replicas still have of each group."""
     life: int
     """Which life of the sampler it runs in."""
     rows: int = 0
@@ -77,8 +83,9 @@ class Generation:
         self._mode = swap
         self._retries = retries
         self._shared = shared
-        self._resumable: dict[int, Batch] = {}
-        """By the call that was aborted, so that they go on in one order, whichever ended first."""
+        self._balance = Balance(parts(sampler.generate))
+        self._resumable: dict[int, tuple[Batch, Mapping[int, Share]]] = {}
+        """By the call that was aborted, so that they go on in one order, whichever ended first; and where they were."""
         self._running: dict[int, Call] = {}
         self._calls = 0
         self._halted = 0
@@ -93,19 +100,17 @@ class Generation:
         it = self._shared
         while True:
             await it.changes.until(self._may_draw, "rollout", "capacity", self._why_not)
+            decided, before = it.script.next("draw"), NOWHERE
             if self._resumable:
-                prompts = self._resumable.pop(min(self._resumable))
+                prompts, before = self._resumable.pop(min(self._resumable))
                 sampling = self._sampling.model_copy(update={"n": 1})
             else:
-                decided = it.script.next("draw")
                 prompts, sampling = it.prompts.take(decided.count if decided else it.ledger.room), self._sampling
                 for label in prompts.groups.tolist():
                     it.ledger.draw(label)
                 it.assembly.expect(prompts)
-            it.script.note("draw", len(prompts))
-            call = Call(self._calls, prompts, sampling, self._life)
-            self._calls += 1
-            self._running[call.number] = call
+            call = self._call(prompts, sampling, before, decided)
+            it.script.note("draw", len(prompts), owners=call.owners.tolist() if self._balance.replicas > 1 else [])
             it.start(self._generate(call))
 
     async def swap(self, weights: Weights) -> None:
@@ -126,15 +131,21 @@ class Generation:
             self._halted -= 1
             self._shared.changes.tell()
 
+    def came(self, call: Call, rows: Batch) -> None:
+        """Rows of a call have come; their `groups` can be read."""
+        call.rows += len(rows)
+        self._balance.take(call.given, rows.groups.tolist())
+
     async def end(self, call: Call, error: Exception | None) -> None:
         """A call is over, and all that it yielded is counted: what it stopped goes on, what it lost is drawn again."""
+        self._balance.end(call.given)
         if error is not None:
             self._lose(self._shared.assembly.incomplete(call.prompts.groups.tolist()))
             await self._recover(call.life, error)
         else:
             call.check()
             if call.aborted:
-                self._resumable[call.number] = Batch.join(call.aborted).drop("aborted")
+                self._resumable[call.number] = Batch.join(call.aborted).drop("aborted"), call.given
         del self._running[call.number]
         self._shared.changes.tell()
 
@@ -161,10 +172,21 @@ class Generation:
             f"{ledger.running} run"
         )
 
+    def _call(self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share], decided: Decision | None) -> Call:
+        if decided and decided.owners:
+            owners = np.array(decided.owners)
+        else:
+            owners = self._balance.divide(prompts, sampling, before)
+        call = Call(self._calls, prompts, sampling, owners, self._balance.give(prompts, sampling, owners), self._life)
+        self._calls += 1
+        self._running[call.number] = call
+        return call
+
     async def _generate(self, call: Call) -> None:
         """Run a call to its end, whatever that is."""
         ended: Exception | None = None
-        chunks = self.sampler.generate(call.prompts.part(np.arange(len(call.prompts))), call.sampling)
+        generate = divided(self.sampler.generate, call.owners)
+        chunks = generate(call.prompts.part(np.arange(len(call.prompts))), call.sampling)
         try:
             async for chunk in chunks:
                 self.arrived.append((call, chunk))

@@ -17,6 +17,7 @@ from meshrl.errors import ContractError, MeshrlError
 from meshrl.events import Sink, sink
 from meshrl.held import hold, loaded
 from meshrl.observation import Observation
+from meshrl.sharding import Rows
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -113,9 +114,11 @@ def _received(actor: type, shape: Mapping[str, int], members: Sequence[Member], 
 class BoundEndpoint:
     """One endpoint of a handle."""
 
-    def __init__(self, deployment: Deployment, endpoint: Endpoint) -> None:
+    def __init__(self, deployment: Deployment, endpoint: Endpoint, owners: Rows | None = None) -> None:
         self.deployment = deployment
         self.endpoint = endpoint
+        self.owners = owners
+        """Which part takes each row, where the caller has decided it."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """A coroutine of the joined result, or the stream."""
@@ -204,12 +207,14 @@ class BoundEndpoint:
         engine = self.deployment.engine
         for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
             arrays = name not in shards
-            bound.arguments[name] = hold(value, engine.put, engine.inline_bytes, arrays=arrays)
+            bound.arguments[name] = hold(
+                value, engine.put, engine.inline_bytes, arrays=arrays, shares=engine.shares_memory
+            )
         plans: Plans = {}
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
             try:
-                plans[axes] = rows.make_plan(values, self.deployment.parts_along(axes))
+                plans[axes] = rows.make_plan(values, self.deployment.parts_along(axes), self.owners)
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
         whole = {name: bound.arguments[name] for name in shards if name in bound.arguments}
@@ -244,6 +249,27 @@ def each(
         return [await endpoint(*args, **kwargs)]
 
     return alone
+
+
+def parts(endpoint: Callable[..., object]) -> int:
+    """How many parts the rows of an endpoint's calls are divided into: 1 where it is not on a mesh or shards none."""
+    called = cast("object", endpoint)
+    if not isinstance(called, BoundEndpoint):
+        return 1
+    return max((called.deployment.parts_along(axes) for axes in called.endpoint.shards.values()), default=1)
+
+
+def divided(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
+    """Decide which part of its rows each rank gets: `divided(sampler.generate, owners)(prompts, sampling)`.
+
+    `owners`, int64[rows], has a number below `parts(endpoint)` for each row; a rank's number is its coordinate on the
+    axis that rows are sharded over. What is not on a mesh is given all rows. ContractError, of the call, where they do
+    not fit its rows.
+    """
+    called = cast("object", endpoint)
+    if not isinstance(called, BoundEndpoint):
+        return endpoint
+    return cast("Callable[P, R]", BoundEndpoint(called.deployment, called.endpoint, owners))
 
 
 def at(actor: A, **axes: int) -> A:

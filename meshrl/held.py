@@ -15,6 +15,9 @@ class Held(ABC):
 
     __slots__ = ()
 
+    way: str = "memory"
+    """What carries the value, as people read it."""
+
     @classmethod
     @abstractmethod
     async def fetch(cls, held: "Sequence[Held]") -> list[object]:
@@ -34,8 +37,11 @@ class Holder(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def hold(self, put: Put, limit: int) -> Self:
-        """The same value, each part of more than `limit` bytes as a reference only."""
+    def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
+        """The same value, each part of more than `limit` bytes as a reference only.
+
+        `shares`: whether all who may fetch it share this machine's memory; what lies there may then stay there.
+        """
 
     @abstractmethod
     async def load(self) -> Self:
@@ -49,26 +55,26 @@ class Later:
     held: Held
 
 
-def hold(value: T, put: Put, limit: int | None, *, arrays: bool = False) -> T:
+def hold(value: T, put: Put, limit: int | None, *, arrays: bool = False, shares: bool = False) -> T:
     """The value with the large parts of what it contains held; with `arrays`, arrays of more than `limit` bytes too.
 
     Looks into dicts, lists and tuples. What is held is sent once, whatever the number of ranks that fetch it. A `limit`
-    of None holds nothing.
+    of None holds nothing. For `shares` see `Holder.hold`.
     """
-    return value if limit is None else cast("T", _hold(value, put, limit, arrays))
+    return value if limit is None else cast("T", _hold(value, put, limit, arrays, shares))
 
 
-def _hold(value: object, put: Put, limit: int, arrays: bool) -> object:
+def _hold(value: object, put: Put, limit: int, arrays: bool, shares: bool) -> object:
     if isinstance(value, np.ndarray):
         plain = type(value) is np.ndarray and value.dtype.kind in "biufc"
         return Later(put(value)) if arrays and plain and value.nbytes > limit else value
     if type(value) in (list, tuple):
         items = cast("list[object]", value)
-        return type(items)(_hold(item, put, limit, arrays) for item in items)
+        return type(items)(_hold(item, put, limit, arrays, shares) for item in items)
     if type(value) is dict:
         table = cast("dict[object, object]", value)
-        return {key: _hold(item, put, limit, arrays) for key, item in table.items()}
-    return value.hold(put, limit) if isinstance(value, Holder) else value
+        return {key: _hold(item, put, limit, arrays, shares) for key, item in table.items()}
+    return value.hold(put, limit, shares) if isinstance(value, Holder) else value
 
 
 async def loaded(value: T) -> T:

@@ -21,7 +21,7 @@ class FsdpConfig(Config):
 
 
 class VllmConfig(Config):
-    """How the backend `vllm` runs its engine, in a process of its own on each rank."""
+    """How the backend `vllm` runs its engines: one for each place along `dp`, over the ranks along `tp`."""
 
     python: str | None = None
     """The interpreter of an environment that has vLLM, whose pins need not be those of this one; nothing means this."""
@@ -31,5 +31,7 @@ class VllmConfig(Config):
     """Of a GPU's memory, how much the engine may take."""
     eager: bool = False
     """No CUDA graphs: quicker to start, slower to decode."""
+    sleep: bool = False
+    """Give the GPU's memory back while no row is decoded: for a sampler on the mesh of what trains, and `ahead` = 0."""
     after_load: Literal["recompute", "keep"] = "recompute"
     """What running rows have of tokens before new weights: read again with these, or kept as the old ones left it."""

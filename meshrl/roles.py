@@ -7,7 +7,7 @@ The standard columns of a batch are listed in `data.Batch`.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import NoneType
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -18,7 +18,7 @@ from meshrl.data import Batch
 from meshrl.layout import FsdpConfig, VllmConfig
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
-from meshrl.sharding import Gather, Mean, Same, Shard
+from meshrl.sharding import EVERY, Gather, Mean, Shard
 from meshrl.weights import Weights
 
 
@@ -119,6 +119,8 @@ class PolicyConfig(ModelConfig):
     activation_checkpointing: bool = False
     lora: LoraConfig | None = None
     """Train adapters; nothing means all parameters."""
+    delta_sync: bool = False
+    """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
     fsdp: FsdpConfig = FsdpConfig()
 
 
@@ -186,7 +188,7 @@ class Sampling(Config):
     top_k: int = Field(default=0, ge=0)
     """0 keeps the whole vocabulary."""
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion; the completion text is cut before them, the tokens are kept."""
     seed: int = 0
 
@@ -237,8 +239,8 @@ class Policy(Stateful, ABC):
 
     @endpoint
     @abstractmethod
-    async def weights(self) -> Same[Weights]:
-        """The current weights; their version is the number of updates so far."""
+    async def weights(self) -> Gather[Weights, EVERY]:
+        """The current weights, of which each rank has made a part; their version is the number of updates so far."""
 
     @endpoint
     @abstractmethod
@@ -303,6 +305,11 @@ class Sampler(Actor, ABC):
         `call` (the number of a call of `generate` on the rank) and `steps` (that it had made): a row for each call that
         was decoding, and one, with -1 steps, for the call that was the next to begin. Before them stand the rows of the
         aborts since the last load.
+
+        Where the weights have a probe, a sampler that holds a model adds `difference`, float64: how far its log-probs
+        are, on average, from the policy's; one that knows it adds `pause`, float64: the seconds in which it drew
+        nothing. ModelError where they are too far, or a tensor is not as it was sent: then
+        no token is drawn from what did arrive.
         """
 
     @endpoint

@@ -1,8 +1,10 @@
 """Splitting a call's values over ranks and joining what the ranks return."""
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import repeat
 from typing import cast
 
 import numpy as np
@@ -16,11 +18,12 @@ UNDIVIDED: Plan = ()
 """The plan of a call that divided no argument: what its ranks return follows one another."""
 
 
-def make_plan(values: Mapping[str, object], parts: int) -> Plan:
+def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = None) -> Plan:
     """One division of rows for all values that a call shards over the same axes.
 
-    A value that knows the cost of its rows (a `Batch`) decides; arrays alone are cut into runs of rows.
-    `UNDIVIDED` where every value is None. Raises `ContractError` where the values have different row counts.
+    `owners`, int64[rows], says which part takes each row. Without it a value that knows the cost of its rows (a
+    `Batch`) decides; arrays alone are cut into runs of rows. `UNDIVIDED` where every value is None. Raises
+    `ContractError` where the values have different row counts, or `owners` does not fit them.
     """
     counts = {f"{name}{path}": len(leaf) for name, value in values.items() for path, leaf in _leaves(value)}
     if not counts:
@@ -28,11 +31,52 @@ def make_plan(values: Mapping[str, object], parts: int) -> Plan:
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"`{name}` has {count}" for name, count in counts.items())
         raise ContractError(f"values sharded over one axis in one call need the same number of rows: {listed}")
+    if owners is not None:
+        rows = next(iter(counts.values()))
+        if len(owners) != rows or (rows and not 0 <= owners.min() <= owners.max() < parts):
+            raise ContractError(
+                f"rows cannot be divided so: {len(owners)} owners from {owners.min(initial=0)} to "
+                f"{owners.max(initial=0)} are given for {rows} rows and {parts} parts; give each row a part's number, "
+                f"0 to {parts - 1}"
+            )
+        return plan_of(owners, parts)
     for value in values.values():
         for _, leaf in _leaves(value):
             if not isinstance(leaf, np.ndarray):
                 return leaf.plan(parts)
     return np.array_split(np.arange(next(iter(counts.values()))), parts)
+
+
+def plan_of(owners: Rows, parts: int) -> list[Rows]:
+    """For each part, the rows that it owns, ascending, from which part owns each row."""
+    ends = np.cumsum(np.bincount(owners, minlength=parts))[:-1]
+    return np.split(np.argsort(owners, kind="stable"), ends)
+
+
+def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:
+    """Which part takes each row, int64[rows]: the costliest row first, each to the part that is the lightest by then.
+
+    `costs`: int64[rows]; `loads`, int64[parts]: what each part has already. Of the parts that are given rows none then
+    exceeds the lightest by more than one row's cost (Graham 1969, LPT). Ties go to the part of fewest rows, then to the
+    first. `homes`, int64[rows], -1 for none: a row goes to this part as long as that exceeds the lightest by `slack` at
+    most, and then adds its own cost.
+    """
+    parts = len(loads)
+    order = np.argsort(-costs, kind="stable")
+    # Of each part one number, which orders by load, then rows, then place: a heap of tuples is half as fast.
+    unit = parts * (len(costs) + 1)
+    now = [load * unit + part for part, load in enumerate(loads.tolist())]
+    heap = sorted(now)
+    taken: list[int] = []
+    for cost, home in zip(costs[order].tolist(), repeat(-1) if homes is None else homes[order].tolist(), strict=False):
+        while (first := heap[0]) != now[first % parts]:  # the part has been given more since
+            heapq.heapreplace(heap, now[first % parts])
+        part = home if home >= 0 and now[home] // unit - first // unit <= slack else first % parts
+        now[part] += cost * unit + parts
+        taken.append(part)
+    owners = np.empty(len(costs), np.int64)
+    owners[order] = taken
+    return owners
 
 
 def take(value: object, rows: Rows) -> object:

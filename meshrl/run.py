@@ -26,7 +26,7 @@ from meshrl.position import Position, position
 from meshrl.recorder import Recorder
 from meshrl.registry import implementation
 from meshrl.roles import RoleConfig, Stateful
-from meshrl.schedule import Schedule, read_schedule, schedule
+from meshrl.schedule import DIFFERENCE, Schedule, read_schedule, schedule
 
 R = TypeVar("R")
 
@@ -247,11 +247,17 @@ class Run:
             **metrics.means(),
             **_corrected(metrics),
             **(await _statistics(batch) if batch is not None else {}),
+            **self._synced(),
             **numbers,
         }
         self.recorder.step(step, {**values, "step_s": seconds})
         if batch is not None and step % self.config.samples_every == 0:
             await self.recorder.samples(step, batch)
+
+    def _synced(self) -> dict[str, float]:
+        """How far the sampler was from the policy at the last load of weights."""
+        gauges = self._events.gauges if self._events else {}
+        return {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
 
     def summary(self, **values: float | str) -> None:
         """Add to the run's `summary.json`."""

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.events import gauge
 from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
@@ -28,16 +29,19 @@ class Decision(msgspec.Struct, tag_field="kind", tag="decision", frozen=True, om
     what: Kind
     count: int = 0
     groups: list[int] = []
+    owners: list[int] = []
+    """Of a draw from a sampler of several replicas: the one that each row went to."""
 
 
 class Opened(msgspec.Struct, tag_field="kind", tag="opened", frozen=True):
-    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt."""
+    """A stream of rollouts, as it was configured: groups in a batch, the bound, completions of a prompt, replicas."""
 
     size: int
     ahead: int
     n: int
     late: str
     swap: str
+    replicas: int
 
 
 class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
@@ -84,12 +88,12 @@ class Script:
         """Whether this may be done now."""
         return self.is_free or self.next(what) is not None
 
-    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = ()) -> None:
+    def note(self, what: Kind, count: int = 0, groups: Sequence[int] = (), owners: Sequence[int] = ()) -> None:
         """A decision was taken."""
         if self._decided:
             self._decided.popleft()
         if self._write is not None:
-            self._write(Decision(self._number, what, count, list(groups)))
+            self._write(Decision(self._number, what, count, list(groups), list(owners)))
 
 
 class Schedule:
@@ -118,8 +122,8 @@ class Schedule:
     async def load(self, sampler: Sampler, weights: Weights) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
         await self._number(sampler)
-        places = await sampler.load(weights)
-        self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in places.names}))
+        places = await _load(sampler, weights)
+        self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
 
     async def _number(self, sampler: Sampler) -> None:
         """Know the sampler; in a replay tell it, before anything else, where its weights came."""
@@ -139,10 +143,15 @@ class Schedule:
 
     def _record(self, sampler: int, entries: Sequence[Entry]) -> Batch:
         loads = [each.places for each in entries if isinstance(each, Load) and each.sampler == sampler]
-        names = loads[0] if loads else ("rank", "load", "call", "steps")
-        columns = {name: [value for places in loads for value in places[name]] for name in names}
+        columns = {name: [value for places in loads for value in places[name]] for name in _PLACES}
         return Batch({name: np.array(column, np.int64) for name, column in columns.items()})
 
+
+DIFFERENCE: Final = "sampler_difference"
+"""The gauge of how far a sampler's log-probs are from its policy's, after it took new weights."""
+PAUSE: Final = "sampler_pause_s"
+"""The gauge of how long a sampler drew nothing while it took new weights."""
+_PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 """The schedule of the current run, where it keeps one."""
@@ -153,7 +162,15 @@ async def load_into(sampler: Sampler, weights: Weights) -> None:
     if kept := schedule.get():
         await kept.load(sampler, weights)
     else:
-        await sampler.load(weights)
+        await _load(sampler, weights)
+
+
+async def _load(sampler: Sampler, weights: Weights) -> Batch:
+    places = await sampler.load(weights)
+    for column, name in (("difference", DIFFERENCE), ("pause", PAUSE)):
+        if column in places:
+            gauge(name, float(places.row(column).max()))
+    return places
 
 
 def read_schedule(folder: Path) -> list[Entry]:

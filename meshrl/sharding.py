@@ -24,6 +24,9 @@ CP = Literal["cp"]
 EP = Literal["ep"]
 """Expert parallel: ranks with different experts."""
 
+EVERY = Literal["*"]
+"""All ranks, whatever the axes: `Gather[Weights, EVERY]`."""
+
 Rows: TypeAlias = NDArray[np.int64]
 """Row numbers, `int64[rows]`."""
 
@@ -82,7 +85,7 @@ MeanT = TypeVar("MeanT", bound=Averageable | float | Array | Mapping[str, float]
 SumT = TypeVar("SumT", bound=Addable | float | Array | Mapping[str, float])
 AnyT = TypeVar("AnyT")
 Axis = TypeVar("Axis", bound=str, default=DP)
-SameAxis = TypeVar("SameAxis", bound=str, default=Literal["*"])
+SameAxis = TypeVar("SameAxis", bound=str, default=EVERY)
 
 Shard = TypeAliasType("Shard", Annotated[SplitT, "shard", Axis], type_params=(SplitT, Axis))
 """Split the argument over the axis: each rank gets its rows. An array is split along its first dim."""

@@ -28,6 +28,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.generation import Call, Generation, Shared, SwapMode
+from meshrl.handle import parts
 from meshrl.ledger import Late, Ledger
 from meshrl.position import position
 from meshrl.prompts import Prompts
@@ -111,7 +112,8 @@ class Rollouts:
         self._assembly = Assembly(plan.sampling.n)
         self._changes = Changes()
         kept = schedule.get()
-        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap)
+        replicas = parts(plan.sampler.generate)
+        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap, replicas)
         self._script = kept.script(plan.sampler, opened) if kept else Script()
         shared = Shared(ledger, self._assembly, prompts, self._changes, self._script, self._start)
         self._generation = Generation(plan.sampler, plan.sampling, plan.swap, plan.retries, shared)
@@ -294,8 +296,9 @@ class Rollouts:
 
     async def _add(self, call: Call, chunk: Batch) -> dict[int, int]:
         """Put rows to their groups; those that are whole now."""
-        rows = await chunk.load("groups", "aborted", "oldest_version")
-        call.rows += len(rows)
+        own = ("max_tokens",) if "max_tokens" in chunk else ()
+        rows = await chunk.load("groups", "aborted", "oldest_version", *own)
+        self._generation.came(call, rows)
         aborted = np.asarray(rows.row("aborted"), np.bool_)
         if aborted.any():
             call.aborted.append(rows.select(aborted))

@@ -1,41 +1,76 @@
 """A model's weights at one version, as they travel from a policy to a sampler."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, SupportsIndex, cast
+from typing import Final, NamedTuple, Self, cast
 
 import numpy as np
-from typing_extensions import Buffer
+from numpy.typing import NDArray
 
+from meshrl.bucket import Bucket
 from meshrl.errors import DataError
-from meshrl.held import Held, Holder, Put, fetched
-from meshrl.ragged import check_dtype, from_raw, pickled, raw
-from meshrl.sharding import Array
+from meshrl.held import Holder, Put, fetched
+from meshrl.sharding import Array, Rows
+
+BUCKET: Final = 1 << 28
+"""Bytes of a bucket; a larger tensor has one of its own."""
+
+
+class Probe(NamedTuple):
+    """Some tokens and what the model of the weights says of them: a sampler that took these must say the same."""
+
+    tokens: NDArray[np.int32]
+    """[rows, tokens]."""
+    logprobs: NDArray[np.float32]
+    """Of each token but a row's first, given those before it, [rows, tokens - 1]."""
 
 
 class Weights(Holder):
     """Named tensors and the number of updates that made them. Immutable.
 
-    Arrays of any shape, bfloat16 through `ml_dtypes`. They are copied, those of one dtype one after another into one
-    buffer, which travels as a whole.
+    Arrays of any shape, bfloat16 through `ml_dtypes`. They are copied, bucket by bucket, each with a fingerprint of its
+    bytes; large ones into memory that all processes of a machine share.
     """
 
     def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
-        self._version = version
-        self._nbytes = sum(array.nbytes for array in tensors.values())
-        self._tensors: _Tensors | None = _Tensors.pack(tensors)
-        self._held: Held | None = None
-        self._digest: str | None = None
+        self._set(version, _packed(tensors.items()), None)
 
     @classmethod
-    def _make(cls, version: int, nbytes: int, tensors: "_Tensors | None", held: Held | None) -> "Weights":
+    def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
+        """The same of tensors that are made one after another: no more than those of one bucket are kept meanwhile."""
+        return cls.of(version, _packed(tensors), probe)
+
+    def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
+        self._version, self._buckets, self._probe = version, tuple(buckets), probe
+        self._arrays: Mapping[str, Array] | None = None
+
+    @classmethod
+    def of(cls, version: int, buckets: Sequence[Bucket], probe: Probe | None = None) -> Self:
+        """The tensors of buckets, not copied."""
         self = cls.__new__(cls)
-        self._version, self._nbytes, self._tensors, self._held = version, nbytes, tensors, held
-        self._digest = None
+        self._set(version, buckets, probe)
         return self
+
+    @classmethod
+    def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:  # noqa: ARG003 -- of no rows
+        """The tensors of all ranks. DataError where versions differ, or ranks tell different things of a tensor."""
+        first = parts[0]
+        versions = [part.version for part in parts]
+        if len(set(versions)) > 1:
+            raise DataError(f"the ranks have weights of the versions {versions}: they have not made the same updates")
+        told: dict[str, tuple[int, tuple[object, ...]]] = {}
+        buckets: list[Bucket] = []
+        for rank, part in enumerate(parts):
+            for bucket in part.buckets:
+                for name, entry in bucket.index.items():
+                    what = (entry.dtype, entry.shape, entry.fingerprint)
+                    other, same = told.setdefault(name, (rank, what))
+                    if same != what:
+                        raise DataError(f"the ranks {other} and {rank} have different tensors `{name}`")
+                if any(told[name][0] == rank for name in bucket.index):
+                    buckets.append(bucket)
+        return cls.of(first.version, buckets, next((part.probe for part in parts if part.probe), None))
 
     @property
     def version(self) -> int:
@@ -43,47 +78,74 @@ class Weights(Holder):
         return self._version
 
     @property
+    def probe(self) -> Probe | None:
+        """What the model says of some tokens, where it is known."""
+        return self._probe
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The tensors as they travel."""
+        return self._buckets
+
+    @property
     def tensors(self) -> Mapping[str, Array]:
         """The arrays by parameter name, read-only. DataError where they stayed on the rank: `load` them first."""
-        if self._tensors is None:
+        if any(bucket.held for bucket in self._buckets):
             raise DataError(
-                f"the weights of version {self._version} ({self._nbytes} bytes) lie on the rank that made them: write "
+                f"the weights of version {self._version} ({self.nbytes} bytes) lie on the rank that made them: write "
                 "`weights = await weights.load()` before reading them here"
             )
-        return self._tensors.arrays
+        if self._arrays is None:
+            self._arrays = MappingProxyType(
+                {name: array for bucket in self._buckets for name, array in bucket.arrays.items()}
+            )
+        return self._arrays
 
-    async def load(self) -> "Weights":
+    @property
+    def ways(self) -> frozenset[str]:
+        """What carried them here: such as `shared memory`."""
+        return frozenset(bucket.way for bucket in self._buckets)
+
+    async def load(self) -> Self:
         """The same weights, readable here. What is handed on to a mesh need not be loaded."""
-        if self._tensors is not None or self._held is None:
+        held = [bucket.held for bucket in self._buckets if bucket.held]
+        if not held:
             return self
-        tensors = (await fetched([self._held]))[self._held]
-        return self._make(self._version, self._nbytes, cast("_Tensors", tensors), self._held)
+        values = {each: cast("Bucket", value).fetched_by(each) for each, value in (await fetched(held)).items()}
+        here = [values[bucket.held] if bucket.held else bucket for bucket in self._buckets]
+        return self.of(self._version, here, self._probe)
 
-    def hold(self, put: Put, limit: int) -> "Weights":
-        """The same weights, all tensors together kept elsewhere by `put` if they have more than `limit` bytes."""
-        if self._held is None and self._nbytes <= limit:
-            return self
-        return self._make(self._version, self._nbytes, None, self._held or put(self._tensors))
+    def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
+        """The same weights, each bucket of more than `limit` bytes kept where it is, or elsewhere by `put`."""
+        return self.of(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
+
+    def shared(self) -> Self:
+        """The same weights in this machine's shared memory, to which they are copied where they are elsewhere.
+
+        DataError where there is no room.
+        """
+        return self.of(self._version, [bucket.shared() for bucket in self._buckets], self._probe)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self._nbytes
+        return sum(bucket.nbytes for bucket in self._buckets)
 
     def fingerprint(self) -> str:
-        """A hex digest of names, dtypes, shapes and bytes, whatever the version; computed once."""
-        if self._digest is not None:
-            return self._digest
+        """A hex digest of names, dtypes, shapes and bytes, whatever the version."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, array in sorted(self.tensors.items()):
-            digest.update(repr((name, array.dtype.name, array.shape)).encode())
-            digest.update(raw(array))
-        self._digest = digest.hexdigest()
-        return self._digest
+        entries = sorted(
+            (name, entry.dtype, entry.shape, entry.fingerprint)
+            for bucket in self._buckets
+            for name, entry in bucket.index.items()
+        )
+        for entry in entries:
+            digest.update(repr(entry).encode())
+        return digest.hexdigest()
 
-    def with_version(self, version: int) -> "Weights":
+    def with_version(self, version: int) -> Self:
         """The same tensors, not copied, under another version."""
-        return self._make(version, self._nbytes, self._tensors, self._held)
+        return self.of(version, self._buckets, self._probe)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Weights):
@@ -92,66 +154,41 @@ class Weights(Holder):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __deepcopy__(self, memo: object) -> "Weights":
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., "Weights"], tuple[object, ...]]:
-        """What is held travels as a reference alone."""
-        tensors = self._tensors if self._held is None else None
-        return _received, (self._version, self._nbytes, tensors, self._held)
+        return _received, (self._version, self._buckets, self._probe)
 
     def __repr__(self) -> str:
-        size = f"{self._nbytes:,} bytes"
-        if self._tensors is None:
+        size = f"{self.nbytes:,} bytes"
+        if any(bucket.held for bucket in self._buckets):
             return f"Weights(version {self._version}, {size} elsewhere)"
-        return f"Weights(version {self._version}, {len(self._tensors.arrays)} tensors, {size})"
+        return f"Weights(version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
 
 
-def _received(version: int, nbytes: int, tensors: "_Tensors | None", held: Held | None) -> Weights:
-    return Weights._make(version, nbytes, tensors, held)
+_latest: Final[list[Bucket]] = []
 
 
-class _Entry(NamedTuple):
-    """Where a tensor lies."""
-
-    dtype: str
-    start: int
-    """In elements, from the beginning of its dtype's buffer."""
-    shape: tuple[int, ...]
+def _received(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
+    return Weights.of(version, buckets, probe)
 
 
-class _Tensors:
-    """Tensors as they travel: a buffer for each dtype, out of band, and an index."""
-
-    def __init__(self, buffers: Mapping[str, Array], index: Mapping[str, _Entry]) -> None:
-        self._buffers = buffers
-        self._index = index
-        self.arrays = MappingProxyType({name: self._view(entry) for name, entry in index.items()})
-
-    def _view(self, entry: _Entry) -> Array:
-        return self._buffers[entry.dtype][entry.start : entry.start + prod(entry.shape)].reshape(entry.shape)
-
-    @classmethod
-    def pack(cls, arrays: Mapping[str, Array]) -> "_Tensors":
-        """Copy the arrays. DataError for what is not numbers."""
-        sizes: Counter[str] = Counter()
-        index: dict[str, _Entry] = {}
-        for name, array in arrays.items():
-            check_dtype(array, f"weight `{name}`")
-            index[name] = _Entry(array.dtype.name, sizes[array.dtype.name], array.shape)
-            sizes[array.dtype.name] += array.size
-        packed = cls({dtype: np.empty(size, dtype) for dtype, size in sizes.items()}, index)
-        for name, array in arrays.items():
-            packed.arrays[name][...] = array
-        for buffer in (*packed._buffers.values(), *packed.arrays.values()):
-            buffer.flags.writeable = False
-        return packed
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "_Tensors"], tuple[object, ...]]:
-        version = protocol.__index__()
-        buffers = {dtype: pickled(buffer, version) for dtype, buffer in self._buffers.items()}
-        return _unpickled, (buffers, self._index)
+def _packed(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:
+    buckets = list(map(Bucket.pack, _lots(tensors)))
+    # Until the next ones are made: the memory is not written anew while these are on their way to a first reader.
+    _latest[:] = buckets
+    return buckets
 
 
-def _unpickled(buffers: Mapping[str, tuple[Buffer, str, tuple[int, ...]]], index: Mapping[str, _Entry]) -> _Tensors:
-    return _Tensors({dtype: from_raw(*buffer) for dtype, buffer in buffers.items()}, index)
+def _lots(pairs: Iterable[tuple[str, Array]]) -> Iterable[Mapping[str, Array]]:
+    lot: dict[str, Array] = {}
+    size = 0
+    for name, array in pairs:
+        if lot and size + array.nbytes > BUCKET:
+            yield lot
+            lot, size = {}, 0
+        lot[name] = array
+        size += array.nbytes
+    if lot:
+        yield lot

@@ -12,6 +12,7 @@ PUBLIC = [
     "CP",
     "DP",
     "EP",
+    "EVERY",
     "PP",
     "TP",
     "Actor",

@@ -59,7 +59,7 @@ class FsdpCritic(Spread, Critic):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all; the first rank does."""
         whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
-        head = {name: gathered(parameter) for name, parameter in self._valued.head.named_parameters()}
+        head = {name: gathered(parameter).cpu() for name, parameter in self._valued.head.named_parameters()}
         self._world.first(lambda: checkpoint.write(self._valued.model, folder, head, whole))
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:

@@ -1,22 +1,17 @@
 """The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
 
-import os
-from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
+from meshrl_hf.meeting import PATIENCE, are_processes, meet, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_PATIENCE: Final = timedelta(minutes=30)
-"""How long a rank waits for another in one collective."""
 
 
 class _Joined(NamedTuple):
@@ -41,31 +36,26 @@ def join(rank: Rank, device: torch.device) -> None:
             own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
             dist.init_process_group(_backend(device), store=own(), rank=0, world_size=1)
         return
-    if os.environ.get("WORLD_SIZE") != str(rank.size):
+    if not are_processes(rank):
         raise ConfigError(
             f"the backend 'fsdp' needs a process for each of {rank.size} ranks, and the local engine gives threads: "
             "set run.engine = 'ray', or take a mesh of one rank"
         )
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    if _joined is not None and _joined.place == place:
+    here = place()
+    if _joined is not None and _joined.place == here:
         return
-    store, _, _ = next(rendezvous(f"tcp://{place}", rank.index, rank.size, timeout=_PATIENCE))
+    store = meet(rank)
     known = _generations(store, rank, _joined.generation if _joined else "")
     if "" in known or len(known) > 1:  # a process is new: the old group, where there is one, lacks it
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
             _backend(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
-            timeout=_PATIENCE,
+            timeout=PATIENCE,
         )  # fmt: skip
-        _joined = _Joined(place, place)
+        _joined = _Joined(here, here)
     elif _joined is not None:
-        _joined = _joined._replace(place=place)
-    _stores.append(store)
-
-
-_stores: Final[list[Store]] = []
-"""Kept: the first rank serves them to the others."""
+        _joined = _joined._replace(place=here)
 
 
 def _generations(store: Store, rank: Rank, own: str) -> set[str]:

@@ -1,13 +1,15 @@
 """The policy of the FSDP2 backend: packed training of a model that is spread over the ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch
+from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
@@ -21,8 +23,9 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
+from meshrl_hf.probe import probe
 from meshrl_hf.scoring import check_readable, logprobs, predicted
-from meshrl_hf.transfer import weights_of
+from meshrl_hf.transfer import arrays
 
 
 class FsdpPolicy(Spread, Policy):
@@ -39,6 +42,7 @@ class FsdpPolicy(Spread, Policy):
         self._sharded = load_sharded_policy(config, rank)
         self._model, self._world = self._sharded.model, self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(trained(self._model).values()))
+        self._sender = Sender(changes=config.delta_sync)
         self._state = ShardedState("policy", self._sharded, trained(self._model), self._optimizer)
 
     async def encode(self, batch: Batch) -> Batch:
@@ -66,8 +70,21 @@ class FsdpPolicy(Spread, Policy):
         return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source, self._world))
 
     async def weights(self) -> Weights:
-        """A copy of the weights, whole, in the dtype of the table; of adapted ones as `lora.sync` says."""
-        return weights_of(self._cast(published(self._sharded.whole(), self._config.lora)), self._optimizer.steps)
+        """This rank's part of the weights, whole tensors in the table's dtype; adapted ones as `lora.sync` says."""
+        version = self._optimizer.steps
+        asked = probe(self._model, self._predicted, version, self._config.micro_batch_tokens, self._world)
+        return self._sender.weights(version, arrays(self._share()), asked)
+
+    def _share(self) -> Iterator[tuple[str, Tensor]]:
+        """Every rank at the same time; each keeps about as many bytes as the others."""
+        lora = self._config.lora
+        tensors = self._sharded.tensors() if lora is None else published(self._sharded.whole(), lora).items()
+        loads = [0] * dist.get_world_size()
+        for name, tensor in tensors:
+            lightest = loads.index(min(loads))
+            loads[lightest] += tensor.numel()
+            if lightest == self._world.number:
+                yield name, tensor.to(self._dtype)
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder in the dtype of the table, or the adapters as peft does, whole or not at all."""

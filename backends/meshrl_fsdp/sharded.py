@@ -1,7 +1,7 @@
 """A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
@@ -76,13 +76,18 @@ class Sharded:
         """By the names that the unsharded model gives them, a tied one once; each a DTensor."""
         return dict(self.model.network.named_parameters())
 
-    def whole(self) -> dict[str, Tensor]:
-        """Copies of the parameters, and the saved buffers, in the host's memory: every rank at the same time."""
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters, whole one after another, and the saved buffers: every rank at the same time."""
         self.reshard()
-        tensors = {name: gathered(parameter) for name, parameter in self.parameters.items()}
-        buffers = {name: buffer.cpu() for name, buffer in self.model.network.named_buffers()}
-        kept = self.model.network.state_dict().keys() & buffers.keys()
-        return tensors | {name: buffers[name] for name in sorted(kept)}
+        for name, parameter in self.parameters.items():
+            yield name, gathered(parameter)
+        buffers = dict(self.model.network.named_buffers())
+        for name in sorted(self.model.network.state_dict().keys() & buffers.keys()):
+            yield name, buffers[name]
+
+    def whole(self) -> dict[str, Tensor]:
+        """Copies of all of these in the host's memory: every rank at the same time."""
+        return {name: tensor.cpu() for name, tensor in self.tensors()}
 
 
 def shard(
@@ -142,6 +147,6 @@ def _split(model: LanguageModel, world: World) -> tuple[str, ...]:
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """A copy of a parameter, whole, in the host's memory: every rank at the same time."""
+    """A parameter, whole: every rank at the same time."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().cpu()
+    return whole.detach()

@@ -57,6 +57,11 @@ class World:
         return cls(meshes[device.type], meshes["cpu"], device, dp)
 
     @property
+    def number(self) -> int:
+        """This rank's, among all."""
+        return dist.get_rank()
+
+    @property
     def sharding(self) -> DeviceMesh:
         """The mesh that parameters are sharded over: of one axis, or, with replicas, of two."""
         return self.mesh[REPLICATE, SHARD] if self.mesh[REPLICATE].size() > 1 else self.mesh[SHARD]
@@ -79,7 +84,7 @@ class World:
 
     def first(self, work: Callable[[], None]) -> None:
         """Do on one rank what is to be done once. Where it raises, all raise; all have waited for it."""
-        self.agree(work if dist.get_rank() == 0 else lambda: None)
+        self.agree(work if self.number == 0 else lambda: None)
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         """What `work` gives on each rank, on all of them. Where it raises on one, all raise.

@@ -1,6 +1,6 @@
 """Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import ml_dtypes
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.bucket import fingerprint
 from meshrl.errors import ModelError
 from meshrl.sharding import Array
 from meshrl.weights import Weights
@@ -15,13 +16,16 @@ from meshrl.weights import Weights
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 
-def weights_of(tensors: Mapping[str, Tensor], version: int) -> Weights:
-    """A copy of tensors in the host's memory."""
-    return Weights(version, {name: _array(tensor) for name, tensor in tensors.items()})
+def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
+    """The memory of tensors, one after another; copied where it is a GPU's."""
+    return ((name, _array(tensor.cpu())) for name, tensor in tensors)
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
-    """Copy the weights into a model's tensors; ModelError, and nothing copied, if they are not of this model."""
+    """Copy the weights into a model's tensors; ModelError, and nothing copied, if they are not of this model.
+
+    ModelError too where the tensors have not, then, the bytes that were sent.
+    """
     own = {name: _array(tensor) for name, tensor in tensors.items()}
     given = weights.tensors
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
@@ -40,6 +44,12 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
             )
     for name, array in own.items():
         np.copyto(array, given[name])
+    sent = {name: entry.fingerprint for bucket in weights.buckets for name, entry in bucket.index.items()}
+    if damaged := [name for name, array in own.items() if fingerprint(array) != sent[name]]:
+        raise ModelError(
+            f"weights of version {weights.version} did not arrive as they were sent: {_some('differ', damaged)}. "
+            "Publish them again"
+        )
 
 
 def _array(tensor: Tensor) -> Array:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch
+from meshrl.delta import Sender
 from meshrl.errors import ContractError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
@@ -19,9 +20,10 @@ from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, published, trained
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
+from meshrl_hf.probe import probe
 from meshrl_hf.scoring import check_readable, logprobs, predicted
 from meshrl_hf.state import TrainingState
-from meshrl_hf.transfer import weights_of
+from meshrl_hf.transfer import arrays
 from meshrl_hf.writing import Writing
 
 
@@ -43,6 +45,7 @@ class TorchPolicy(Policy):
             self._model.network.train(True)  # what transformers asks for; its dropout is zero
         self._trained = trained(self._model)
         self._optimizer = Optimizer(config.optimizer, list(self._trained.values()))
+        self._sender = Sender(changes=config.delta_sync)
         self._updating = asyncio.Lock()
         self._writing = Writing()
 
@@ -79,7 +82,10 @@ class TorchPolicy(Policy):
     async def weights(self) -> Weights:
         """A copy of the weights, after the updates that were called before; of adapted ones as `lora.sync` says."""
         async with self._updating:
-            return weights_of(published(self._model.tensors(), self._config.lora), self._optimizer.steps)
+            version = self._optimizer.steps
+            asked = probe(self._model, self._predicted, version, self._config.micro_batch_tokens)
+            tensors = published(self._model.tensors(), self._config.lora)
+            return self._sender.weights(version, arrays(tensors.items()), asked)
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder, or the adapters as peft does, whole or not at all."""

@@ -1,8 +1,10 @@
 """The sampler of the torch backend: a decode loop of our own over a Hugging Face model."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
+import numpy as np
 import torch
 
 from meshrl.actor import current_rank
@@ -12,7 +14,9 @@ from meshrl.roles import Sampler, SamplerConfig, Sampling
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
+from meshrl_hf.probe import check, difference
 from meshrl_hf.rollouts import Rollouts
+from meshrl_hf.scoring import predicted
 from meshrl_hf.seeds import key
 from meshrl_hf.transfer import import_weights
 from meshrl_torch.cache import Cache
@@ -69,11 +73,18 @@ class TorchSampler(Sampler):
             yield rollouts.batch(finished or rollouts.ended, version)
 
     async def load(self, weights: Weights) -> Batch:
-        """Copy the weights in place; rows being decoded go on with them from their next token."""
+        """Copy the weights in place; rows being decoded go on with them from their next token.
+
+        ModelError where they are of another model, or did not arrive as they were sent.
+        """
         async with self._calls.loading() as places:
             import_weights(self._taken, weights)
             self._version = weights.version
-        return places
+            if weights.probe is None:
+                return places
+            found = difference(self._model, partial(predicted, self._model), weights.probe)
+        check(weights, found, self._config.dtype)
+        return places.assign(difference=np.full(len(places), found))
 
     async def replay(self, record: Batch) -> None:
         """Let loads and aborts come at their places in the record."""

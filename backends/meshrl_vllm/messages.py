@@ -15,9 +15,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The longest sequence."""
     slots: int
     threads: int
+    """Of each of the engine's workers."""
+    tp: int
+    """How many workers each matrix is split over."""
+    gpus: list[str]
+    """By CUDA's names, those that the engine is to see; none: what its process sees."""
     kv_cache_mib: int | None
     memory_share: float
     eager: bool
+    sleep: bool
+    """Whether to hold no memory of the GPU while no row is decoded."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -50,7 +57,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Where a tensor lies in the shared memory, and a checksum of its bytes."""
+    """Where a tensor lies in a bucket, and the fingerprint of its bytes."""
 
     name: str
     dtype: str
@@ -58,19 +65,26 @@ class Part(msgspec.Struct, frozen=True):
     shape: list[int]
     start: int
     """In bytes."""
-    checksum: int
-    """zlib's crc32."""
+    fingerprint: int
+    """XXH3's 64 bits."""
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Tensors in one file of the shared memory."""
+
+    path: str
+    parts: list[Part]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Take new weights between two steps."""
 
     version: int
-    segment: str
-    """A file in shared memory."""
-    parts: list[Part]
+    buckets: list[Bucket]
     recompute: bool
     """Whether running rows read their tokens again with the new weights."""
+    probe: list[list[int]]
+    """Sequences of tokens, to tell what the new weights make of them."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -107,6 +121,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """How many steps the engine had made."""
     seconds: float
     """How long it made none."""
+    logprobs: bytes
+    """Of the probe's tokens, but the first of each sequence."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -6,15 +6,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from meshrl.errors import ModelError
 from meshrl_vllm.environment import environment
 from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
+
+T = TypeVar("T")
 
 _PATIENCE: Final = 600.0
 """Seconds that an engine has to start."""
@@ -41,6 +44,7 @@ class EngineProcess:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # it ends when this process is gone, and then in good order
                     env=environment(Path(self._folder.name)),
                 )
         except OSError as error:
@@ -52,17 +56,11 @@ class EngineProcess:
         self._listener: threading.Thread | None = None
         self._end: ModelError | None = None
         try:
-            self.send(start)
-            if not self._connection.poll(_PATIENCE):
-                raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
-            answer = to_sampler.decode(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise self._ended("ended as it started") from None
-        if not isinstance(answer, Ready):
-            text = answer.text if isinstance(answer, Failed) else str(answer)
-            raise self._ended(f"failed as it started: {text}")
-        self.version: Final = answer.vllm
-        """vLLM's."""
+            self.version: Final = self._started(start)
+            """vLLM's."""
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -70,10 +68,14 @@ class EngineProcess:
         return self._process.pid
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these, in the loop that runs, with what the engine says, and when it has ended. Once is enough."""
+        """Call these methods, in the loop that runs, with what the engine says, and when it has ended. Once is enough.
+
+        They do not keep their object, with which the process ends.
+        """
         if self._listener is None:
             loop = asyncio.get_running_loop()
-            arguments = (self._connection, loop, heard, lambda why: ended(self._ended(why)))
+            hear, end = _while_it_lives(heard), _while_it_lives(ended)
+            arguments = (self._connection, loop, hear, lambda why: end(self._ended(why)))
             self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
             self._listener.start()
 
@@ -87,6 +89,11 @@ class EngineProcess:
             except OSError:
                 raise self._ended("has ended") from None
 
+    def fail(self, error: ModelError) -> None:
+        """End the process because of this, which all are told who wait for it or come later."""
+        self._end = self._end or error
+        self._process.kill()
+
     def close(self) -> None:
         """End the process. Who still waits for it is told so."""
         self._end = self._end or ModelError(f"vLLM's process {self._process.pid} was stopped with its sampler")
@@ -99,6 +106,20 @@ class EngineProcess:
                 self._process.wait()
         self._connection.close()
         self._folder.cleanup()
+
+    def _started(self, start: Start) -> str:
+        """Start the engine; vLLM's version."""
+        try:
+            self.send(start)
+            if not self._connection.poll(_PATIENCE):
+                raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
+            answer = to_sampler.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended("ended as it started") from None
+        if not isinstance(answer, Ready):
+            text = answer.text if isinstance(answer, Failed) else str(answer)
+            raise self._ended(f"failed as it started: {text}")
+        return answer.vllm
 
     def _ended(self, why: str) -> ModelError:
         """The error for all who wait, and who come later."""
@@ -115,6 +136,17 @@ class EngineProcess:
                 "say:\n" + "\n".join(f"  {line}" for line in lines)
             )
         return self._end
+
+
+def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
+    """The method as long as others keep its object, and then nothing."""
+    found = weakref.WeakMethod(method)
+
+    def call(value: T) -> None:
+        if (alive := found()) is not None:
+            alive(value)
+
+    return call
 
 
 def _listen(

@@ -2,8 +2,10 @@
 
 import asyncio
 import tempfile
+import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -12,6 +14,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.actor import current_rank
+from meshrl.bucket import Entry
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling
@@ -19,13 +22,17 @@ from meshrl.weights import Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load, read_words
+from meshrl_hf.probe import apart, check
 from meshrl_hf.rollouts import Finished, Request, Rollouts
 from meshrl_hf.seeds import key
+from meshrl_vllm import group, messages
 from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_vllm.process import EngineProcess
-from meshrl_vllm.segment import Segment
 
 _SEEDS: Final = (1 << 63) - 1
+_COLDEST: Final = 0.01
+"""vLLM draws as at this temperature where a lower one is asked for, and says nothing."""
+_HOTTEST: Final = 2.0
 
 
 class _Call:
@@ -41,6 +48,24 @@ class _Call:
         self.arrived: asyncio.Queue[list[Done] | ModelError] = asyncio.Queue()
 
 
+class _Arriving:
+    """Weights on their way into the engine, in memory that stays as it is meanwhile."""
+
+    def __init__(self, weights: Weights, places: asyncio.Future[Batch]) -> None:
+        self.weights = weights
+        self.places = places
+
+    def end(self, places: Batch) -> None:
+        """They are in use."""
+        if not self.places.done():  # else nobody waits any more
+            self.places.set_result(places)
+
+    def fail(self, error: ModelError) -> None:
+        """They are not."""
+        if not self.places.done():
+            self.places.set_exception(error)
+
+
 class VllmSampler(Sampler):
     """Continuous batching by vLLM over all calls of `generate`; it decodes on while nobody looks.
 
@@ -52,23 +77,24 @@ class VllmSampler(Sampler):
         rank = current_rank()
         if config.lora is not None:
             raise ConfigError("the backend 'vllm' takes whole weights: set policy.lora.sync = \"merged\"")
-        if unknown := {axis: size for axis, size in rank.shape.items() if axis != "dp" and size > 1}:
-            raise ConfigError(
-                f"the backend 'vllm' knows the axis dp, an engine on each rank, and its mesh has {unknown}"
-            )
+        if unknown := {axis: size for axis, size in rank.shape.items() if axis not in ("dp", "tp") and size > 1}:
+            raise ConfigError(f"the backend 'vllm' knows the axes dp and tp, and its mesh has {unknown}")
         self._config = config
-        self._made: tempfile.TemporaryDirectory[str] | None = None
+        gpus = group.gather_gpus(rank)
+        self._lends = not group.first(rank)
+        """Whether the first rank along tp runs the engine, which computes in this rank's place too."""
+        if self._lends:
+            return
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
         self._words = read_words(config, folder)
         options = config.vllm
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
-            options.kv_cache_mib, options.memory_share, options.eager,
+            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
         )  # fmt: skip
         self._engine = EngineProcess(start, options.python)
-        self._segment = Segment()
-        self._close = weakref.finalize(self, _close, self._engine, self._segment)
-        log.info("vLLM runs", version=self._engine.version, process=self._engine.pid, weights_by="shared memory")
+        self._close = weakref.finalize(self, self._engine.close)
+        log.info("vLLM runs", version=self._engine.version, process=self._engine.pid)
         self._version = 0
         self._numbers = count()
         self._calls: dict[int, _Call] = {}
@@ -76,24 +102,37 @@ class VllmSampler(Sampler):
         self._begun_at_load = 0
         self._loads = 0
         self._loading = asyncio.Lock()
-        self._loaded: asyncio.Future[Loaded | Refused] | None = None
+        self._arriving: deque[_Arriving] = deque()
+        """Weights that the engine has not spoken of yet."""
+        self._ways: frozenset[str] = frozenset()
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process."""
-        return self._engine.pid
+        """The engine's process; 0 on a rank that lends its place."""
+        return 0 if self._lends else self._engine.pid
 
     def close(self) -> None:
         """End the engine, which ends with this object too."""
-        self._close()
+        if not self._lends:
+            self._close()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none."""
+        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none.
+
+        DataError for a temperature that vLLM does not draw at.
+        """
+        if self._lends:
+            return
+        if sampling.temperature and not _COLDEST <= sampling.temperature <= _HOTTEST:
+            raise DataError(
+                f"vLLM cannot draw at the temperature {sampling.temperature:g}: give 0, or {_COLDEST:g} to {_HOTTEST:g}"
+            )
         rollouts = Rollouts(self._words, prompts, sampling)
         request = rollouts.request
         if len(rollouts.ended.rows) or not len(rollouts.rows):
             yield rollouts.batch(rollouts.ended, self._version)
         if not len(request.rows):
+            self._begun += 1  # what is drawn hangs on how many calls began, on whichever ranks they had rows
             return
         version, call = self._version, self._begin(request, sampling)
         try:
@@ -109,32 +148,29 @@ class VllmSampler(Sampler):
                 self._engine.send(Leave(sorted(call.left), told=False))
 
     async def load(self, weights: Weights) -> Batch:
-        """Copy the weights into shared memory while the engine decodes on, and let it take them between two steps.
+        """Put the weights into shared memory while the engine decodes on, and let it take them between two steps.
 
         ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
+        Where they arrived and the engine computes something else than the policy, it is ended.
         """
+        if self._lends:
+            return _places({}, 0)
         async with self._loading:
+            began = time.monotonic()
             self._listen()
-            parts = await asyncio.to_thread(self._segment.write, weights)
-            self._loaded = asyncio.get_running_loop().create_future()
+            arriving = _Arriving(await asyncio.to_thread(weights.shared), asyncio.get_running_loop().create_future())
+            self._arriving.append(arriving)
+            buckets = [
+                messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
+                for bucket in arriving.weights.buckets
+                if bucket.segment
+            ]
             recompute = self._config.vllm.after_load == "recompute"
-            self._engine.send(Load(weights.version, str(self._segment.path), parts, recompute))
-            answer = await self._loaded
-            if isinstance(answer, Refused):
-                raise ModelError(
-                    f"weights of version {weights.version} were not taken: {answer.text}. The engine goes on with "
-                    f"version {self._version}. Give the policy and the sampler the same `model` and `dtype`"
-                )
-            self._version = weights.version
-            self._begun_at_load = self._begun
-            places = sorted({*self._calls, self._begun})
-            self._loads += 1
-        return Batch.of(
-            rank=np.full(len(places), current_rank().index),
-            load=np.full(len(places), self._loads - 1),
-            call=np.array(places),
-            steps=np.array([answer.steps if place in self._calls else -1 for place in places]),
-        )
+            probe = weights.probe.tokens.tolist() if weights.probe else []
+            self._engine.send(Load(weights.version, buckets, recompute, probe))
+            places = await arriving.places
+            self._tell_way(weights, time.monotonic() - began)
+        return places
 
     async def replay(self, record: Batch) -> None:
         """DataError: when a row is decoded hangs on the machine's time."""
@@ -145,6 +181,8 @@ class VllmSampler(Sampler):
 
     async def abort(self) -> None:
         """The rows of all running calls come back as they are."""
+        if self._lends:
+            return
         for call in self._calls.values():
             self._engine.send(Leave(sorted(call.left), told=True))
 
@@ -176,21 +214,76 @@ class VllmSampler(Sampler):
             for call in self._calls.values():
                 if mine := [done for done in answer.done if done.number in call.left]:
                     call.arrived.put_nowait(mine)
-        elif isinstance(answer, Loaded | Refused) and self._loaded is not None and not self._loaded.done():
-            self._loaded.set_result(answer)
+        elif isinstance(answer, Loaded):
+            self._took(answer, self._arriving.popleft())
+        elif isinstance(answer, Refused):
+            arriving = self._arriving.popleft()
+            arriving.fail(
+                ModelError(
+                    f"weights of version {arriving.weights.version} were not taken: {answer.text}. The engine goes on "
+                    f"with version {self._version}. Give the policy and the sampler the same `model` and `dtype`"
+                )
+            )
+
+    def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
+        """New weights are in use: note where that was."""
+        probe = arriving.weights.probe
+        found = {"pause": answer.seconds}
+        if probe is not None:
+            values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
+            found["difference"] = apart(probe, values)
+            try:
+                check(arriving.weights, found["difference"], self._config.dtype)
+            except ModelError as error:
+                arriving.fail(error)
+                self._engine.fail(error)
+                self._ended(error)
+                return
+        self._version = answer.version
+        self._begun_at_load = self._begun
+        steps = dict.fromkeys(self._calls, answer.steps) | {self._begun: -1}
+        arriving.end(_places(steps, self._loads, **found))
+        self._loads += 1
+
+    def _tell_way(self, weights: Weights, seconds: float) -> None:
+        """Say what carries weights here, once, and when it changes."""
+        if weights.ways != self._ways:
+            self._ways = weights.ways
+            speed = weights.nbytes / seconds / 1e9
+            by = ", ".join(sorted(weights.ways))
+            log.info(
+                "weights arrive", by=by, version=weights.version, GB_per_s=f"{speed:.2f}", seconds=f"{seconds:.3f}"
+            )
 
     def _ended(self, error: ModelError) -> None:
         for call in self._calls.values():
             call.arrived.put_nowait(error)
-        if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_exception(error)
+        for arriving in self._arriving:
+            arriving.fail(error)
+        self._arriving.clear()
 
     def _new(self, model: NewModel) -> Path:
-        """A folder of a model that is made here."""
-        self._made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
-        folder = Path(self._made.name, "model")
+        """A folder of a model that is made here; it goes with this object."""
+        made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
+        weakref.finalize(self, made.cleanup)
+        folder = Path(made.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
+
+
+def _part(name: str, entry: Entry) -> messages.Part:
+    return messages.Part(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
+
+
+def _places(steps: Mapping[int, int], load: int, **found: float) -> Batch:
+    """What `load` returns: by call, how many steps the engine had made."""
+    return Batch.of(
+        rank=np.full(len(steps), current_rank().index),
+        load=np.full(len(steps), load),
+        call=np.array(list(steps), np.int64),
+        steps=np.array(list(steps.values()), np.int64),
+        **{name: np.full(len(steps), value) for name, value in found.items()},
+    )
 
 
 def _finished(call: _Call, done: Sequence[Done]) -> Finished:
@@ -223,8 +316,3 @@ def _finished(call: _Call, done: Sequence[Done]) -> Finished:
         logprobs=logprobs,
         versions=versions,
     )
-
-
-def _close(engine: EngineProcess, segment: Segment) -> None:
-    engine.close()
-    segment.close()

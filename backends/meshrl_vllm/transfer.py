@@ -3,11 +3,9 @@
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,6 +16,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from meshrl_vllm.mapped import mapped
+from meshrl_vllm.naming import Naming
 
 NAME: Final = "meshrl"
 """What vLLM knows the engine as."""
@@ -29,29 +31,31 @@ class NoInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class Segment(WeightTransferUpdateInfo):
-    """A file in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+class Buckets(WeightTransferUpdateInfo):
+    """Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
 
-    path: str
-    parts: list[tuple[str, str, list[int], int]]
+    buckets: list[tuple[str, list[tuple[str, str, list[int], int]]]]
 
 
-class SharedMemory(WeightTransferEngine[NoInfo, Segment]):
+class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
     """Takes whole weights by their Hugging Face names. That they are right was checked before."""
 
     init_info_cls = NoInfo
-    update_info_cls = Segment
+    update_info_cls = Buckets
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
-        """Do nothing."""
+        """Learn how a policy names the tensors."""
+        self._naming = Naming(self.model_config.model)
 
     def start_weight_update(self) -> None:
         """Begin to read the model anew."""
+        if current_platform.is_cpu():
+            _forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Segment) -> None:
+    def receive_weights(self, update_info: Buckets) -> None:
         """Load each tensor."""
-        self.model.load_weights(_tensors(update_info))
+        self.model.load_weights(self._naming.in_files(_tensors(update_info)))
 
     def finish_weight_update(self) -> None:
         """Put the weights where the kernels read them."""
@@ -66,12 +70,20 @@ class Extension:
     """Empty: vLLM imports this module in each of its workers, and so it knows the engine."""
 
 
-def _tensors(segment: Segment) -> Iterator[tuple[str, torch.Tensor]]:
-    with Path(segment.path).open("r+b") as file:
-        whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    for name, dtype, shape, start in segment.parts:
-        kind: torch.dtype = getattr(torch, dtype)
-        yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
+def _tensors(sent: Buckets) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, parts in sent.buckets:
+        whole = torch.frombuffer(mapped(path), dtype=torch.uint8)
+        for name, dtype, shape, start in parts:
+            kind: torch.dtype = getattr(torch, dtype)
+            yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
+
+
+def _forget_packed_experts(model: torch.nn.Module) -> None:
+    """On a CPU the kernels of experts have copies of their own, which are made with them, and by a reload only then."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _pack_tied_head(model: Any) -> None:

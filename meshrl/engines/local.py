@@ -28,6 +28,7 @@ class LocalEngine:
     ) -> None:
         self.cores = cores or free_cores()
         self.inline_bytes = inline_bytes
+        self.shares_memory = False  # a value is handed on by reference
         self._isolates = isolates
         self._slots: list[LocalSlot] = []
         self._members: list[LocalMember] = []

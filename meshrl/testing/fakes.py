@@ -135,6 +135,7 @@ class FakeSampler(Sampler):
         if ended.any():
             yield rows.select(ended).assign(aborted=np.zeros(ended.sum(), np.bool_))
         answers = cast("tuple[str, ...]", rows.objects("answer")) if len(rows) else ()
+        numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))  # in the call, however it was divided
         waiting = sorted(np.flatnonzero(~ended).tolist(), key=lambda index: -len(answers[index]))
         async with self._calls.begin() as call:
             version = self.weights.version
@@ -143,7 +144,7 @@ class FakeSampler(Sampler):
                 index = waiting.pop()
                 if not waiting:
                     call.end()
-                yield self._finished(rows.select([index]), index, answers[index], sampling)
+                yield self._finished(rows.select([index]), int(numbers[index]), answers[index], sampling)
         if waiting:
             yield _aborted(rows.select(waiting), version)
 
@@ -161,13 +162,13 @@ class FakeSampler(Sampler):
         """No running call makes another step."""
         await self._calls.abort()
 
-    def _finished(self, row: Batch, index: int, answer: str, sampling: Sampling) -> Batch:
-        completion = self._complete(row, index, answer, sampling)[: sampling.max_tokens]
+    def _finished(self, row: Batch, number: int, answer: str, sampling: Sampling) -> Batch:
+        completion = self._complete(row, number, answer, sampling)[: sampling.max_tokens]
         row = _encoded(_anew(row).assign(completion=[completion]), [completion])
         return _described(row, self.weights.version, aborted=False)
 
-    def _complete(self, row: Batch, index: int, answer: str, sampling: Sampling) -> str:
-        key = (self.seed, sampling.seed, self.weights.version, index, row.objects("prompt")[0])
+    def _complete(self, row: Batch, number: int, answer: str, sampling: Sampling) -> str:
+        key = (self.seed, sampling.seed, self.weights.version, number, row.objects("prompt")[0])
         draw = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest()) / 2**32
         skill = float(self.weights.tensors[_SKILL][0])
         right = skill >= 0.5 if sampling.temperature == 0 else draw < skill

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 # Reads commands, a line of JSON each, and runs each in a child of its own: what they import is imported once. A child
 # is `meshrl ARGUMENTS`, and is killed when the moment comes for the `last` time.
 PARENT = """
-import json, os, signal, sys
+import asyncio, json, os, signal, sys
 from itertools import count
 from pathlib import Path
 import reasoning_gym
@@ -42,6 +42,8 @@ def run(folder, moment, last, arguments):
     def dying(update):
         async def updating(self, batch, loss):
             metrics = await update(self, batch, loss)
+            while moment == "in a step" and any(Path("runs").glob("*/checkpoints/.*")):
+                await asyncio.sleep(0.01)  # a checkpoint is written meanwhile: which comes first is to be known here
             perhaps_die("in a step")
             return metrics
         return updating
@@ -61,7 +63,8 @@ def run(folder, moment, last, arguments):
 
     for policy in TorchPolicy, FsdpPolicy:
         policy.update = dying(policy.update)
-    meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards, Checkpoints._clean_up = saving, saving_shards, cleaning_up
+    meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards = saving, saving_shards
+    Checkpoints._clean_up = cleaning_up
     os.chdir(folder)
     main(arguments)
 

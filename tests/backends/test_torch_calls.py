@@ -137,7 +137,7 @@ async def test_rows_that_have_ended_are_given_back_as_they_are() -> None:
     ended = np.logical_not(done.row("truncated"))
     assert longer.select(ended) == done.select(ended)
     assert (longer.tokens.lengths > done.tokens.lengths).tolist() == done.row("truncated").tolist()
-    cut = await collected(made, done, Sampling(max_tokens=20, stop=("",)))
+    cut = await collected(made, done, Sampling(max_tokens=20, stop=tuple("abcdefgh>")))
     assert cut.tokens == done.tokens
 
 

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from meshrl import Batch, NewModel, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.actor import Rank, rank_context
+from meshrl.bucket import Bucket
 from meshrl.errors import DataError, ModelError
 from meshrl_hf.rollouts import Rollouts
 from meshrl_hf.seeds import key
@@ -282,6 +283,20 @@ async def test_weights_of_another_model() -> None:
         with pytest.raises(ModelError, match=text):
             await made.load(Weights(9, tensors))
     assert (await rollout(made, PROMPTS, Sampling())).versions.values.max() == 7
+
+
+async def test_weights_that_did_not_arrive() -> None:
+    made, weights = await sampler(), await policy().weights()
+    assert (await made.load(weights)).row("difference").max() < 1e-5
+    (bucket,) = weights.buckets
+    name = next(iter(bucket.index))
+    entries = {**bucket.index, name: bucket.index[name]._replace(fingerprint=1)}
+    damaged = Weights.of(8, [Bucket(entries, bucket.nbytes, bucket.memory)])
+    with pytest.raises(ModelError, match=rf"version 8 did not arrive as they were sent: 1 tensors differ \({name}\)"):
+        await made.load(damaged)
+    others = {name: np.multiply(array, 1.5, dtype=np.float32) for name, array in weights.tensors.items()}
+    with pytest.raises(ModelError, match=r"version 9 arrived, and yet the sampler's log-probs are .* from"):
+        await made.load(Weights.streamed(9, others.items(), weights.probe))
 
 
 async def test_bfloat16_samples() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from meshrl import Batch, ModelError, Ragged, SamplerConfig, Sampling, Weights, registry
 from meshrl.testing import PromiseBroken
-from meshrl.testing.conformance import SAMPLER, Bench, Subject, name_of
+from meshrl.testing.conformance import SAMPLER, Bench, Check, Subject, name_of
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of
 from meshrl_torch.sampler import TorchSampler
 
@@ -135,6 +135,16 @@ class DrawsByTheClock(Misled):
         return prompts, sampling.model_copy(update={"seed": int(np.random.default_rng().integers(1 << 30))})
 
 
+class DrawsByItsPast(Misled):
+    """Calls count from the beginning, not from the last load."""
+
+    calls = 0
+
+    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+        self.calls += 1
+        return prompts, sampling.model_copy(update={"seed": sampling.seed + 1000 * self.calls})
+
+
 class IgnoresLimitsOfRows(Misled):
     def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
         return prompts.drop(*({"max_tokens"} & set(prompts.names))), sampling
@@ -186,6 +196,10 @@ class CountsRefusedWeights(TorchSampler):
             raise
 
 
+class IgnoresItsRecord(TorchSampler):
+    async def replay(self, record: Batch) -> None: ...
+
+
 class KeepsSlots(TorchSampler):
     """A call that is cancelled keeps its room."""
 
@@ -223,6 +237,7 @@ BUGS: list[tuple[type[TorchSampler], str]] = [
     (IgnoresTemperature, "frequencies"),
     (IgnoresTheSeed, "seeds"),
     (DrawsByTheClock, "seeds"),
+    (DrawsByItsPast, "seeds"),
     (DrawsOnceForAll, "completions_of_a_prompt"),
     (DropsTheTask, "columns"),
     (CallsAllTruncated, "ends_of_rows"),
@@ -236,11 +251,17 @@ BUGS: list[tuple[type[TorchSampler], str]] = [
     (StampsATokenEarly, "numbers_around_a_load"),
     (StampsItsVersionOnAll, "versions_of_tokens"),
     (LoadsBetweenCalls, "versions_of_tokens"),
+    (IgnoresItsRecord, "a_replay"),
     (KeepsItsHead, "greedy_after_a_load"),
     (KeepsPrompts, "a_prompt_that_was_read_before"),
     (TakesWhatFits, "weights_of_another_model"),
     (CountsRefusedWeights, "weights_of_another_model"),
 ]
+
+
+def named(name: str) -> Check:
+    (check,) = [check for check in SAMPLER if name_of(check) == name]
+    return check
 
 
 @pytest.fixture
@@ -261,9 +282,14 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[TorchSampler]], str
 async def test_a_wrong_sampler_is_found(
     plant: Callable[[type[TorchSampler]], str], bug: type[TorchSampler], found_by: str
 ) -> None:
-    (check,) = [check for check in SAMPLER if name_of(check) == found_by]
     waits = bug in (KeepsSlots, LoadsBetweenCalls)
     async with Bench(Subject(plant(bug), seconds=3 if waits else 60)) as bench:
         with pytest.raises(PromiseBroken) as caught:
-            await bench.run(check)
+            await bench.run(named(found_by))
         assert ("hangs" in str(caught.value)) is waits
+
+
+async def test_a_record_that_is_taken_but_not_repeated_is_found() -> None:
+    async with Bench(Subject("torch", replays=False)) as bench:
+        with pytest.raises(PromiseBroken, match="a record is accepted"):
+            await bench.run(named("a_replay"))

@@ -5,7 +5,7 @@ import torch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked = config.getoption("markexpr").startswith("gpu")
+    asked = str(config.getoption("markexpr")).startswith("gpu")
     reason = "there is no GPU" if asked else "`make test-gpu` runs it"
     for item in items:
         if item.get_closest_marker("gpu") and not (asked and torch.cuda.is_available()):

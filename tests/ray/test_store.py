@@ -4,10 +4,26 @@ import asyncio
 
 import numpy as np
 import psutil
+import pytest
 import ray
 
-from meshrl import Actor, Batch, Gather, Mesh, Ragged, RankFailed, Resources, Same, Shard, Weights, endpoint
+from meshrl import (
+    EVERY,
+    Actor,
+    Batch,
+    Gather,
+    Mesh,
+    Ragged,
+    RankFailed,
+    Resources,
+    Same,
+    Shard,
+    Weights,
+    current_rank,
+    endpoint,
+)
 from meshrl.engines.ray import RayEngine
+from meshrl.shared_memory import FOLDER
 
 
 class Rows(Actor):
@@ -67,6 +83,43 @@ async def test_the_controller_does_not_grow_with_the_batch(engine: RayEngine, me
     doubled = await rows.twice(batch)
     assert doubled.lengths.sum() == 16_000_000
     assert psutil.Process().memory_info().rss - before < 8_000_000, "the batches have 64 MB each"
+
+
+@pytest.mark.parametrize(
+    ("shares", "way"),
+    [
+        pytest.param(True, "shared memory", marks=pytest.mark.skipif(not FOLDER.is_dir(), reason="nothing is shared")),
+        (False, "the object store"),
+    ],
+)
+async def test_weights_go_from_rank_to_rank_by_the_shortest_way(
+    shares: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayEngine, "shares_memory", shares)
+    engine = RayEngine()
+    try:
+        made = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Model)
+        taken = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Model)
+        weights = await made.weights()
+        assert weights.nbytes == 2 << 22
+        assert await taken.take(weights) == [way, "0", "1"]
+        assert await taken.take(weights) == [way, "0", "1"], "they stay as they are"
+        assert (await weights.load()).tensors["1"].max() == 1
+    finally:
+        await engine.close()
+
+
+class Model(Actor):
+    """Each rank has a tensor."""
+
+    @endpoint
+    async def weights(self) -> Gather[Weights, EVERY]:
+        number = current_rank().index
+        return Weights(3, {str(number): np.full(1 << 20, number, np.float32)})
+
+    @endpoint
+    async def take(self, weights: Weights) -> Same[list[str]]:
+        return [*weights.ways, *(name for name, array in weights.tensors.items() if (array == int(name)).all())]
 
 
 async def test_what_is_replicated_is_put_once(mesh: Mesh) -> None:

@@ -27,7 +27,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.generation import SwapMode
-from meshrl.schedule import Schedule, read_schedule, schedule
+from meshrl.schedule import Decision, Load, Opened, Schedule, read_schedule, schedule
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 from meshrl.testing.clock import Deadlock, simulate
 from meshrl.testing.latency import Lognormal, crashing, delayed
@@ -278,19 +278,22 @@ def test_prompts_without_groups_are_refused() -> None:
         rollouts(FakeSampler(SAMPLER), (batch.drop("groups") for batch in prompts(2)), SAMPLING)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
-def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode) -> None:
-    def run(name: str, seed: int, replayed: str | None = None) -> list[Batch]:
-        slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)(SAMPLER)
+def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode, ranks: int) -> None:
+    def run(name: str, seed: int, replayed: str | None = None, ranks: int = ranks) -> list[Batch]:
+        slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)
 
         async def script() -> list[Batch]:
+            mesh = await Mesh.reserve(LocalEngine(), ranks, Resources(cpus=0))
+            sampler = await mesh.spawn(slow, SAMPLER)
             (tmp_path / name).mkdir()
             kept = Schedule(
                 tmp_path / name / "schedule.jsonl", read_schedule(tmp_path / replayed) if replayed else None
             )
             schedule.set(kept)
             try:
-                return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=slow)
+                return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=sampler)
             finally:
                 kept.close()
 
@@ -299,5 +302,11 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
     first, other, again = run("first", 1), run("other", 2), run("again", 3, replayed="first")
     assert all(map(same, first, again))
     assert not all(map(same, first, other))
-    lines = (tmp_path / "first" / "schedule.jsonl").read_bytes().splitlines()
-    assert (tmp_path / "again" / "schedule.jsonl").read_bytes().splitlines()[: len(lines)] == lines
+    before, after = (read_schedule(tmp_path / name) for name in ("first", "again"))
+    for kind in (Opened, Decision, Load):  # a load is noted when the last rank has it: beside which draw, time decides
+        noted = [each for each in before if type(each) is kind]
+        assert [each for each in after if type(each) is kind][: len(noted)] == noted
+    divided = [each.owners for each in before if isinstance(each, Decision)]
+    assert any(owners != [row % ranks for row in range(len(owners))] for owners in divided) == (ranks > 1)
+    with pytest.raises(DataError, match=f"a schedule of another stream .*replicas={ranks + 1}.*replicas={ranks}"):
+        run("elsewhere", 3, replayed="first", ranks=ranks + 1)

@@ -1,6 +1,8 @@
-"""Weights: frozen tensors with a version."""
+"""Weights: frozen tensors with a version, in buckets."""
 
 import copy
+import gc
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -8,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl import weights as module
 from meshrl.errors import DataError
-from meshrl.weights import Weights
+from meshrl.held import Held
+from meshrl.shared_memory import FOLDER
+from meshrl.weights import Probe, Weights
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64]
 
@@ -54,7 +59,7 @@ def test_a_version_is_part_of_the_value_and_not_of_the_fingerprint() -> None:
     assert two.fingerprint() == one.fingerprint()
     assert two != one
     assert two.with_version(1) == one
-    assert two.tensors["embed"] is one.tensors["embed"]
+    assert np.shares_memory(two.tensors["embed"], one.tensors["embed"])
     assert one != "weights"
 
 
@@ -77,3 +82,73 @@ def test_size_repr_and_refusal() -> None:
     assert repr(weights) == "Weights(version 4, 3 tensors, 28 bytes)"
     with pytest.raises(DataError, match="weight `names` has dtype <U1"):
         Weights(0, {"names": np.array(["a"])})
+
+
+def test_tensors_of_several_buckets_are_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Weights(1, tensors())
+    monkeypatch.setattr(module, "BUCKET", 20)
+    several = Weights.streamed(1, iter(tensors().items()))
+    assert [list(bucket.index) for bucket in several.buckets] == [["embed"], ["scale", "none"]]
+    assert several == whole
+    assert list(several.tensors) == list(whole.tensors)
+
+
+def test_ranks_make_one_model_of_their_parts() -> None:
+    probe = Probe(np.zeros((1, 2), np.int32), np.zeros((1, 1), np.float32))
+    names = list(tensors())
+    parts = [Weights.streamed(2, [(name, tensors()[name])], probe) for name in names]
+    joined = Weights.join([*parts, Weights(2, {})])
+    assert joined == Weights(2, tensors())
+    assert joined.probe is parts[0].probe
+    replicas = Weights.join([Weights(2, tensors())] * 2)
+    assert replicas == joined
+    assert len(replicas.buckets) == 1, "what two ranks have is sent once"
+
+
+def test_ranks_that_disagree() -> None:
+    changed = {**tensors(), "scale": np.array(3, np.float32)}
+    with pytest.raises(DataError, match="the ranks 0 and 1 have different tensors `scale`"):
+        Weights.join([Weights(2, tensors()), Weights(2, changed)])
+    with pytest.raises(DataError, match=r"versions \[2, 3\]"):
+        Weights.join([Weights(2, tensors()), Weights(3, tensors())])
+
+
+def put(value: object) -> Held:
+    raise AssertionError("what lies in shared memory is put nowhere else")
+
+
+def sent(weights: Weights) -> Weights:
+    """As another process of this machine is given them."""
+    data = pickle.dumps(weights.hold(put, 0, shares=True))
+    assert len(data) < 1000
+    received = pickle.loads(data)  # noqa: S301 -- what was pickled here
+    assert isinstance(received, Weights)
+    return received
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="this machine shares no memory between processes")
+async def test_large_ones_are_shared_by_the_processes_of_a_machine() -> None:
+    weights = Weights(5, {"large": np.arange(1 << 19, dtype=np.float32)})
+    received = sent(weights)
+    with pytest.raises(DataError, match=r"await weights\.load"):
+        _ = received.tensors
+    loaded = await received.load()
+    assert loaded == weights
+    assert loaded.ways == {"shared memory"}
+    assert (loaded.tensors["large"] == np.arange(1 << 19)).all()
+    assert await sent(loaded).load() == weights
+    lost = pickle.dumps(weights.hold(put, 0, shares=True))
+    del weights, received, loaded
+    for value in range(2):
+        Weights(6, {"large": np.full(1 << 19, value, np.float32)})
+        gc.collect()
+    with pytest.raises(DataError, match="gone"):
+        await pickle.loads(lost).load()  # noqa: S301 -- as above
+
+
+async def test_those_in_plain_memory_can_be_shared() -> None:
+    weights = Weights(5, tensors())
+    assert all(bucket.segment is None for bucket in weights.buckets)
+    shared = weights.shared()
+    assert shared == weights
+    assert all(bucket.segment and not bucket.damaged() for bucket in shared.buckets)

@@ -1,253 +1,100 @@
-"""The vLLM sampler on the real engine, on a CPU: its numbers are transformers', before new weights and after."""
+"""What the vLLM sampler promises beside what all samplers do: its engine's process, and what it refuses."""
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator
+import gc
+import subprocess
+import sys
+import time
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
-import numpy as np
+import psutil
 import pytest
-import pytest_asyncio
-import torch
-from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from meshrl import Batch, DataError, Sampler, SamplerConfig, Sampling, VllmConfig, Weights, rollout
-from meshrl.actor import Rank, rank_context
+from meshrl import (
+    Batch,
+    LocalEngine,
+    Mesh,
+    NewModel,
+    RankFailed,
+    SamplerConfig,
+    Sampling,
+    VllmConfig,
+    rollout,
+    stop,
+)
 from meshrl.errors import ConfigError, ModelError
-from meshrl_hf.text import character_tokenizer
 from meshrl_vllm.sampler import VllmSampler
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
+NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
-Model: TypeAlias = "tuple[PreTrainedModel, str]"
-"""A network, and its folder."""
-GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
-LONG = Sampling(max_tokens=200, ignore_eos=True)
 
 
-def network(tied: bool, seed: int = 0) -> PreTrainedModel:
-    """A Llama of heads that vLLM's kernels for CPUs know, far from its initialisation."""
-    config = LlamaConfig(
-        vocab_size=11,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    torch.manual_seed(seed)
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return made
+def config(python: str | None) -> SamplerConfig:
+    options = VllmConfig(python=python, kv_cache_mib=32)
+    return SamplerConfig(backend="vllm", model=NEW, slots=32, vllm=options)
 
 
-def weights(made: PreTrainedModel, version: int) -> Weights:
-    return Weights(version, {name: each.detach().numpy() for name, each in made.named_parameters()})
+def ended(pid: int) -> bool:
+    """Whether a process has, or nobody has asked yet how."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
-def greedy(made: PreTrainedModel, prompts: Batch = PROMPTS) -> list[list[int]]:
-    """What transformers generates."""
-    tokenizer = character_tokenizer("abcdefgh>", 256)
-    completions: list[list[int]] = []
-    for text in prompts.objects("prompt"):
-        ids = torch.tensor([tokenizer.encode(str(text))])
-        out = made.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)  # type: ignore[operator]
-        completions.append(out[0, ids.shape[1] :].tolist())
-    return completions
+def ends(pid: int) -> bool:
+    """Whether it does within some seconds."""
+    until = time.monotonic() + 20
+    while not ended(pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    return ended(pid)
 
 
-class Told(NamedTuple):
-    """A row of a rollout, an entry for each token."""
+class Told(VllmSampler):
+    """Leaves a note of its engine's process."""
 
-    tokens: NDArray[np.int64]
-    new: NDArray[np.bool_]
-    logprobs: NDArray[np.float64]
-    versions: NDArray[np.int64]
-
-
-def told(batch: Batch) -> list[Told]:
-    columns = zip(batch.tokens, batch.loss_mask, batch.sampler_logprobs, batch.versions, strict=True)
-    return [
-        Told(tokens.astype(np.int64), new.astype(np.bool_), values.astype(np.float64), versions.astype(np.int64))
-        for tokens, new, values, versions in columns
-    ]
+    def __init__(self, config: SamplerConfig, note: Path) -> None:
+        super().__init__(config)
+        note.write_text(str(self.engine_pid))
 
 
-def completions(batch: Batch) -> list[list[int]]:
-    return [row.tokens[row.new].tolist() for row in told(batch)]
-
-
-def versions_of(batch: Batch) -> set[int]:
-    """Of all new tokens."""
-    return {version for row in told(batch) for version in row.versions[row.new].tolist()}
-
-
-async def every(stream: AsyncIterator[Batch]) -> Batch:
-    return Batch.concat([batch async for batch in stream])
-
-
-def logprobs(made: PreTrainedModel, tokens: NDArray[np.int64], temperature: float = 1.0) -> NDArray[np.float32]:
-    """Of each token but the first, given those before it."""
-    with torch.no_grad():
-        logits = made(torch.tensor([tokens.tolist()])).logits[0] / temperature
-    chosen = torch.from_numpy(tokens[1:])
-    return np.asarray(logits.log_softmax(-1)[:-1].gather(1, chosen[:, None])[:, 0])
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = tmp_path_factory.mktemp("model")
-    made = network(request.param)
-    made.save_pretrained(folder)
-    character_tokenizer("abcdefgh>", 256).save_pretrained(folder)
-    return made, str(folder)
-
-
-def config(folder: str, python: str | None) -> SamplerConfig:
-    return SamplerConfig(backend="vllm", model=folder, slots=16, vllm=VllmConfig(python=python, kv_cache_mib=32))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sampler(model: Model, python: str | None) -> AsyncIterator[Sampler]:
-    rank_context.set(Rank(threads=1))
-    made = VllmSampler(config(model[1], python))
-    yield made
-    made.close()
-
-
-async def test_greedy_and_logprobs_are_those_of_transformers(sampler: Sampler, model: Model) -> None:
-    made, _ = model
-    await sampler.load(weights(made, 3))
-    batch = await rollout(sampler, PROMPTS, GREEDY)
-    assert completions(batch) == greedy(made)
-    drawn = await rollout(sampler, PROMPTS, Sampling(max_tokens=30, temperature=0.7, n=2, ignore_eos=True))
-    for row in told(drawn):
-        np.testing.assert_allclose(row.logprobs[row.new], logprobs(made, row.tokens, 0.7)[row.new[1:]], atol=1e-4)
-    assert versions_of(drawn) == {3}
-    assert drawn.row("temperature").tolist() == pytest.approx([0.7] * 8)
-    assert drawn.row("truncated").all()
-
-
-async def test_seeds_decide(sampler: Sampler, model: Model) -> None:
-    draws: list[list[list[int]]] = []
-    for seed in (1, 1, 2):
-        await sampler.load(weights(model[0], 3))  # draws hang on the calls since
-        draws.append(completions(await rollout(sampler, PROMPTS, Sampling(max_tokens=12, seed=seed, n=3))))
-    assert draws[0] == draws[1] != draws[2]
-    assert len({tuple(row) for row in draws[0][:3]}) > 1
-
-
-async def test_new_weights_in_the_middle_change_the_tokens_after_them(sampler: Sampler, model: Model) -> None:
-    made, _ = model
-    other = network(bool(made.config.tie_word_embeddings), seed=1)
-    await sampler.load(weights(made, 1))
-    running = asyncio.create_task(rollout(sampler, PROMPTS, LONG))
-    await asyncio.sleep(0.15)
-    places = await sampler.load(weights(other, 2))
-    batch = await running
-    assert 0 < places.row("steps").max() < 200
-    for row in told(batch):
-        assert np.unique(row.versions[row.new]).tolist() == [1, 2]
-        assert (np.diff(row.versions[row.new]) >= 0).all()
-        for version, which in ((1, made), (2, other)):
-            mine = row.versions == version
-            np.testing.assert_allclose(row.logprobs[mine], logprobs(which, row.tokens)[mine[1:]], atol=1e-3)
-    assert completions(await rollout(sampler, PROMPTS, GREEDY)) == greedy(other)
-    await sampler.load(weights(made, 3))
-    assert completions(await rollout(sampler, PROMPTS, GREEDY)) == greedy(made)
-
-
-async def test_wrong_weights_are_refused_and_the_old_ones_stay(sampler: Sampler, model: Model) -> None:
-    made, _ = model
-    await sampler.load(weights(made, 5))
-    whole = dict(weights(made, 6).tensors)
-    whole.pop("model.norm.weight")
-    with pytest.raises(ModelError, match=r"version 6 were not taken: `model.norm.weight` is missing there.*version 5"):
-        await sampler.load(Weights(6, whole))
-    batch = await rollout(sampler, PROMPTS, GREEDY)
-    assert completions(batch) == greedy(made)
-    assert versions_of(batch) == {5}
-
-
-async def test_an_abort_gives_what_there_is_and_a_later_call_goes_on(sampler: Sampler) -> None:
-    running = asyncio.create_task(every(sampler.generate(PROMPTS, LONG)))
-    await asyncio.sleep(0.15)
-    await sampler.abort()
-    part = await running
-    assert part.row("aborted").all()
-    assert 0 < part.lengths.max() < 200
-    whole = await rollout(sampler, part, LONG)
-    assert not whole.row("aborted").any()
-    for before, after in zip(told(part), told(whole), strict=True):
-        np.testing.assert_array_equal(after.tokens[: len(before.tokens)], before.tokens)
-        assert after.new.sum() == 200
-
-
-async def test_more_rows_than_slots_all_come(sampler: Sampler) -> None:
-    prompts = Batch.of(prompt=["abc>", "hgfe>"] * 80)
-    batch = await rollout(sampler, prompts, Sampling(max_tokens=6))
-    assert batch.objects("prompt") == prompts.objects("prompt")
-    assert set(batch.lengths.tolist()) <= set(range(1, 12))
-
-
-async def test_texts_that_stop_cut_the_completion_and_leave_the_tokens(sampler: Sampler) -> None:
-    batch = await rollout(sampler, PROMPTS, Sampling(max_tokens=100, stop=("ab", "c"), n=4, ignore_eos=True))
-    for text, truncated in zip(batch.objects("completion"), batch.row("truncated").tolist(), strict=True):
-        assert "c" not in str(text)
-        assert not truncated
-
-
-async def test_a_cancelled_call_frees_its_rows(sampler: Sampler) -> None:
-    running = asyncio.create_task(rollout(sampler, Batch.of(prompt=["abc>"] * 16), LONG))
-    await asyncio.sleep(0.1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert len(await rollout(sampler, PROMPTS, GREEDY)) == 4
-
-
-async def test_what_it_cannot_do_is_said(sampler: Sampler) -> None:
-    assert len(await rollout(sampler, PROMPTS.select([]), GREEDY)) == 0
-    with pytest.raises(DataError, match="at most 256"):
+async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_long_and_ends_with_its_engine(
+    python: str | None, tmp_path: Path
+) -> None:
+    engine = LocalEngine()
+    mesh = await Mesh.reserve(engine, 1)
+    sampler = await mesh.spawn(Told, config(python), tmp_path / "pid")
+    with pytest.raises(RankFailed, match=r"DataError: .*at most 256"):
         await rollout(sampler, PROMPTS, Sampling(max_tokens=1000))
-    with pytest.raises(DataError, match="cannot repeat a record"):
-        await sampler.replay(PROMPTS)
+    long = Batch.of(prompt=["abcdefgh" * 25 + ">"] * 32)  # more tokens than vLLM reads in a step
+    assert len(await rollout(sampler, long, Sampling(max_tokens=4, ignore_eos=True))) == 32
+    pid = int((tmp_path / "pid").read_text())
+    assert not ended(pid)
+    gc.collect()  # the error had the frames that it came through, and they the sampler
+    await stop(sampler)
+    assert await asyncio.to_thread(ends, pid)
+    await engine.close()
 
 
-async def test_prompts_that_are_too_many_for_one_step_are_read_in_several(sampler: Sampler, model: Model) -> None:
-    made, _ = model
-    await sampler.load(weights(made, 3))
-    letters = np.random.default_rng(0).choice(list("abcdefgh"), (16, 200))  # 3,200 tokens, and a step has 2,048
-    batch = await rollout(sampler, Batch.of(prompt=["".join(row) for row in letters]), Sampling(max_tokens=4))
-    assert len(batch) == 16
-    for row in told(batch):
-        np.testing.assert_allclose(row.logprobs[row.new], logprobs(made, row.tokens)[row.new[1:]], atol=1e-4)
+def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(python: str | None) -> None:
+    script = (
+        "import sys, time; from meshrl import SamplerConfig; from meshrl_vllm.sampler import VllmSampler; "
+        "made = VllmSampler(SamplerConfig.model_validate_json(sys.argv[1])); "
+        "print('engine', made.engine_pid, flush=True); time.sleep(1000)"
+    )
+    command = [sys.executable, "-c", script, config(python).model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        pid = next(int(line.split()[1]) for line in rank.stdout if line.startswith("engine"))
+        assert not ended(pid)
+        rank.kill()
+    assert ends(pid)
 
 
-async def test_an_engine_that_dies_says_so(model: Model, python: str | None) -> None:
-    made = VllmSampler(config(model[1], python))
-    running = asyncio.create_task(rollout(made, PROMPTS, LONG))
-    await asyncio.sleep(0.1)
-    os.kill(made.engine_pid, signal.SIGKILL)
-    with pytest.raises(ModelError, match=r"vLLM's process \d+ has died \(signal SIGKILL\): respawn the sampler"):
-        await running
-    with pytest.raises(ModelError, match="has died"):
-        await rollout(made, PROMPTS, GREEDY)
-    made.close()
-
-
-async def test_an_environment_without_vllm_is_said(model: Model, tmp_path: Path) -> None:
+def test_an_environment_without_vllm_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot be started.*sampler\.vllm\.python"):
-        VllmSampler(config(model[1], str(tmp_path / "python")))
+        VllmSampler(config(str(tmp_path / "python")))
     with pytest.raises(ConfigError, match="whole weights"):
-        VllmSampler(SamplerConfig.model_validate({"model": model[1], "lora": {}}))
+        VllmSampler(SamplerConfig.model_validate({"model": NEW, "lora": {}}))

@@ -22,20 +22,26 @@ GRACE: Final = 0.1
 class RayCaller:
     """The part of the engine that works in every process of the cluster."""
 
-    def __init__(self, inline_bytes: int) -> None:
+    def __init__(self, inline_bytes: int, shares_memory: bool = False) -> None:
         self._inline_bytes = inline_bytes
+        self._shares_memory = shares_memory
 
     @property
     def inline_bytes(self) -> int:
         """The largest column that travels with a call."""
         return self._inline_bytes
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the cluster is this machine's own, to which no other is ever added."""
+        return self._shares_memory
+
     def put(self, value: object) -> Held:
         """Keep a value in the object store."""
         return RayHeld.put(value)
 
-    def __reduce__(self) -> tuple[type["RayCaller"], tuple[int]]:
-        return RayCaller, (self._inline_bytes,)
+    def __reduce__(self) -> tuple[type["RayCaller"], tuple[int, bool]]:
+        return RayCaller, (self._inline_bytes, self.shares_memory)
 
     async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
         """Call each member and wait for all results."""

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -18,6 +17,7 @@ from meshrl.engines.ray.process import RayMember, Spawn, sendable
 from meshrl.engines.ray.reservation import RaySlot, Reservation
 from meshrl.engines.ray.wire import RayHeld
 from meshrl.errors import ConfigError, MeshStopped, RankFailed
+from meshrl.shared_memory import sweep
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class RayEngine(RayCaller):
         self._reservations: list[Reservation] = []
         self._origins: WeakKeyDictionary[Spawn, _Origin] = WeakKeyDictionary()
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the cluster is this machine's own, to which no other is ever added."""
+        return self._cluster.is_ours
+
     async def reserve(self, count: int, resources: Resources) -> Sequence[RaySlot]:
         """Processes for `count` ranks, when the cluster has room for them.
 
@@ -67,7 +72,7 @@ class RayEngine(RayCaller):
                 # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
-            reservation = Reservation(count, asked, max(1, cpus), resources.placement, self.inline_bytes)
+            reservation = Reservation(count, asked, max(1, cpus), resources.placement, self)
             self._reservations.append(reservation)
         try:
             await reservation.settle(self._cluster)
@@ -108,8 +113,8 @@ class RayEngine(RayCaller):
         spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, Together))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
-        # Where ranks meet already as they are made, two actors must not be made in another order on another rank.
-        async with reservation.meeting if spawn.together else nullcontext():
+        # Where ranks meet as they are made, two actors must not be made in another order on another rank.
+        async with reservation.meeting:
             await self._construct(members, origin)
         return members
 
@@ -168,3 +173,4 @@ class RayEngine(RayCaller):
             await self.release([slot for each in self._reservations for slot in each.slots])
         finally:
             await self._cluster.close()
+            sweep()  # processes that were killed leave their segments

@@ -54,13 +54,14 @@ class Hosted:
 class RankProcess:
     """The Ray actor: one process for one rank of a mesh, with all actors that are spawned there."""
 
-    def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int) -> None:
+    def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool) -> None:
         # As in the controller's process: relative files, and modules next to a script.
         if Path(folder).is_dir():
             os.chdir(folder)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         sys.path += [path for path in paths if path not in sys.path]
         self._inline_bytes = inline_bytes
+        self._shares_memory = shares_memory
         self._actors: dict[str, Hosted] = {}
         self._ended: dict[str, int] = {}
         self._lines: defaultdict[str, Line] = defaultdict(Line)
@@ -186,7 +187,7 @@ class RankProcess:
 
     def _answer(self, value: object) -> object:
         # Ray pickles the answer a moment later, when other calls may have changed what is mutable in it.
-        return isolated(hold(value, RayHeld.put, self._inline_bytes))
+        return isolated(hold(value, RayHeld.put, self._inline_bytes, shares=self._shares_memory))
 
 
 async def _read(wanted: Construction) -> object:

@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl import log
+from meshrl.engines.ray.caller import RayCaller
 from meshrl.engines.ray.cluster import Amounts, Cluster, patiently, written
 from meshrl.engines.ray.process import Process, RankHandle, RayMember, clock_ahead
 from meshrl.engines.ray.rank import RankProcess
@@ -49,7 +50,7 @@ class RaySlot:
 class Reservation:
     """What one mesh holds of the cluster."""
 
-    def __init__(self, count: int, asked: Amounts, threads: int, placement: str, inline_bytes: int) -> None:
+    def __init__(self, count: int, asked: Amounts, threads: int, placement: str, caller: RayCaller) -> None:
         """`asked`: what each rank reserves; `placement`: pack or spread."""
         self.asked = asked
         self.members: list[RayMember] = []
@@ -57,9 +58,9 @@ class Reservation:
         self.slots = [RaySlot(self, index, threads) for index in range(count)]
         self.restarting = asyncio.Lock()
         self.meeting = asyncio.Lock()
-        """Held while an actor is made whose ranks wait for each other."""
+        """Held while an actor is made: its ranks may wait for each other."""
         self.released = False
-        self._inline_bytes = inline_bytes
+        self._keeps = caller.inline_bytes, caller.shares_memory
         self._group: PlacementGroup = placement_group([dict(asked)] * count, strategy=placement.upper())
         self.processes = [self._begin(slot) for slot in self.slots]
 
@@ -144,7 +145,7 @@ class Reservation:
             max_concurrency=CALLS_AT_ONCE,
             enable_task_events=False,  # one thing less to do for every call
         )
-        handle = cast("RankHandle", actor.remote(str(Path.cwd()), sys.path, self._inline_bytes))
+        handle = cast("RankHandle", actor.remote(str(Path.cwd()), sys.path, *self._keeps))
         return Process(token_hex(8), handle)
 
 

@@ -24,6 +24,8 @@ class RayHeld(Held):
 
     __slots__ = ("__weakref__", "ref")
 
+    way = "the object store"
+
     def __init__(self, ref: "ObjectRef[object]") -> None:
         self.ref = ref
         _known[ref.binary()] = self

@@ -1,26 +1,29 @@
 """Checks of what a sampler draws: the model's words, with the log-probs that the model gives them, by their seed."""
 
 import asyncio
+from math import inf
 from typing import Final
 
 import numpy as np
 
 from meshrl.data import Batch
+from meshrl.errors import DataError
 from meshrl.ragged import Source
 from meshrl.roles import Sampling
-from meshrl.testing.conformance.compare import close, require
+from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.samples import (
     ERROR,
-    SLOTS,
     begun,
     completions,
     drawn,
     ids_of,
     most_probable,
     next_token,
+    old_weights,
     questions,
     rest,
     scores,
+    unused,
 )
 from meshrl.testing.conformance.subject import Check, Trial
 
@@ -33,7 +36,7 @@ async def greedy(trial: Trial) -> None:
     """Completions at temperature 0 are the plain backend's most probable tokens, with tied embeddings and without."""
     for tied in (True, False):
         pair = await trial.pair(tied)
-        sampler = await trial.own.sampler(model=pair.old, slots=SLOTS)
+        sampler = await unused(trial, tied)
         rollouts = await drawn(sampler, questions(7), Sampling(max_tokens=10, temperature=0))
         policy = await trial.plain.policy(model=pair.old)
         await most_probable(f"greedy, with a head that is {'' if tied else 'not '}tied", policy, pair, rollouts)
@@ -56,12 +59,19 @@ async def sampler_log_probs(trial: Trial) -> None:
 
 
 async def frequencies(trial: Trial) -> None:
-    """Tokens are drawn as often as the plain backend says, at several temperatures."""
+    """Tokens are drawn as often as the plain backend says, at several temperatures.
+
+    A temperature at which the subject does not draw is a DataError with the number, and the sampler goes on.
+    """
     sampler, pair = await begun(trial), await trial.pair()
     policy = await trial.plain.policy(model=pair.old)
     prompts = questions(5).select([4])
     prefix = ids_of(str(prompts.objects("prompt")[0]))
-    for temperature in (0.25, 1.0, 4.0):
+    lowest, highest = trial.subject.temperatures
+    for strange in {lowest / 2, highest * 2} - {0, inf}:
+        call = rest(sampler.generate(prompts, Sampling(temperature=strange)))
+        await refused(f"the temperature {strange:g}", call, DataError, f"{strange:g}")
+    for temperature in (max(0.25, lowest), 1.0, min(4.0, highest)):
         sampling = Sampling(n=_DRAWS, max_tokens=1, temperature=temperature)
         tokens = np.concatenate(completions(await drawn(sampler, prompts, sampling)))
         shares = np.bincount(tokens, minlength=pair.vocabulary) / _DRAWS
@@ -75,15 +85,16 @@ async def frequencies(trial: Trial) -> None:
 
 
 async def seeds(trial: Trial) -> None:
-    """Samplers made alike draw the same tokens by the same `Sampling.seed`, and others by another seed."""
-    sampling = Sampling(max_tokens=12)
+    """After a load a sampler draws what a new one does by the same `Sampling.seed`, and other tokens by another."""
+    used, weights = await begun(trial), await old_weights(trial)
     prompts = questions(30)
+    await drawn(used, prompts, Sampling(max_tokens=3))
     tokens: list[list[list[int]]] = []
-    for seed in (5, 5, 6):
-        rollouts = await drawn(await begun(trial), prompts, sampling.model_copy(update={"seed": seed}))
-        tokens.append(completions(rollouts))
+    for sampler, seed in ((used, 5), (await unused(trial), 5), (used, 6)):
+        await sampler.load(weights)
+        tokens.append(completions(await drawn(sampler, prompts, Sampling(max_tokens=12, seed=seed))))
     differ = [row for row in range(30) if tokens[0][row] != tokens[1][row]]
-    require(not differ, f"two samplers with the seed 5 give other tokens in {len(differ)} of 30 rows")
+    require(not differ, f"a used sampler and a new one give other tokens by the seed 5 in {len(differ)} of 30 rows")
     require(tokens[0] != tokens[2], "the seeds 5 and 6 give the same tokens in all of 30 rows")
 
 

@@ -7,14 +7,14 @@ from typing import Final
 import numpy as np
 
 from meshrl.data import Batch
-from meshrl.errors import ModelError
+from meshrl.errors import DataError, ModelError
 from meshrl.roles import Sampler, Sampling
 from meshrl.testing.conformance.compare import close, refused, require
+from meshrl.testing.conformance.material import SLOTS
 from meshrl.testing.conformance.samples import (
     ERROR,
     NEW,
     OLD,
-    SLOTS,
     begun,
     completions,
     drawn,
@@ -26,6 +26,7 @@ from meshrl.testing.conformance.samples import (
     questions,
     rest,
     scores,
+    unused,
 )
 from meshrl.testing.conformance.subject import Check, Trial
 from meshrl.weights import Weights
@@ -189,6 +190,37 @@ async def weights_of_another_model(trial: Trial) -> None:
     await most_probable("greedy after refused weights", await trial.plain.policy(model=pair.old), pair, rows)
 
 
+async def a_replay(trial: Trial) -> None:
+    """A sampler that was given a record takes weights where an earlier one did, whenever they come: rows are the same.
+
+    One that cannot repeat a record refuses it with a DataError, and goes on.
+    """
+    weights = [await old_weights(trial), await new_weights(trial)]
+    prompts = _long_rows()
+    if not trial.subject.replays:
+        sampler, used = await unused(trial), await begun(trial)
+        last = await used.load(weights[0])
+        record = last.assign(load=np.zeros(len(last), np.int64))  # as if it had been the first load
+        await refused("a record", sampler.replay(record), DataError, "record")
+        await drawn(sampler, questions(3), Sampling(max_tokens=6))
+        return
+    sampler = await unused(trial)
+    places = [await sampler.load(weights[0])]
+    stream = sampler.generate(prompts, _LONG)
+    begin = await first(stream)
+    places.append(await sampler.load(weights[1]))
+    rows = in_order(Batch.concat([begin, await rest(stream)]), prompts)
+    again = await unused(trial)
+    await again.replay(Batch.concat(places))
+    await again.load(weights[0])
+    _, same = await asyncio.gather(again.load(weights[1]), drawn(again, prompts, _LONG))  # long before its place
+    for name in ("versions", "tokens", "sampler_logprobs"):
+        differ = sum(
+            one.tolist() != other.tolist() for one, other in zip(same.ragged(name), rows.ragged(name), strict=True)
+        )
+        require(not differ, f"a sampler that repeats a record gives {differ} of {_ROWS} rows other `{name}`")
+
+
 def _long_rows() -> Batch:
     """The first row ends at once, the others late."""
     return questions(_ROWS, max_tokens=np.array([2, *[12, 20, 28, 36] * _ROWS][:_ROWS]))
@@ -212,5 +244,5 @@ MODEL: Final[tuple[Check, ...]] = (
 )
 """Of what interrupts a sampler with a model."""
 
-ANY: Final[tuple[Check, ...]] = (a_cancelled_call, an_abort, versions_of_tokens)
+ANY: Final[tuple[Check, ...]] = (a_cancelled_call, an_abort, versions_of_tokens, a_replay)
 """Of what interrupts any sampler."""

@@ -28,6 +28,9 @@ TEXTS: Final = ("abc>", "h", "gfedcba>", "")
 SAMPLED: Final = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=320)
 """What samplers draw from: heads of 32 dims, as fused kernels need, and room for prompts of several cache blocks."""
 
+SLOTS: Final = 4
+"""Of a sampler: few, so that rows wait."""
+
 _SPREAD: Final = 8.0
 """What the matrices of a new model are multiplied by: as they are, all its log-probs are about equal."""
 

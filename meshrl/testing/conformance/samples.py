@@ -7,12 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.data import Batch
-from meshrl.errors import DataError
+from meshrl.errors import DataError, RankDied
+from meshrl.handle import respawn
 from meshrl.ragged import Ragged
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.sharding import Array
 from meshrl.testing.conformance.compare import require
-from meshrl.testing.conformance.material import SAMPLED, Pair
+from meshrl.testing.conformance.material import SAMPLED, SLOTS, Pair
 from meshrl.testing.conformance.subject import Trial
 from meshrl.weights import Weights
 
@@ -22,8 +23,6 @@ OLD: Final = 1
 """The version of the weights that checks begin with; a sampler that was given none has 0."""
 NEW: Final = 4
 """The version that they load later."""
-
-SLOTS: Final = 4
 
 ERROR: Final = 1e-4
 """How far, in float32, a sampler's log-probs may be from a policy's: it computes row by row, and with a cache."""
@@ -41,11 +40,20 @@ def questions(rows: int, **columns: Array) -> Batch:
     return Batch.of(prompt=texts, answer=answers, groups=np.arange(rows), row=task, **columns)
 
 
-async def begun(trial: Trial, tied: bool = True, **keys: object) -> Sampler:
-    """A fresh sampler with the weights `OLD`."""
-    sampler = await trial.own.sampler(model=(await trial.pair(tied)).old, slots=SLOTS, **keys)
-    await sampler.load(await old_weights(trial, tied))
+async def begun(trial: Trial, tied: bool = True) -> Sampler:
+    """A sampler with the weights `OLD`, which earlier checks may have used."""
+    sampler, weights = await trial.bench.sampler(trial, tied), await old_weights(trial, tied)
+    try:
+        await sampler.load(weights)
+    except RankDied:  # a check has killed a rank of the mesh
+        await respawn(sampler)
+        await sampler.load(weights)
     return sampler
+
+
+async def unused(trial: Trial, tied: bool = True) -> Sampler:
+    """A fresh sampler that has its folder's weights, those of `OLD`, and was given none."""
+    return await trial.own.sampler(model=(await trial.pair(tied)).old, slots=SLOTS)
 
 
 async def old_weights(trial: Trial, tied: bool = True) -> Weights:

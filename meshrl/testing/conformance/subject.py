@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
@@ -31,7 +31,7 @@ from meshrl.roles import (
     SamplerConfig,
 )
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
-from meshrl.testing.conformance.material import LOSS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
+from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
 from meshrl.testing.witness import PromiseBroken
 from meshrl.weights import Weights
 
@@ -75,6 +75,10 @@ class Subject:
     """What its sampler loads, where it holds no model: it is then asked for nothing that hangs on a model."""
     seconds: float = 60.0
     """How long one check may take. A check that takes longer hangs, and fails."""
+    temperatures: tuple[float, float] = (0.0, inf)
+    """The lowest and the highest above 0 that its sampler draws at; others it has to refuse."""
+    replays: bool = True
+    """Whether its sampler can repeat a record; otherwise it has to refuse one."""
 
     def __str__(self) -> str:
         axes = [f"{axis}{size}" for axis, size in self.axes.items()]
@@ -89,10 +93,10 @@ def _flat(keys: Mapping[str, object]) -> list[str]:
 
 
 class Side:
-    """One backend on one mesh. What is spawned is stopped with the stack."""
+    """One backend on one mesh. What is spawned is stopped with the stack, and without one with the mesh."""
 
     def __init__(
-        self, backend: str, mesh: Mesh, keys: Mapping[str, object], model: Model, stack: AsyncExitStack
+        self, backend: str, mesh: Mesh, keys: Mapping[str, object], model: Model, stack: AsyncExitStack | None
     ) -> None:
         self.model = model
         self._backend = backend
@@ -121,7 +125,8 @@ class Side:
     async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """An actor on these ranks, beside the roles."""
         actor = await self._mesh.spawn(create, *args, **kwargs)
-        self._stack.push_async_callback(stop, actor)
+        if self._stack is not None:
+            self._stack.push_async_callback(stop, actor)
         return actor
 
     async def _role(self, role: Callable[..., R], schema: type[ModelConfig], table: Mapping[str, object]) -> R:
@@ -183,7 +188,7 @@ Check: TypeAlias = Callable[[Trial], Awaitable[None]]
 
 
 class Bench:
-    """The meshes on which a subject's checks run, one after another, each with actors of its own.
+    """The meshes on which a subject's checks run, one after another, each with actors of its own, but for samplers.
 
     async with Bench(Subject("mine", {"dp": 2})) as bench:
         for check in CHECKS:
@@ -201,6 +206,7 @@ class Bench:
         self._pairs: dict[bool, Pair] = {}
         self._standards: dict[Model, tuple[Metrics, str]] = {}
         self._batches: dict[tuple[Model, int], Batch] = {}
+        self._samplers: dict[bool, Sampler] = {}
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -262,6 +268,16 @@ class Bench:
             self._pairs[tied] = await prepare_pair(self._plain_policy, place, tied)
         return self._pairs[tied]
 
+    async def sampler(self, trial: Trial, tied: bool) -> Sampler:
+        """A sampler of the pair's old model, with whatever weights the last check left there.
+
+        One does for all checks: an engine that takes long to start need not start for each.
+        """
+        if tied not in self._samplers:
+            side = Side(self.subject.backend, self._mesh, self.subject.keys, trial.model, stack=None)
+            self._samplers[tied] = await side.sampler(model=(await self.pair(tied)).old, slots=SLOTS)
+        return self._samplers[tied]
+
     async def standard(self, trial: Trial) -> tuple[Metrics, str]:
         """The metrics and the fingerprint of the weights of the subject's first update, made once."""
         if trial.model not in self._standards:
@@ -290,13 +306,14 @@ class Bench:
         self._started = False
 
     async def _release(self) -> None:
+        self._samplers.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._engine.close(), _GRACE)
 
 
 async def _begin(trial: Trial) -> None:
     try:
-        await trial.own.sampler(model=(await trial.pair()).old)
+        await trial.bench.sampler(trial, tied=True)
     except BackendError:  # the backend has none
         await trial.own.policy()
 

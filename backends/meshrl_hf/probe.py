@@ -1,0 +1,62 @@
+"""Proof that weights arrived: policy and sampler each say what their model makes of the same tokens.
+
+Fingerprints prove that the bytes arrived, this that they stand where the model looks for them.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import ModelError
+from meshrl.ragged import Source
+from meshrl.weights import Probe, Weights
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.scoring import Predict, logprobs
+
+_ROWS: Final = 4
+_TOKENS: Final = 16
+TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
+"""By the sampler's dtype: how far apart policy and sampler may be on average."""
+
+
+def probe(model: LanguageModel, predict: Predict, version: int, budget: int, peers: Peers = ALONE) -> Probe:
+    """What a model says of tokens that hang on the version alone: every rank at the same time."""
+    length = min(_TOKENS, model.max_tokens - 1)
+    tokens = np.random.default_rng(version).integers(0, model.known, (_ROWS, length), np.int32)
+    return Probe(tokens, _logprobs(model, predict, tokens, budget, peers))
+
+
+def difference(model: LanguageModel, predict: Predict, asked: Probe) -> float:
+    """How far a model is from a probe: the mean of the absolute differences of log-probs."""
+    return apart(asked, _logprobs(model, predict, asked.tokens, asked.tokens.size, ALONE))
+
+
+def apart(asked: Probe, logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
+    """The mean of the absolute differences of log-probs."""
+    return float(np.abs(asked.logprobs - logprobs).mean())
+
+
+def check(weights: Weights, found: float, dtype: str) -> None:
+    """ModelError where a sampler that has taken weights computes something else than the policy that made them."""
+    if not found <= TOLERANCE[dtype]:
+        raise ModelError(
+            f"the weights of version {weights.version} arrived, and yet the sampler's log-probs are {found:.3g} from "
+            f"the policy's on average, on tokens given to both (at most {TOLERANCE[dtype]:g} in {dtype}): this model's "
+            "weights do not reach all of the sampler's layers, and nothing that it draws may be trusted. Take another "
+            "sampler.backend"
+        )
+
+
+def _logprobs(
+    model: LanguageModel,
+    predict: Predict,
+    tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+    budget: int,
+    peers: Peers,
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    batch = Batch.of(tokens=Ragged.of(tokens, np.int32))
+    values = logprobs(model, predict, batch, budget, Source("sampler"), peers).values
+    return values.reshape(tokens.shape)[:, 1:].astype(np.float32)

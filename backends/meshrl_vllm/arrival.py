@@ -1,0 +1,69 @@
+"""What arrived in the engine's process: whether it is what was sent, and what the model makes of it."""
+
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from meshrl_vllm.mapped import mapped
+from meshrl_vllm.messages import Load, Part
+
+_threads: Final = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "meshrl-fingerprint")
+"""One does not fill the memory's bandwidth."""
+
+Known = Mapping[str, tuple[str, list[int]]]
+"""Dtype and shape of each tensor of the model, by its Hugging Face name."""
+
+
+def known_tensors(folder: Path, dtype: str) -> Known:
+    """What a folder's safetensors hold; floating tensors in the engine's dtype."""
+    found: dict[str, tuple[str, list[int]]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            head = msgspec.json.decode(opened.read(int.from_bytes(opened.read(8), "little")))
+        found.update({name: (dtype, it["shape"]) for name, it in head.items() if name != "__metadata__"})
+    return found
+
+
+def wrong(load: Load, known: Known) -> str | None:
+    """Why these are not the model's weights, as they were sent; None where they are."""
+    there = {part.name: (part.dtype, part.shape) for bucket in load.buckets for part in bucket.parts}
+    for name in sorted(known.keys() | there.keys()):
+        if there.get(name) != known.get(name):
+            return f"`{name}` is {_told(there.get(name))} there and {_told(known.get(name))} in the model"
+    damaged = [name for bucket in load.buckets for name in _damaged(bucket.path, bucket.parts)]
+    if damaged:
+        return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}"
+    return None
+
+
+def logprobs(output: Any) -> list[float]:
+    """The log-probability of each token of a prompt but the first, as vLLM tells it of a request that has ended."""
+    tokens = list(output.prompt_token_ids)[1:]
+    return [told[token].logprob for token, told in zip(tokens, output.prompt_logprobs[1:], strict=True)]
+
+
+def _damaged(path: str, parts: Sequence[Part]) -> list[str]:
+    memory = mapped(path)
+    made = _threads.map(lambda part: _fingerprint(memory, part), parts)
+    return [part.name for part, each in zip(parts, made, strict=True) if each != part.fingerprint]
+
+
+def _fingerprint(memory: mmap.mmap, part: Part) -> int:
+    size = np.dtype({"bfloat16": "int16"}.get(part.dtype, part.dtype)).itemsize
+    with memoryview(memory) as view, view[part.start : part.start + prod(part.shape) * size] as piece:
+        return xxh3_64_intdigest(piece)
+
+
+def _told(tensor: tuple[str, list[int]] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[0]}{tensor[1]}"

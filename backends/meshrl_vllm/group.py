@@ -1,0 +1,96 @@
+"""The ranks along `tp`, whose GPUs one engine computes with: the first of them runs it, the others lend their GPUs."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from meshrl.actor import Rank
+from meshrl.errors import ConfigError
+from meshrl_hf.meeting import are_processes, meet
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Place(NamedTuple):
+    """What a rank brings."""
+
+    machine: str
+    """Ranks with another one share no memory with it."""
+    gpus: tuple[str, ...]
+    """Those that it alone was given, by CUDA's names; none on a CPU, or where all ranks see all GPUs."""
+
+    @classmethod
+    def here(cls) -> "Place":
+        """Of this process."""
+        boot = _BOOT.read_text("ascii").strip() if _BOOT.exists() else ""
+        names = os.environ.get(_VISIBLE, "").split(",")
+        return cls(f"{socket.gethostname()} {boot}".strip(), tuple(name for name in names if name))
+
+
+def first(rank: Rank) -> bool:
+    """Whether the rank runs an engine."""
+    return rank.axes.get("tp", 0) == 0
+
+
+def size(rank: Rank) -> int:
+    """Over how many ranks an engine goes."""
+    return rank.shape.get("tp", 1)
+
+
+def gather_gpus(rank: Rank) -> list[str]:
+    """The GPUs that the rank's engine is to see; none where it is to see what the rank sees.
+
+    All ranks of the mesh call it at the same time; those that run no engine only tell what they bring, and get nothing.
+    ConfigError where the ranks cannot work together.
+    """
+    if size(rank) == 1:
+        return []
+    if not are_processes(rank):
+        if rank.size > size(rank):
+            raise ConfigError(
+                f"{rank.size // size(rank)} engines of {size(rank)} ranks each, which are threads of one process, "
+                "cannot know which GPUs are theirs: set run.engine = 'ray', or take one engine"
+            )
+        return []
+    store = meet(rank)
+    store.set(_key(rank.index), msgspec.json.encode(Place.here()).decode())
+    if not first(rank):
+        return []
+    places = {index: msgspec.json.decode(store.get(_key(index)), type=Place) for index in _members(rank)}
+    return together(places)
+
+
+def together(places: Mapping[int, Place]) -> list[str]:
+    """The GPUs of the ranks of one engine, by the rank's number. ConfigError where they cannot work together."""
+    told = "; ".join(f"rank {index} is on {place.machine.split()[0]}" for index, place in places.items())
+    if len({place.machine for place in places.values()}) > 1:
+        raise ConfigError(
+            f"an engine of the backend 'vllm' needs its {len(places)} ranks along tp on one machine, and {told}: "
+            'take a smaller tp, or lay the mesh out with tp as its last axis and placement = "pack"'
+        )
+    gpus = [gpu for place in places.values() for gpu in place.gpus]
+    if gpus and (len(set(gpus)) < len(gpus) or not all(place.gpus for place in places.values())):
+        has = "; ".join(f"rank {index} has {', '.join(place.gpus) or 'none'}" for index, place in places.items())
+        raise ConfigError(
+            f"an engine of {len(places)} ranks along tp needs a GPU of its own for each, and {has}: set gpus = 1 for "
+            "the sampler's mesh"
+        )
+    return gpus
+
+
+def _members(rank: Rank) -> Sequence[int]:
+    """The ranks of the rank's engine, in the order of `tp`."""
+    others = {axis: at for axis, at in rank.axes.items() if axis != "tp"}
+    places = enumerate(product(*(range(count) for count in rank.shape.values())))
+    axes = [(index, dict(zip(rank.shape, place, strict=True))) for index, place in places]
+    return [index for index, at in axes if all(at[axis] == mine for axis, mine in others.items())]
+
+
+def _key(index: int) -> str:
+    return f"vllm/{index}"

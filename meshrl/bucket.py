@@ -1,0 +1,207 @@
+"""Tensors one after another in one buffer: what weights travel as."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from types import MappingProxyType
+from typing import Final, NamedTuple, SupportsIndex, TypeVar, cast
+
+import numpy as np
+from typing_extensions import Buffer
+from xxhash import xxh3_64
+
+from meshrl.actor import free_cores
+from meshrl.errors import DataError
+from meshrl.held import Held, Put
+from meshrl.ragged import check_dtype, from_raw, pickled, raw
+from meshrl.sharding import Array
+from meshrl.shared_memory import Bytes, Segment, pool
+
+_ALIGNED: Final = 64
+"""Bytes: each tensor starts at a multiple."""
+_BLOCK: Final = 1 << 18
+"""Bytes that are copied and read again before they leave the cache."""
+_SHARED_FROM: Final = 1 << 20
+"""Bytes of the smallest bucket in shared memory."""
+_THREADS: Final = min(8, free_cores())
+"""That copy and read tensors: one does not fill the memory's bandwidth."""
+_threads: Final = ThreadPoolExecutor(_THREADS, "meshrl-bucket")
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """A tensor in a bucket."""
+
+    dtype: str
+    """numpy's name."""
+    shape: tuple[int, ...]
+    start: int
+    """In bytes."""
+    fingerprint: int
+    """XXH3's 64 bits of its bytes."""
+
+
+class Bucket:
+    """Tensors in a buffer that nobody writes; or, on their way, what they can be fetched by."""
+
+    def __init__(
+        self, index: Mapping[str, Entry], nbytes: int, source: Bytes | Segment | Held, origin: Held | None = None
+    ) -> None:
+        self.index: Final = index
+        """The tensors by name."""
+        self.nbytes: Final = nbytes
+        """Of all tensors together."""
+        self._source = source
+        self._origin = origin
+
+    @classmethod
+    def pack(cls, arrays: Mapping[str, Array]) -> "Bucket":
+        """Copy arrays, into shared memory where there is some. DataError for what is not numbers."""
+        starts: dict[str, int] = {}
+        end = 0
+        for name, array in arrays.items():
+            check_dtype(array, f"weight `{name}`")
+            starts[name] = end
+            end += -(-array.nbytes // _ALIGNED) * _ALIGNED
+        writing = pool.write(end) if end >= _SHARED_FROM else None
+        memory = writing.memory if writing else np.empty(end, np.uint8)
+        places = [memory[starts[name] : starts[name] + array.nbytes] for name, array in arrays.items()]
+        made = _in_threads(lambda pair: _copied(*pair), list(zip(arrays.values(), places, strict=True)))
+        index = {
+            name: Entry(array.dtype.name, array.shape, starts[name], fingerprint)
+            for (name, array), fingerprint in zip(arrays.items(), made, strict=True)
+        }
+        memory.flags.writeable = False
+        return cls(index, sum(array.nbytes for array in arrays.values()), writing.done() if writing else memory)
+
+    @property
+    def held(self) -> Held | None:
+        """What it is to be fetched by; None where it is here."""
+        return self._source if isinstance(self._source, Held) else None
+
+    @property
+    def segment(self) -> Segment | None:
+        """The shared memory that it lies in."""
+        return self._source if isinstance(self._source, Segment) else None
+
+    @property
+    def way(self) -> str:
+        """What carried it here."""
+        if self._origin:
+            return self._origin.way
+        return SharedHeld.way if self.segment else "memory"
+
+    @property
+    def memory(self) -> Bytes:
+        """The buffer, which ends at a multiple of 64 bytes. DataError where it is not here."""
+        if isinstance(self._source, Held):
+            raise DataError(f"{self.nbytes} bytes of weights lie elsewhere: load them first")
+        return self._source.memory if isinstance(self._source, Segment) else self._source
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """The tensors, read-only. DataError where they are not here."""
+        memory = self.memory
+        return MappingProxyType({name: _view(memory, entry) for name, entry in self.index.items()})
+
+    def hold(self, put: Put, limit: int, shares: bool) -> "Bucket":
+        """The same tensors, kept where they are or by `put`, if they have more than `limit` bytes."""
+        if self.nbytes <= limit or self.held:
+            return self
+        held = SharedHeld(self) if shares and self.segment else self._origin or put(self)
+        return Bucket(self.index, self.nbytes, held)
+
+    def fetched_by(self, held: Held) -> "Bucket":
+        """The same, and whoever it is handed on to fetches it there too."""
+        return Bucket(self.index, self.nbytes, self._source, held)
+
+    def shared(self) -> "Bucket":
+        """The same tensors in shared memory: copied, where they are elsewhere. DataError where there is no room."""
+        if self.segment or not self.nbytes:
+            return self
+        memory = self.memory
+        writing = pool.write(len(memory))
+        if writing is None:
+            raise DataError(
+                f"{len(memory)} bytes of weights do not fit into this machine's shared memory (/dev/shm): give it "
+                "more, as by `docker run --shm-size`"
+            )
+        np.copyto(writing.memory, memory)
+        return Bucket(self.index, self.nbytes, writing.done())
+
+    def damaged(self) -> list[str]:
+        """The tensors whose bytes are not those that were packed."""
+        made = _in_threads(fingerprint, list(self.arrays.values()))
+        return [name for (name, entry), each in zip(self.index.items(), made, strict=True) if each != entry.fingerprint]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Bucket"], tuple[object, ...]]:
+        if isinstance(self._source, Held):
+            return Bucket, (dict(self.index), self.nbytes, self._source)
+        return _unpickled, (dict(self.index), self.nbytes, *pickled(self.memory, protocol.__index__()))
+
+
+class SharedHeld(Held):
+    """A bucket that stays in this machine's shared memory, for all processes here."""
+
+    way = "shared memory"
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._gone: DataError | None = None
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        """The buckets. DataError where one is gone."""
+        return [each.bucket() for each in cast("Sequence[SharedHeld]", held)]
+
+    def bucket(self) -> Bucket:
+        """What is held."""
+        if self._gone:
+            raise self._gone
+        return self._bucket
+
+    def __reduce__(self) -> tuple[Callable[..., "SharedHeld"], tuple[object, ...]]:
+        segment = cast("Segment", self._bucket.segment)
+        return _mapped, (segment.path, segment.nbytes, dict(self._bucket.index), self._bucket.nbytes)
+
+
+def fingerprint(array: Array) -> int:
+    """XXH3's 64 bits of an array's bytes, in the order of its elements."""
+    return int(xxh3_64(raw(np.ascontiguousarray(array))).intdigest())
+
+
+def _in_threads(what: Callable[[T], int], values: Sequence[T]) -> list[int]:
+    """What is made of each; of neighbours by one thread, which is faster than in turns."""
+    each = max(1, -(-len(values) // _THREADS))
+    runs = [values[start : start + each] for start in range(0, len(values), each)]
+    return [made for run in _threads.map(lambda run: [what(value) for value in run], runs) for made in run]
+
+
+def _view(memory: Bytes, entry: Entry) -> Array:
+    dtype = np.dtype(entry.dtype)
+    return memory[entry.start : entry.start + prod(entry.shape) * dtype.itemsize].view(dtype).reshape(entry.shape)
+
+
+def _copied(array: Array, place: Bytes) -> int:
+    """Copy an array's bytes to their place; their fingerprint."""
+    source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    digest = xxh3_64()
+    for start in range(0, len(source), _BLOCK):
+        block = place[start : start + _BLOCK]
+        np.copyto(block, source[start : start + _BLOCK])
+        digest.update(block.data)
+    return int(digest.intdigest())
+
+
+def _unpickled(index: Mapping[str, Entry], nbytes: int, buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Bucket:
+    return Bucket(index, nbytes, cast("Bytes", from_raw(buffer, dtype, shape)))
+
+
+def _mapped(path: str, size: int, index: Mapping[str, Entry], nbytes: int) -> SharedHeld:
+    try:
+        return SharedHeld(Bucket(index, nbytes, Segment(path, size)))
+    except DataError as error:  # told where it is fetched: nobody hears what is raised here
+        held = SharedHeld(Bucket(index, nbytes, np.empty(0, np.uint8)))
+        held._gone = error  # noqa: SLF001 -- its own
+        return held

@@ -1,0 +1,186 @@
+"""Weights as what changed since those before: for samplers that share no memory with the policy.
+
+A chain is one bucket's history: its bytes as they once were, and what changed from each version to the next. Who has
+fetched one version fetches only what changed since; who has none, a new sampler, fetches the chain.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.bucket import Bucket, Entry
+from meshrl.held import Held, Put, fetched
+from meshrl.sharding import Array
+from meshrl.shared_memory import Bytes, pool
+from meshrl.weights import Probe, Weights
+
+_LONGEST: Final = 1.0
+"""A chain begins anew when its changes have more bytes than this part of the bucket."""
+
+
+class Change(NamedTuple):
+    """The words of 16 bits that differ between two versions of a bucket; lossless, whatever the numbers are."""
+
+    where: NDArray[np.uint8]
+    """A bit for each word."""
+    words: NDArray[np.uint16]
+    """The new ones, in order."""
+
+    @classmethod
+    def between(cls, old: Bytes, new: Bytes) -> "Change":
+        """What changed, of as many bytes."""
+        before, after = _words(old), _words(new)
+        changed = before != after
+        return cls(np.packbits(changed), after[changed])
+
+    @property
+    def nbytes(self) -> int:
+        """As it travels."""
+        return self.where.nbytes + self.words.nbytes
+
+    def apply(self, memory: Bytes) -> None:
+        """Turn the old bytes into the new ones, in place."""
+        words = _words(memory)
+        words[np.unpackbits(self.where, count=len(words)).view(np.bool_)] = self.words
+
+
+class Chain:
+    """A bucket's history, on the rank that makes it."""
+
+    def __init__(self, place: int, first: Bucket) -> None:
+        self.token: Final = secrets.token_hex(8)
+        self.place: Final = place
+        """Which of a model's buckets it is."""
+        self._first = first
+        self._last = first
+        self._changes: list[Change] = []
+        self._held: list[Held] = []
+        """What of the history is kept for others: the first version, and changes."""
+
+    def grown(self, new: Bucket) -> "Chain":
+        """The history with a version more; a new one where that is not worth it."""
+        if new.index.keys() != self._last.index.keys() or new.memory.shape != self._last.memory.shape:
+            return Chain(self.place, new)
+        change = Change.between(self._last.memory, new.memory)
+        if sum(each.nbytes for each in self._changes) + change.nbytes > _LONGEST * new.nbytes:
+            return Chain(self.place, new)
+        self._changes.append(change)
+        self._last = new
+        return self
+
+    def newest(self) -> "Version":
+        """The version that was added last."""
+        return Version(self, len(self._changes), self._last)
+
+    def hold(self, put: Put, number: int) -> Sequence[Held]:
+        """The history up to a version, kept for others."""
+        for each in range(len(self._held), number + 1):
+            self._held.append(put(self._changes[each - 1] if each else self._first))
+        return tuple(self._held[: number + 1])
+
+    def sent(self, number: int) -> int:
+        """Bytes that one needs who has the version before."""
+        return self._changes[number - 1].nbytes if number else self._first.nbytes
+
+
+class Version(Bucket):
+    """One version of a bucket, on the rank that made it."""
+
+    def __init__(self, chain: Chain, number: int, bucket: Bucket) -> None:
+        super().__init__(bucket.index, bucket.nbytes, bucket.segment or bucket.memory)
+        self._chain = chain
+        self._number = number
+
+    @property
+    def sent(self) -> int:
+        """Bytes that one needs who has the version before."""
+        return self._chain.sent(self._number)
+
+    def hold(self, put: Put, limit: int, shares: bool) -> Bucket:
+        """As what changed; as it is, where it need not be sent."""
+        if self.nbytes <= limit or (shares and self.segment):
+            return super().hold(put, limit, shares)
+        history = self._chain.hold(put, self._number)
+        held = ChainHeld(self._chain.token, self._chain.place, history, dict(self.index), self.nbytes)
+        return Bucket(self.index, self.nbytes, held)
+
+
+class Sender:
+    """What a rank of a policy makes weights with, each time from the same tensors."""
+
+    def __init__(self, *, changes: bool) -> None:
+        """`changes`: send what changed alone, to those who share no memory; it keeps the version before."""
+        self._changes = changes
+        self._chains: list[Chain] = []
+
+    def weights(self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None) -> Weights:
+        """A copy of the tensors."""
+        whole = Weights.streamed(version, tensors, probe)
+        if not self._changes:
+            return whole
+        grown = [chain.grown(bucket) for chain, bucket in zip(self._chains, whole.buckets, strict=False)]
+        new = whole.buckets[len(grown) :]
+        self._chains = grown + [Chain(place, bucket) for place, bucket in enumerate(new, len(grown))]
+        return Weights.of(version, [chain.newest() for chain in self._chains], probe)
+
+
+class ChainHeld(Held):
+    """A version of a bucket, held as the first one and what changed from each to the next."""
+
+    def __init__(self, token: str, place: int, held: Sequence[Held], index: Mapping[str, Entry], nbytes: int) -> None:
+        self._token = token
+        self._place = place
+        self._held = held
+        self._index = index
+        self._nbytes = nbytes
+        self.way = f"changes through {held[0].way}"
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        """The buckets, from the newest version of each that this process has fetched."""
+        return [await each.bucket() for each in cast("Sequence[ChainHeld]", held)]
+
+    async def bucket(self) -> Bucket:
+        """This version."""
+        key = self._place, self._nbytes
+        had = _fetched.get(key)
+        first = had.number + 1 if had and had.token == self._token and had.number < len(self._held) else 0
+        values = await fetched(self._held[first:])
+        found = [values[each] for each in self._held[first:]]
+        old = had.bucket if had and first else cast("Bucket", found.pop(0))
+        bucket = self._changed(old, cast("list[Change]", found)) if found else old
+        _fetched[key] = _Fetched(self._token, len(self._held) - 1, bucket)
+        return bucket
+
+    def _changed(self, old: Bucket, changes: Sequence[Change]) -> Bucket:
+        writing = pool.write(len(old.memory)) if old.segment else None
+        memory = writing.memory if writing else np.empty(len(old.memory), np.uint8)
+        np.copyto(memory, old.memory)
+        for change in changes:
+            change.apply(memory)
+        memory.flags.writeable = False
+        return Bucket(self._index, self._nbytes, writing.done() if writing else memory)
+
+    def __reduce__(self) -> tuple[Callable[..., "ChainHeld"], tuple[object, ...]]:
+        return ChainHeld, (self._token, self._place, self._held, self._index, self._nbytes)
+
+
+class _Fetched(NamedTuple):
+    """A version of a bucket that this process has."""
+
+    token: str
+    """The chain's."""
+    number: int
+    bucket: Bucket
+
+
+_fetched: Final[dict[tuple[int, int], _Fetched]] = {}
+"""What was fetched last of each of a model's buckets, by its place and size."""
+
+
+def _words(memory: Bytes) -> NDArray[np.uint16]:
+    """The buffer of a bucket, which ends at a multiple of 64 bytes."""
+    return memory.view(np.uint16)

@@ -1,0 +1,179 @@
+"""Memory that the processes of one machine share: files that one process writes and any other maps.
+
+Who has a segment open has a lease on it, a file lock, which ends with its process. A process writes again where nobody
+has a lease: pages that were made once are several times faster than fresh ones.
+"""
+
+import atexit
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl import log
+from meshrl.errors import DataError
+
+FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
+_PREFIX: Final = "meshrl-"
+_WASTE: Final = 2
+"""A segment is used again for what has at least this part of its bytes."""
+
+Bytes = NDArray[np.uint8]
+
+
+class Segment:
+    """Bytes that somebody wrote, read-only, as long as this object or a view of `memory` lives."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        """DataError where it is gone: nobody had a lease on it any more, and its memory was written anew."""
+        self.path: Final = path
+        self.nbytes: Final = nbytes
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{nbytes} bytes in this machine's shared memory are gone: {error}") from None
+        fcntl.flock(file, fcntl.LOCK_SH)
+        leased = _Leased(file, nbytes, prot=mmap.PROT_READ)
+        leased.file = file
+        self.memory: Final[Bytes] = np.frombuffer(leased, np.uint8)
+
+
+class _Leased(mmap.mmap):
+    """A mapped file that is open, and so leased, as long as an array looks into it."""
+
+    file: int
+
+    def __del__(self) -> None:
+        os.close(self.file)
+
+
+class _Own:
+    """A segment that this process made and may write."""
+
+    def __init__(self, nbytes: int) -> None:
+        """OSError where there is no room."""
+        while True:
+            self.path = FOLDER / f"{_PREFIX}{secrets.token_hex(8)}"
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            with suppress(OSError):  # a sweeper may have been quicker than the lock
+                if self.path.stat().st_ino == os.fstat(self.file).st_ino:
+                    break
+            os.close(self.file)
+        try:
+            os.posix_fallocate(self.file, 0, nbytes)  # an error here, where later there would be a signal
+        except OSError:
+            self.close()
+            raise
+        self.nbytes = nbytes
+        self.memory: Bytes = np.frombuffer(mmap.mmap(self.file, nbytes), np.uint8)
+        self.written = False
+
+    def free(self) -> bool:
+        """Take it for writing, unless it is written or somebody has a lease. What it held cannot be found any more."""
+        if not self.written:
+            return False
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        path = FOLDER / f"{_PREFIX}{secrets.token_hex(8)}"
+        self.path.rename(path)
+        self.path = path
+        self.written = False
+        return True
+
+    def close(self) -> None:
+        """Give the memory back when the last lease ends."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.file)
+
+
+class Writing:
+    """A segment that is being written."""
+
+    def __init__(self, own: _Own, nbytes: int) -> None:
+        self._own = own
+        self._nbytes = nbytes
+        self.memory: Final[Bytes] = own.memory[:nbytes]
+        """To be filled."""
+
+    def done(self) -> Segment:
+        """What is written, to be read by all."""
+        fcntl.flock(self._own.file, fcntl.LOCK_SH)
+        segment = Segment(str(self._own.path), self._nbytes)
+        self._own.written = True
+        return segment
+
+
+class Pool:
+    """The segments of this process."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Own] = []
+        self._lock = threading.Lock()
+        self._swept = False
+        self._full = False
+
+    def write(self, nbytes: int) -> Writing | None:
+        """Room for so many bytes; None where this machine shares no memory, or has no more of it."""
+        if not nbytes or not FOLDER.is_dir():
+            return None
+        with self._lock:
+            if not self._swept:
+                self._swept = True
+                sweep()
+                atexit.register(self.close)
+            fit = (own for own in self._segments if nbytes <= own.nbytes <= max(nbytes * _WASTE, mmap.PAGESIZE))
+            own = next((own for own in fit if own.free()), None) or self._new(nbytes)
+            return Writing(own, nbytes) if own else None
+
+    def _new(self, nbytes: int) -> _Own | None:
+        own = _made(nbytes)
+        if own is None:
+            for each in [each for each in self._segments if each.free()]:
+                self._segments.remove(each)
+                each.close()
+            own = _made(nbytes)
+        if own is not None:
+            self._segments.append(own)
+        elif not self._full:
+            self._full = True
+            log.warning("this machine has no more shared memory: weights are copied", wanted=nbytes)
+        return own
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for own in self._segments:
+            own.close()
+        self._segments.clear()
+
+
+def _made(nbytes: int) -> _Own | None:
+    try:
+        return _Own(nbytes)
+    except OSError:
+        return None
+
+
+def sweep() -> None:
+    """Remove what processes left that were killed: nobody holds a lock on it."""
+    for path in FOLDER.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            file = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(file)
+
+
+pool: Final = Pool()
+"""Of this process."""

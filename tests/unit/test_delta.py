@@ -1,0 +1,115 @@
+"""Weights that are sent as what changed: whoever fetches them has every bit, whatever he had before."""
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from random import Random
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl import Weights
+from meshrl.delta import Change, Sender, Version
+from meshrl.held import Held
+
+SIZE = 5000
+
+
+class Stored(Held):
+    """A value in another process: fetched as it is pickled, and counted."""
+
+    values: ClassVar[list[bytes]] = []
+    fetches: ClassVar[list[int]] = []
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    @classmethod
+    def put(cls, value: object) -> "Stored":
+        cls.values.append(pickle.dumps(value))
+        return cls(len(cls.values) - 1)
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+        numbers = [each.number for each in held if isinstance(each, Stored)]
+        cls.fetches += [len(cls.values[number]) for number in numbers]
+        return [pickle.loads(cls.values[number]) for number in numbers]  # noqa: S301 -- what was put here
+
+
+def sent(weights: Weights) -> Weights:
+    """As it comes to another machine."""
+    Stored.fetches.clear()
+    received = pickle.loads(pickle.dumps(weights.hold(Stored.put, 100, shares=False)))  # noqa: S301 -- our own
+    assert isinstance(received, Weights)
+    return received
+
+
+@given(st.binary(max_size=200), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_a_change_gives_every_bit(data: bytes, changes: int, random: Random) -> None:
+    old = np.frombuffer(data + b"\0" * (len(data) % 2), np.uint8)
+    new = old.copy()
+    for _ in range(changes if len(new) else 0):
+        new[random.randrange(len(new))] ^= np.uint8(1 << random.randrange(8))
+    found = old.copy()
+    Change.between(old, new).apply(found)
+    assert found.tobytes() == new.tobytes()
+
+
+async def test_who_has_a_version_fetches_what_changed_since() -> None:
+    sender, values = Sender(changes=True), np.arange(SIZE, dtype=np.float32)
+    versions: list[Weights] = []
+    for version in range(4):
+        values[version * 10 : version * 10 + 10] += 1
+        versions.append(sender.weights(version, [("values", values)], None))
+    travelled = [sent(each) for each in versions]
+    first = await travelled[0].load()
+    assert sum(Stored.fetches) > SIZE * 4
+    for version in (1, 3):
+        loaded = await travelled[version].load()
+        assert loaded == versions[version]
+        assert loaded.tensors["values"].tobytes() == versions[version].tensors["values"].tobytes()
+        assert not any(bucket.damaged() for bucket in loaded.buckets)
+    assert sum(Stored.fetches) - SIZE * 4 < SIZE, "three changes, of a bit for each 16"
+    assert first.tensors["values"].tobytes() == versions[0].tensors["values"].tobytes(), "what he has stays"
+    assert (await travelled[0].load()) == versions[0], "also an older one, anew"
+    assert versions[3].buckets[0].nbytes == SIZE * 4
+    newest = versions[3].buckets[0]
+    assert isinstance(newest, Version)
+    assert newest.sent < SIZE
+
+
+async def test_what_changes_as_a_whole_is_sent_as_a_whole() -> None:
+    sender, random = Sender(changes=True), np.random.default_rng(0)
+    for version in range(3):
+        values = random.standard_normal(SIZE).astype(np.float32)
+        weights = sender.weights(version, [("values", values)], None)
+        (bucket,) = weights.buckets
+        assert isinstance(bucket, Version)
+        assert bucket.sent == SIZE * 4
+        loaded = await sent(weights).load()
+        assert len(Stored.fetches) == 1
+        assert loaded.tensors["values"].tobytes() == values.tobytes()
+
+
+def test_a_history_does_not_grow_without_end() -> None:
+    sender, values = Sender(changes=True), np.zeros(SIZE, np.float32)
+    sizes: list[int] = []
+    for version in range(40):
+        values[:400] = version
+        (bucket,) = sender.weights(version, [("values", values.copy())], None).buckets
+        assert isinstance(bucket, Version)
+        sizes.append(bucket.sent)
+    assert sizes.count(SIZE * 4) > 1
+    assert sum(size < SIZE * 4 for size in sizes) > 30
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_another_model_is_another_history(changes: bool) -> None:
+    sender = Sender(changes=changes)
+    for names in (["a", "b"], ["b"], ["a"]):
+        weights = sender.weights(0, [(name, np.zeros(SIZE)) for name in names], None)
+        assert list(weights.tensors) == names
+        assert asyncio.run(sent(weights).load()) == weights

@@ -1,0 +1,33 @@
+"""The vLLM sampler, on the real engine, against the suite that each sampler must pass."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from meshrl.testing.conformance import SAMPLER, Bench, Check, Subject, interruptions, name_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+
+CASES = {
+    "recompute": SAMPLER,
+    "keep": (interruptions.numbers_around_a_load, interruptions.a_prompt_that_was_read_before),
+}
+"""By `after_load`."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bench(request: pytest.FixtureRequest, python: str | None) -> AsyncIterator[Bench]:
+    keys = {"vllm": {"python": python, "kv_cache_mib": 32, "after_load": request.param}}
+    async with Bench(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("bench", "check"),
+    [pytest.param(way, check, id=f"{way}-{name_of(check)}") for way, checks in CASES.items() for check in checks],
+    indirect=["bench"],
+)
+async def test_the_sampler_conforms(bench: Bench, check: Check) -> None:
+    await bench.run(check)

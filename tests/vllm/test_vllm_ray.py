@@ -1,0 +1,82 @@
+"""The vLLM sampler on Ray: an engine that is killed."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshrl import (
+    Mesh,
+    NewModel,
+    PolicyConfig,
+    RankFailed,
+    Resources,
+    SamplerConfig,
+    Sampling,
+    VllmConfig,
+    respawn,
+    rollout,
+)
+from meshrl.data import Batch
+from meshrl.engines.ray import RayEngine
+from meshrl_torch.policy import TorchPolicy
+from meshrl_vllm.sampler import VllmSampler
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
+PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
+GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
+LONG = Sampling(max_tokens=200, n=16, ignore_eos=True)
+
+
+def only(found: list[psutil.Process]) -> psutil.Process:
+    (process,) = found
+    return process
+
+
+def engine_of(rank: psutil.Process) -> psutil.Process:
+    return only([child for child in rank.children() if "meshrl_vllm.worker" in child.cmdline()])
+
+
+def rank_here() -> psutil.Process:
+    """The process of the rank: the one that has an engine."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ValueError):
+            engine_of(process)
+            found.append(process)
+    return only(found)
+
+
+async def test_a_killed_engine_is_told_and_respawn_starts_another(
+    ray_cluster: None, tmp_path: Path, python: str | None
+) -> None:
+    models = [TorchPolicy(PolicyConfig(model=NEW, seed=seed)) for seed in range(2)]
+    await models[0].save(str(tmp_path / "model"))
+    weights = (await models[1].weights()).with_version(3)
+    ray = RayEngine()
+    mesh = await Mesh.reserve(ray, 1, Resources(cpus=0))
+    options = VllmConfig(python=python, kv_cache_mib=32)
+    sampler = await mesh.spawn(
+        VllmSampler, SamplerConfig(backend="vllm", model=str(tmp_path / "model"), slots=4, vllm=options)
+    )
+    await sampler.load(weights)
+    before = await rollout(sampler, PROMPTS, GREEDY)
+
+    rank = rank_here()
+    running = asyncio.create_task(rollout(sampler, PROMPTS, LONG))
+    await rollout(sampler, PROMPTS.select([0]), Sampling(max_tokens=1))  # the other has begun by then
+    engine_of(rank).kill()
+    with pytest.raises(RankFailed, match=r"vLLM's process \d+ has died \(signal SIGKILL\): respawn the sampler"):
+        await running
+    with pytest.raises(RankFailed, match="has died"):
+        await sampler.load(weights)
+    await respawn(sampler)
+    await sampler.load(weights)
+    after = await rollout(sampler, PROMPTS, GREEDY)
+    assert after.only("tokens", "versions") == before.only("tokens", "versions")
+    assert engine_of(rank).is_running(), "the rank is the same, and has one engine"
+    await ray.close()

@@ -1,0 +1,190 @@
+"""The vLLM sampler over two ranks along tp, on a CPU: its numbers are transformers', before new weights and after."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from meshrl import (
+    Batch,
+    DataError,
+    Gather,
+    Mesh,
+    RankFailed,
+    Resources,
+    SamplerConfig,
+    Sampling,
+    VllmConfig,
+    Weights,
+    endpoint,
+    rollout,
+)
+from meshrl.actor import Rank, rank_context
+from meshrl.engines.ray import RayEngine
+from meshrl.errors import ModelError
+from meshrl_hf.text import character_tokenizer
+from meshrl_vllm.sampler import VllmSampler
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
+Model: TypeAlias = "tuple[PreTrainedModel, str]"
+"""A network, and its folder."""
+GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
+LONG = Sampling(max_tokens=200, ignore_eos=True)
+
+
+def network(tied: bool, seed: int = 0) -> PreTrainedModel:
+    """A Llama of heads that vLLM's kernels for CPUs know, far from its initialisation."""
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return made
+
+
+def weights(made: PreTrainedModel, version: int) -> Weights:
+    return Weights(version, {name: each.detach().numpy() for name, each in made.named_parameters()})
+
+
+def greedy(made: PreTrainedModel, prompts: Batch = PROMPTS) -> list[list[int]]:
+    """What transformers generates."""
+    tokenizer = character_tokenizer("abcdefgh>", 256)
+    completions: list[list[int]] = []
+    for text in prompts.objects("prompt"):
+        ids = torch.tensor([tokenizer.encode(str(text))])
+        out = made.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)  # type: ignore[operator]
+        completions.append(out[0, ids.shape[1] :].tolist())
+    return completions
+
+
+class Told(NamedTuple):
+    """A row of a rollout, an entry for each token."""
+
+    tokens: NDArray[np.int64]
+    new: NDArray[np.bool_]
+    logprobs: NDArray[np.float64]
+    versions: NDArray[np.int64]
+
+
+def told(batch: Batch) -> list[Told]:
+    columns = zip(batch.tokens, batch.loss_mask, batch.sampler_logprobs, batch.versions, strict=True)
+    return [
+        Told(tokens.astype(np.int64), new.astype(np.bool_), values.astype(np.float64), versions.astype(np.int64))
+        for tokens, new, values, versions in columns
+    ]
+
+
+def completions(batch: Batch) -> list[list[int]]:
+    return [row.tokens[row.new].tolist() for row in told(batch)]
+
+
+def versions_of(batch: Batch) -> set[int]:
+    """Of all new tokens."""
+    return {version for row in told(batch) for version in row.versions[row.new].tolist()}
+
+
+async def every(stream: AsyncIterator[Batch]) -> Batch:
+    return Batch.concat([batch async for batch in stream])
+
+
+def logprobs(made: PreTrainedModel, tokens: NDArray[np.int64], temperature: float = 1.0) -> NDArray[np.float32]:
+    """Of each token but the first, given those before it."""
+    with torch.no_grad():
+        logits = made(torch.tensor([tokens.tolist()])).logits[0] / temperature
+    chosen = torch.from_numpy(tokens[1:])
+    return np.asarray(logits.log_softmax(-1)[:-1].gather(1, chosen[:, None])[:, 0])
+
+
+@pytest.fixture(scope="module", params=[True], ids=["tied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tmp_path_factory.mktemp("model")
+    made = network(request.param)
+    made.save_pretrained(folder)
+    character_tokenizer("abcdefgh>", 256).save_pretrained(folder)
+    return made, str(folder)
+
+
+def config(folder: str, python: str | None, *, sleep: bool = False) -> SamplerConfig:
+    options = VllmConfig(python=python, kv_cache_mib=32, sleep=sleep)
+    return SamplerConfig(backend="vllm", model=folder, slots=16, vllm=options)
+
+
+class Shared(VllmSampler):
+    """Tells where its engine is."""
+
+    @endpoint
+    async def pids(self) -> Gather[NDArray[np.int64]]:
+        return np.array([self.engine_pid])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model: Model, python: str | None, ray_cluster: None) -> AsyncIterator[Shared]:
+    """Over two ranks. It sleeps when it has no rows, which frees nothing on a CPU, and must change nothing either."""
+    engine = RayEngine()
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
+    yield await mesh.shape(dp=1, tp=2).spawn(Shared, config(model[1], python, sleep=True))
+    await engine.close()
+
+
+async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: Model) -> None:
+    made, _ = model
+    other = network(bool(made.config.tie_word_embeddings), seed=1)
+    assert completions(await rollout(shared, PROMPTS, GREEDY)) == greedy(made)
+    running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
+    await asyncio.sleep(0.15)
+    places = await shared.load(weights(other, 2))
+    assert set(places.row("rank").tolist()) == {0}
+    assert versions_of(await running) == {0, 2}
+    batch = await rollout(shared, PROMPTS, GREEDY)
+    assert completions(batch) == greedy(other)
+    for row in told(batch):
+        np.testing.assert_allclose(row.logprobs[row.new], logprobs(other, row.tokens)[row.new[1:]], atol=1e-4)
+    running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
+    await asyncio.sleep(0.15)
+    await shared.abort()
+    with pytest.raises(DataError, match="were aborted"):
+        await running
+
+
+async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
+    """The last test that can use this engine."""
+    engine = psutil.Process(int((await shared.pids())[0]))
+    own = [each for each in engine.children() if "Worker" in each.name()]
+    assert len(own) == 2
+    running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
+    await asyncio.sleep(0.1)
+    died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
+    own[1].kill()
+    with pytest.raises(RankFailed, match=died):
+        await running
+    with pytest.raises(RankFailed, match=died):
+        await rollout(shared, PROMPTS, GREEDY)
+    psutil.wait_procs([engine, *own], timeout=20)
+    assert not any(each.is_running() for each in own)
+
+
+async def test_heads_that_tp_does_not_divide_are_an_error_in_words(model: Model, python: str | None) -> None:
+    rank_context.set(Rank(0, 3, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 3}, 1))
+    with pytest.raises(ModelError, match=r"started: Total number of attention heads \(2\) must be divisible by.*\(3\)"):
+        VllmSampler(config(model[1], python))
