@@ -18,6 +18,7 @@ from meshrl.roles import Stateful
 
 _WHOLE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
+_FOLDER: Final = "checkpoints"
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ class Checkpoints:
 
     def __init__(self, run: Path, kept: int, resume: bool) -> None:
         """`kept`: how many stay. With `resume` the run goes on from the newest, if there is one."""
-        self._folder = run.resolve() / "checkpoints"
+        self._folder = run.resolve() / _FOLDER
         self._kept = kept
         self._actors: dict[str, Stateful] = {}
         self._places = 0
@@ -53,7 +54,7 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
         if resume:
             self._clean_up()
-            self._from = next(reversed(_whole(self._folder)), None)
+            self._from = newest_checkpoint(run)
         self.saved = _read(self._from / _RUN) if self._from else None
         """Where the run goes on from; None where it begins anew."""
 
@@ -153,6 +154,11 @@ class Checkpoints:
 
     def _saved_places(self) -> list[str]:
         return sorted(each.name for each in self._from.iterdir() if each.is_dir()) if self._from else []
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The folder of a run's newest checkpoint; None where it has none."""
+    return next(reversed(_whole(run.resolve() / _FOLDER)), None)
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: run, check, report, trace, simulate, new, configs."""
+"""The command line: run, check, serve, report, trace, simulate, new, configs."""
 
 import asyncio
 import os
@@ -25,6 +25,8 @@ from meshrl.report.reading import find_run, read_run
 from meshrl.report.trace import make_trace
 from meshrl.run import Run, RunConfig
 from meshrl.scripts import Job, about, copy_script, find_config, load_job, shipped_configs
+from meshrl.serve import Address
+from meshrl.serve import serve as serve_run
 
 app = typer.Typer(
     help="Reinforcement learning of language models.",
@@ -69,6 +71,27 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     if mistakes:
         raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
     typer.echo(f"{source}: nothing wrong was found")
+
+
+@app.command()
+def serve(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("--follow", help="Take each newer model of a run that goes on.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Who may ask: this machine, or with 0.0.0.0 all that reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    python: Annotated[
+        str | None, typer.Option(help="The interpreter that has vLLM; else the run's sampler.vllm.python, or this one.")
+    ] = None,
+) -> None:
+    """Serve a run's newest model or checkpoint by vLLM, as OpenAI's servers do, until Ctrl-C."""
+    folder, address = find_run(run).resolve(), Address(host=host, port=port, python=python, follow=follow)
+    try:
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            runner.run(_serve(folder, address))
+    except (KeyboardInterrupt, _Terminated):
+        typer.echo("The server has ended.", err=True)
 
 
 @app.command()
@@ -167,6 +190,11 @@ async def _run(job: Job[RunConfig]) -> None:
     with _cancelled_by_sigterm():
         async with Run(job.run, job.resolved) as under_way:
             await job.script.function(under_way, job.config)
+
+
+async def _serve(folder: Path, address: Address) -> None:
+    with _cancelled_by_sigterm():
+        await serve_run(folder, address, typer.echo)
 
 
 @contextmanager

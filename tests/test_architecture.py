@@ -70,7 +70,7 @@ LAYERS = (
     {"data", "losses", "engines.ray.reservation", "report.page"},
     {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
     {"balance", "schedule", "registry", "rewards", "recorder", "checkpoints", "engines.ray"},
-    {"run", "generation", "check"},
+    {"run", "generation", "check", "serve"},
     {"stream"},
     {"rollout"},
     {"testing"},

@@ -1,9 +1,12 @@
-"""The vLLM backend: a sampler on vLLM's engine, which runs in a process of its own, in an environment of its own."""
+"""The vLLM backend: a sampler on vLLM's engine, and its server, in processes and in an environment of their own."""
 
 from collections.abc import Mapping
 from typing import Final
 
 __all__ = ["ROLES"]
 
-ROLES: Final[Mapping[str, str]] = {"Sampler": "meshrl_vllm.sampler:VllmSampler"}
+ROLES: Final[Mapping[str, str]] = {
+    "Sampler": "meshrl_vllm.sampler:VllmSampler",
+    "Server": "meshrl_vllm.server:VllmServer",
+}
 """Where each role's class is. Strings, so that looking a role up imports no torch."""

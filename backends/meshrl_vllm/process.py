@@ -1,7 +1,6 @@
 """The engine's process as a sampler sees it: what is sent there, and who waits for what comes back."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -14,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TypeVar
 
-import meshrl_vllm
 from meshrl.errors import ModelError
+from meshrl_vllm.environment import environment
 from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
 
 T = TypeVar("T")
@@ -35,10 +34,6 @@ class EngineProcess:
         """ModelError where it does not start."""
         self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
         self._log = Path(self._folder.name, "log")
-        # The other environment is to see this package, and nothing else of ours.
-        paths = Path(self._folder.name, "path")
-        paths.mkdir()
-        (paths / meshrl_vllm.__name__).symlink_to(Path(meshrl_vllm.__file__).parent)
         self._connection, theirs = Pipe()
         command = [python or sys.executable, "-m", "meshrl_vllm.worker", str(theirs.fileno())]
         try:
@@ -50,7 +45,7 @@ class EngineProcess:
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # it ends when this process is gone, and then in good order
-                    env={**os.environ, "PYTHONPATH": str(paths)},
+                    env=environment(Path(self._folder.name)),
                 )
         except OSError as error:
             self._folder.cleanup()

@@ -1,0 +1,31 @@
+"""A server's workers, which take the weights of a folder when they are told to."""
+
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from meshrl_vllm import transfer
+
+NAME = transfer.NAME
+"""What vLLM knows the engine as that begins and ends an update; to import it is to register it."""
+
+
+class Extension:
+    """What a worker can do besides."""
+
+    weight_transfer_engine: Any
+
+    def take_folder(self, folder: str) -> None:
+        """Load the tensors of a Hugging Face folder, between the beginning and the end of an update."""
+        self.weight_transfer_engine.model.load_weights(_tensors(Path(folder)))
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        yield from load_file(file).items()

@@ -1,0 +1,50 @@
+"""The server's process: vLLM's own server, started as it has to be on this machine.
+
+    python -m meshrl_vllm.launch OPTION...
+
+The options are those of vLLM's server. It ends when its standard input does. It needs vLLM alone.
+"""
+
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false
+
+import os
+import runpy
+import signal
+import sys
+import threading
+from typing import Final
+
+_CPU_CACHE_BYTES: Final = 512 << 20
+"""Of keys and values, on a CPU."""
+
+
+def main() -> None:
+    """Serve until the parent is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Before vLLM is imported, which reads these.
+    os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    try:
+        from vllm.platforms import current_platform  # noqa: PLC0415 -- as above
+    except ModuleNotFoundError as error:
+        sys.exit(f"{sys.executable} has no vLLM: {error}")
+
+    options: list[str] = []
+    if current_platform.is_cpu():
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+        # A request with a seed whose prompt is read in two steps ends vLLM: its generator cannot step back.
+        options += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        options += ["--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES)]
+    sys.argv += options
+    # Not the command `vllm`, which builds for CPUs lack.
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def _end_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

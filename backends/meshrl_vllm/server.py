@@ -1,0 +1,168 @@
+"""vLLM's own server, in a process of its own: it answers as OpenAI's servers do."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from meshrl.errors import ConfigError, ModelError
+from meshrl.serve import Server, ServerConfig
+from meshrl_vllm.environment import environment
+
+_PATIENCE: Final = 600.0
+"""Seconds that the server has to start, and an answer to come."""
+_GRACE: Final = 10.0
+"""Seconds that it has to end by itself."""
+_LINES: Final = 20
+"""Of its output, in an error."""
+_OWN: Final = ("127.0.0.1", "localhost", "::1")
+"""Names that only this machine has for itself."""
+
+
+class VllmServer(Server):
+    """Completions and, where the tokenizer has a template, chats, under the run's name."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """ConfigError where the address cannot be used."""
+        _check_address(config)
+        self._config = config
+        self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
+        self._log = Path(self._folder.name, "log")
+        variables = environment(Path(self._folder.name))
+        variables.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        options = {
+            "--model": config.model,
+            "--dtype": config.dtype,
+            "--served-model-name": config.name,
+            "--host": config.host,
+        }
+        if config.follow:
+            variables["VLLM_SERVER_DEV_MODE"] = "1"  # it has the endpoints for new weights
+            options["--weight-transfer-config"] = '{"backend": "meshrl"}'
+            options["--worker-extension-cls"] = "meshrl_vllm.following.Extension"
+        words = [word for option in options.items() for word in option]
+        command = [config.python or sys.executable, "-m", "meshrl_vllm.launch"]
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the user names
+                    [*command, *words, "--port", str(config.port)],
+                    stdin=subprocess.PIPE,  # it ends with this process, however that ends
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is ours
+                    env=variables,
+                )
+        except OSError as error:
+            self._folder.cleanup()
+            raise ModelError(f"vLLM's server cannot be started: {error}. Give --python an interpreter of an "
+                             "environment that has vLLM") from error  # fmt: skip
+
+    async def started(self) -> str:
+        """Wait until it answers; a line for the shell that asks it something. ModelError where it does not start."""
+        async with asyncio.timeout(_PATIENCE):
+            while not await asyncio.to_thread(self._answers):
+                self.check()
+                await asyncio.sleep(0.2)
+        if self._config.follow:
+            await self._post("init_weight_transfer_engine", init_info={})
+        return self._example()
+
+    def check(self) -> None:
+        """ModelError where the process has ended."""
+        code = self._process.poll()
+        if code is None:
+            return
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
+        raise ModelError(
+            f"vLLM's server has ended ({how}): give --python an interpreter of an environment that has vLLM, or mend "
+            "what its last lines say:\n" + "\n".join(f"  {line}" for line in lines)
+        )
+
+    async def load(self, folder: str, version: str) -> None:
+        """Take the weights of a folder between two steps; what is being decoded goes on, its tokens read again."""
+        await self._post("pause?mode=keep")
+        await self._post("start_weight_update")
+        await self._post("collective_rpc", method="take_folder", args=[folder])
+        await self._post("finish_weight_update", weight_version=version)
+        await self._post("reset_prefix_cache?reset_running_requests=true")
+        await self._post("resume")
+
+    def close(self) -> None:
+        """End the process and those that it has made."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._folder.cleanup()
+
+    @property
+    def _host(self) -> str:
+        """Where it can be asked from here."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)  # noqa: S104 -- a key
+
+    def _answers(self) -> bool:
+        try:
+            return self._request("GET", "health")[0] == http.HTTPStatus.OK
+        except OSError:
+            return False
+
+    async def _post(self, path: str, **body: object) -> None:
+        try:
+            status, text = await asyncio.to_thread(self._request, "POST", path, json.dumps(body) if body else None)
+        except (OSError, http.client.HTTPException) as error:
+            self.check()
+            raise ModelError(f"vLLM's server does not answer: {type(error).__name__}: {error}") from error
+        if status != http.HTTPStatus.OK:
+            raise ModelError(f"vLLM's server has refused /{path}: {status}: {text}")
+
+    def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self._host, self._config.port, timeout=_PATIENCE)
+        try:
+            connection.request(method, f"/{path}", body, {"Content-Type": "application/json"} if body else {})
+            response = connection.getresponse()
+            return response.status, response.read().decode(errors="replace")
+        finally:
+            connection.close()
+
+    def _example(self) -> str:
+        config = self._config
+        asked = {"messages": [{"role": "user", "content": config.prompt}]} if config.chat else {"prompt": config.prompt}
+        body = json.dumps({"model": config.name, **asked, "max_tokens": config.max_tokens}, ensure_ascii=False)
+        address = f"{f'[{self._host}]' if ':' in self._host else self._host}:{config.port}"
+        path = "chat/completions" if config.chat else "completions"
+        return f"curl http://{address}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def _check_address(config: ServerConfig) -> None:
+    """ConfigError where nothing can listen there, or others would reach the endpoints for new weights."""
+    if config.follow and config.host not in _OWN:
+        raise ConfigError(
+            f"--follow with --host {config.host}: whoever reaches a server that takes new weights may change them. "
+            f"Follow on {_OWN[0]}, and let a proxy or a tunnel hand on /v1 alone"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {config.host} --port {config.port}: cannot be used: {error.strerror}. Give another"
+        ) from error

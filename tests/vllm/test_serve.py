@@ -1,0 +1,150 @@
+"""`meshrl serve` on vLLM's real server: it answers as transformers does, and follows a run that goes on."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+WORDS = [first + second for first in "abcdefgh" for second in "abcdefgh"]
+CONFIG = """
+algorithm = "sft"
+rows = 8
+steps = 6
+
+[run]
+name = "tiny"
+checkpoint_every = 4
+
+[task]
+source = "words.jsonl"
+held_out = 0
+
+[policy]
+model = { characters = "abcdefgh>", hidden_size = 64, ffn_size = 96, layers = 2, heads = 2, max_tokens = 128 }
+
+[policy.optimizer]
+lr = 1e-2
+
+[sampler.vllm]
+python = "PYTHON"
+"""
+PROMPTS = [[2, 3, 10], [9, 8, 10], [4]]
+MESHRL = [sys.executable, "-c", "from meshrl.cli import main; main()"]
+
+
+class Served(NamedTuple):
+    """A run, and the server of it."""
+
+    run: Path
+    server: "subprocess.Popen[str]"
+    port: int
+
+    def says(self) -> str:
+        """Its next line."""
+        assert self.server.stdout
+        return self.server.stdout.readline().strip()
+
+    def ask(self, prompt: list[int], **asked: object) -> list[int]:
+        """The tokens of a completion."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
+        try:
+            connection.request(
+                "POST", "/v1/completions", json.dumps({**body, **asked}), {"Content-Type": "application/json"}
+            )
+            answer = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
+
+
+@pytest.fixture
+def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
+    """A run that was killed after its checkpoint, as it were, and a server that follows it."""
+    (tmp_path / "words.jsonl").write_text(
+        "".join(f'{{"question": "{word}>", "answer": "{word[::-1]}"}}\n' for word in WORDS)
+    )
+    (tmp_path / "tiny.toml").write_text(CONFIG.replace("PYTHON", python or sys.executable))
+    subprocess.run([*MESHRL, "run", "tiny.toml"], cwd=tmp_path, check=True, capture_output=True)
+    run = tmp_path / "runs" / "tiny"
+    (run / "model").rename(tmp_path / "finished")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        [*MESHRL, "serve", "tiny", "--follow", "--port", str(port)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield Served(run, server, port)
+    server.terminate()
+    server.wait()
+    assert server.stdout
+    server.stdout.close()
+
+
+def greedy(network: PreTrainedModel) -> list[list[int]]:
+    """What transformers generates."""
+    completions: list[list[int]] = []
+    for prompt in PROMPTS:
+        out = network.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )  # type: ignore[operator]
+        completions.append(out[0, len(prompt) :].tolist())
+    return completions
+
+
+def test_a_run_is_served_and_followed(served: Served) -> None:
+    finished = served.run.parents[1] / "finished"
+    network: PreTrainedModel = AutoModelForCausalLM.from_pretrained(finished)
+    after = greedy(network)
+    checkpoint = served.run / "checkpoints" / "step-000004"
+    state = load_file(checkpoint / "0-policy" / "state.safetensors")
+    tensors = {name.removeprefix("model/"): each for name, each in state.items() if name.startswith("model/")}
+    network.load_state_dict(tensors, strict=False)  # the head is the embeddings
+    before = greedy(network)
+    assert before != after, "nothing would tell the two apart"
+
+    assert served.says() == f"{checkpoint.resolve()} is loaded"
+    assert served.says() == f"http://127.0.0.1:{served.port} answers: try"
+    shell = subprocess.run(["bash", "-c", served.says()], capture_output=True, text=True, check=True)  # noqa: S607
+    assert json.loads(shell.stdout)["model"] == "tiny"
+    assert [served.ask(prompt, temperature=0) for prompt in PROMPTS] == before
+
+    over, lengths = threading.Event(), list[int]()
+
+    def keep_asking() -> None:
+        while not over.is_set():
+            lengths.append(len(served.ask([4], max_tokens=120)))
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    finished.rename(served.run / "model")
+    os.utime(served.run / "model" / "config.json")
+    assert served.says() == f"{(served.run / 'model').resolve()} is served"
+    over.set()
+    asking.join()
+    assert set(lengths) == {120}  # generation went on
+    assert [served.ask(prompt, temperature=0) for prompt in PROMPTS] == after
+
+    served.server.send_signal(signal.SIGINT)
+    assert served.server.wait(60) == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", served.port))
