@@ -10,10 +10,10 @@ batching   `generate_batch`'s manager, kept from turn to turn; a limit for each 
 float32 and sdpa, a growing cache, and blocks for all tokens of all rows.
 """
 
-import atexit
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -53,6 +53,9 @@ class Generate:
         new = out[:, batch["input_ids"].shape[1] :]
         return int(((new == self.eos).int().argmax(1) + 1).sum())
 
+    def close(self) -> None:
+        """Nothing goes on."""
+
 
 class Batching:
     """transformers' continuous batching."""
@@ -71,7 +74,6 @@ class Batching:
             ),
         )
         self.manager.start()
-        atexit.register(self.manager.stop)
 
     def __call__(self) -> int:
         """The number of new tokens."""
@@ -91,6 +93,10 @@ class Batching:
                 left -= 1
         return tokens
 
+    def close(self) -> None:
+        """End its thread, which Python would wait for."""
+        self.manager.stop()
+
 
 @torch.no_grad()
 def main(kind: str, folder: str, job_path: str) -> None:
@@ -98,13 +104,13 @@ def main(kind: str, folder: str, job_path: str) -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    rollouts = {"generate": Generate, "batching": Batching}[kind](model, tokenizer, job)
-    print('{"ready": true}', flush=True)
-    for _ in sys.stdin:
-        began = time.perf_counter()
-        tokens = rollouts()
-        wall = time.perf_counter() - began
-        print(json.dumps({"wall": wall, "rows": len(job["rows"]), "tokens": tokens}), flush=True)
+    with closing({"generate": Generate, "batching": Batching}[kind](model, tokenizer, job)) as rollouts:
+        print('{"ready": true}', flush=True)
+        for _ in sys.stdin:
+            began = time.perf_counter()
+            tokens = rollouts()
+            wall = time.perf_counter() - began
+            print(json.dumps({"wall": wall, "rows": len(job["rows"]), "tokens": tokens}), flush=True)
 
 
 if __name__ == "__main__":
