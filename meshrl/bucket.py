@@ -25,7 +25,6 @@ _SHARED_FROM: Final = 1 << 20
 """Bytes of the smallest bucket in shared memory."""
 _THREADS: Final = min(8, free_cores())
 """That copy and read tensors: one does not fill the memory's bandwidth."""
-_threads: Final = ThreadPoolExecutor(_THREADS, "meshrl-bucket")
 
 T = TypeVar("T")
 
@@ -58,16 +57,16 @@ class Bucket:
     @classmethod
     def pack(cls, arrays: Mapping[str, Array]) -> "Bucket":
         """Copy arrays, into shared memory where there is some. DataError for what is not numbers."""
+        arrays = {name: _native(array, name) for name, array in arrays.items()}
         starts: dict[str, int] = {}
         end = 0
         for name, array in arrays.items():
-            check_dtype(array, f"weight `{name}`")
             starts[name] = end
             end += -(-array.nbytes // _ALIGNED) * _ALIGNED
         writing = pool.write(end) if end >= _SHARED_FROM else None
         memory = writing.memory if writing else np.empty(end, np.uint8)
         places = [memory[starts[name] : starts[name] + array.nbytes] for name, array in arrays.items()]
-        made = _in_threads(lambda pair: _copied(*pair), list(zip(arrays.values(), places, strict=True)))
+        made = _in_threads(lambda pair: _copied(*pair), list(zip(arrays.values(), places, strict=True)), end)
         index = {
             name: Entry(array.dtype.name, array.shape, starts[name], fingerprint)
             for (name, array), fingerprint in zip(arrays.items(), made, strict=True)
@@ -109,7 +108,7 @@ class Bucket:
         """The same tensors, kept where they are or by `put`, if they have more than `limit` bytes."""
         if self.nbytes <= limit or self.held:
             return self
-        held = SharedHeld(self) if shares and self.segment else self._origin or put(self)
+        held = SharedHeld.of(self, self.segment) if shares and self.segment else self._origin or put(self)
         return Bucket(self.index, self.nbytes, held)
 
     def fetched_by(self, held: Held) -> "Bucket":
@@ -132,7 +131,7 @@ class Bucket:
 
     def damaged(self) -> list[str]:
         """The tensors whose bytes are not those that were packed."""
-        made = _in_threads(fingerprint, list(self.arrays.values()))
+        made = _in_threads(fingerprint, list(self.arrays.values()), self.nbytes)
         return [name for (name, entry), each in zip(self.index.items(), made, strict=True) if each != entry.fingerprint]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Bucket"], tuple[object, ...]]:
@@ -146,9 +145,15 @@ class SharedHeld(Held):
 
     way = "shared memory"
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, path: str, size: int, index: Mapping[str, Entry], nbytes: int, bucket: Bucket | None) -> None:
+        """`size`: the segment's bytes; `bucket`: None where it is gone."""
+        self._key = path, size, index, nbytes
         self._bucket = bucket
-        self._gone: DataError | None = None
+
+    @classmethod
+    def of(cls, bucket: Bucket, segment: Segment) -> "SharedHeld":
+        """A bucket in a segment."""
+        return cls(segment.path, segment.nbytes, dict(bucket.index), bucket.nbytes, bucket)
 
     @classmethod
     async def fetch(cls, held: Sequence[Held]) -> list[object]:
@@ -156,14 +161,12 @@ class SharedHeld(Held):
         return [each.bucket() for each in cast("Sequence[SharedHeld]", held)]
 
     def bucket(self) -> Bucket:
-        """What is held."""
-        if self._gone:
-            raise self._gone
-        return self._bucket
+        """What is held. DataError where it is gone."""
+        path, size, index, nbytes = self._key
+        return self._bucket or Bucket(index, nbytes, Segment(path, size))
 
     def __reduce__(self) -> tuple[Callable[..., "SharedHeld"], tuple[object, ...]]:
-        segment = cast("Segment", self._bucket.segment)
-        return _mapped, (segment.path, segment.nbytes, dict(self._bucket.index), self._bucket.nbytes)
+        return _leased, self._key
 
 
 def fingerprint(array: Array) -> int:
@@ -171,11 +174,20 @@ def fingerprint(array: Array) -> int:
     return int(xxh3_64(raw(np.ascontiguousarray(array))).intdigest())
 
 
-def _in_threads(what: Callable[[T], int], values: Sequence[T]) -> list[int]:
+def _in_threads(what: Callable[[T], int], values: Sequence[T], nbytes: int) -> list[int]:
     """What is made of each; of neighbours by one thread, which is faster than in turns."""
-    each = max(1, -(-len(values) // _THREADS))
+    if nbytes < _SHARED_FROM:
+        return list(map(what, values))
+    each = -(-len(values) // _THREADS)
     runs = [values[start : start + each] for start in range(0, len(values), each)]
-    return [made for run in _threads.map(lambda run: [what(value) for value in run], runs) for made in run]
+    with ThreadPoolExecutor(_THREADS, "meshrl-bucket") as threads:
+        return [made for run in threads.map(lambda run: list(map(what, run)), runs) for made in run]
+
+
+def _native(array: Array, name: str) -> Array:
+    """The same numbers in this machine's byte order."""
+    check_dtype(array, f"weight `{name}`")
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _view(memory: Bytes, entry: Entry) -> Array:
@@ -198,10 +210,9 @@ def _unpickled(index: Mapping[str, Entry], nbytes: int, buffer: Buffer, dtype: s
     return Bucket(index, nbytes, cast("Bytes", from_raw(buffer, dtype, shape)))
 
 
-def _mapped(path: str, size: int, index: Mapping[str, Entry], nbytes: int) -> SharedHeld:
+def _leased(path: str, size: int, index: Mapping[str, Entry], nbytes: int) -> SharedHeld:
     try:
-        return SharedHeld(Bucket(index, nbytes, Segment(path, size)))
-    except DataError as error:  # told where it is fetched: nobody hears what is raised here
-        held = SharedHeld(Bucket(index, nbytes, np.empty(0, np.uint8)))
-        held._gone = error  # noqa: SLF001 -- its own
-        return held
+        bucket = Bucket(index, nbytes, Segment(path, size))
+    except DataError:  # told where it is fetched: nobody hears what is raised here
+        bucket = None
+    return SharedHeld(path, size, index, nbytes, bucket)

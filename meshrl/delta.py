@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrl.actor import current_rank
 from meshrl.bucket import Bucket, Entry
 from meshrl.held import Held, Put, fetched
 from meshrl.sharding import Array
@@ -50,10 +51,10 @@ class Change(NamedTuple):
 class Chain:
     """A bucket's history, on the rank that makes it."""
 
-    def __init__(self, place: int, first: Bucket) -> None:
+    def __init__(self, place: tuple[int, int], first: Bucket) -> None:
         self.token: Final = secrets.token_hex(8)
         self.place: Final = place
-        """Which of a model's buckets it is."""
+        """Whose it is of a policy's ranks, and which of its buckets."""
         self._first = first
         self._last = first
         self._changes: list[Change] = []
@@ -114,23 +115,28 @@ class Sender:
     def __init__(self, *, changes: bool) -> None:
         """`changes`: send what changed alone, to those who share no memory; it keeps the version before."""
         self._changes = changes
+        self._rank = current_rank().index
         self._chains: list[Chain] = []
+        self._latest: Weights | None = None
+        """Their memory is not written anew while they are on their way to a first reader."""
 
     def weights(self, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None) -> Weights:
         """A copy of the tensors."""
-        whole = Weights.streamed(version, tensors, probe)
+        whole = self._latest = Weights.streamed(version, tensors, probe)
         if not self._changes:
             return whole
         grown = [chain.grown(bucket) for chain, bucket in zip(self._chains, whole.buckets, strict=False)]
         new = whole.buckets[len(grown) :]
-        self._chains = grown + [Chain(place, bucket) for place, bucket in enumerate(new, len(grown))]
+        self._chains = grown + [Chain((self._rank, at), bucket) for at, bucket in enumerate(new, len(grown))]
         return Weights.of(version, [chain.newest() for chain in self._chains], probe)
 
 
 class ChainHeld(Held):
     """A version of a bucket, held as the first one and what changed from each to the next."""
 
-    def __init__(self, token: str, place: int, held: Sequence[Held], index: Mapping[str, Entry], nbytes: int) -> None:
+    def __init__(
+        self, token: str, place: tuple[int, int], held: Sequence[Held], index: Mapping[str, Entry], nbytes: int
+    ) -> None:
         self._token = token
         self._place = place
         self._held = held
@@ -177,7 +183,7 @@ class _Fetched(NamedTuple):
     bucket: Bucket
 
 
-_fetched: Final[dict[tuple[int, int], _Fetched]] = {}
+_fetched: Final[dict[tuple[tuple[int, int], int], _Fetched]] = {}
 """What was fetched last of each of a model's buckets, by its place and size."""
 
 

@@ -23,6 +23,10 @@ class ModelError(MeshrlError):
     """A model folder or file cannot be used."""
 
 
+class EngineDied(ModelError):
+    """What an actor computes with has ended, such as an inference engine's process: a `respawn` makes another."""
+
+
 class BackendError(MeshrlError):
     """A backend is unknown, not installed, or has no such role."""
 

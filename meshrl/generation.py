@@ -12,7 +12,7 @@ from meshrl.assembly import Assembly
 from meshrl.balance import NOWHERE, Balance, Share
 from meshrl.changes import Changes
 from meshrl.data import Batch
-from meshrl.errors import DataError, RankDied
+from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
 from meshrl.handle import divided, parts, respawn
 from meshrl.ledger import Ledger
 from meshrl.prompts import Prompts
@@ -207,7 +207,9 @@ class Generation:
         async with self._changing:
             try:
                 await change()
-            except RankDied as error:
+            except (RankDied, RankFailed) as error:
+                if not _died(error):
+                    raise
                 await self._revive(error)
 
     async def _recover(self, life: int, error: Exception) -> None:
@@ -231,9 +233,9 @@ class Generation:
             self._halted -= 1
             self._shared.changes.tell()
 
-    async def _new_life(self, error: Exception) -> RankDied | None:
+    async def _new_life(self, error: Exception) -> Exception | None:
         """What ended the new life before it had its weights, or None."""
-        died = isinstance(error, RankDied)
+        died = _died(error)
         if not self._retries or (died and self._weights is None):
             raise error  # also where nobody here knows the weights that it had
         self._retries -= 1
@@ -245,7 +247,9 @@ class Generation:
         try:
             await respawn(self.sampler)
             await load_into(self.sampler, self._weights)
-        except RankDied as again:
+        except (RankDied, RankFailed) as again:
+            if not _died(again):
+                raise
             return again
         return None
 
@@ -256,3 +260,8 @@ class Generation:
             for label in labels:
                 it.ledger.restart(label)
             it.prompts.put_back(it.assembly.lose(labels))
+
+
+def _died(error: Exception) -> bool:
+    """Whether a sampler can do nothing more until it is respawned."""
+    return isinstance(error, RankDied) or (isinstance(error, RankFailed) and isinstance(error.__cause__, EngineDied))

@@ -36,10 +36,9 @@ class Segment:
         self.path: Final = path
         self.nbytes: Final = nbytes
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = _lease(path)
         except OSError as error:
             raise DataError(f"{nbytes} bytes in this machine's shared memory are gone: {error}") from None
-        fcntl.flock(file, fcntl.LOCK_SH)
         leased = _Leased(file, nbytes, prot=mmap.PROT_READ)
         leased.file = file
         self.memory: Final[Bytes] = np.frombuffer(leased, np.uint8)
@@ -52,6 +51,19 @@ class _Leased(mmap.mmap):
 
     def __del__(self) -> None:
         os.close(self.file)
+
+
+def _lease(path: str) -> int:
+    """Open a segment under the name that it still has. OSError where it has none, or is being written anew."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if Path(path).stat().st_ino != os.fstat(file).st_ino:
+            raise FileNotFoundError(path)  # its memory was written anew before the lease
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 class _Own:
@@ -77,12 +89,16 @@ class _Own:
         self.written = False
 
     def free(self) -> bool:
-        """Take it for writing, unless it is written or somebody has a lease. What it held cannot be found any more."""
+        """Take it for writing, unless it is written or somebody has a lease. What it held cannot be found any more.
+
+        FileNotFoundError where it was swept.
+        """
         if not self.written:
             return False
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            fcntl.flock(self.file, fcntl.LOCK_SH)  # which the attempt has let go
             return False
         path = FOLDER / f"{_PREFIX}{secrets.token_hex(8)}"
         self.path.rename(path)
@@ -108,9 +124,10 @@ class Writing:
     def done(self) -> Segment:
         """What is written, to be read by all."""
         fcntl.flock(self._own.file, fcntl.LOCK_SH)
-        segment = Segment(str(self._own.path), self._nbytes)
-        self._own.written = True
-        return segment
+        return Segment(str(self._own.path), self._nbytes)
+
+    def __del__(self) -> None:
+        self._own.written = True  # or given up
 
 
 class Pool:
@@ -131,14 +148,22 @@ class Pool:
                 self._swept = True
                 sweep()
                 atexit.register(self.close)
-            fit = (own for own in self._segments if nbytes <= own.nbytes <= max(nbytes * _WASTE, mmap.PAGESIZE))
-            own = next((own for own in fit if own.free()), None) or self._new(nbytes)
+            fit = [own for own in self._segments if nbytes <= own.nbytes <= max(nbytes * _WASTE, mmap.PAGESIZE)]
+            own = next((own for own in fit if self._free(own)), None) or self._new(nbytes)
             return Writing(own, nbytes) if own else None
+
+    def _free(self, own: _Own) -> bool:
+        try:
+            return own.free()
+        except FileNotFoundError:  # somebody took it for one that a killed process left
+            self._segments.remove(own)
+            own.close()
+            return False
 
     def _new(self, nbytes: int) -> _Own | None:
         own = _made(nbytes)
         if own is None:
-            for each in [each for each in self._segments if each.free()]:
+            for each in [each for each in self._segments if self._free(each)]:
                 self._segments.remove(each)
                 each.close()
             own = _made(nbytes)
@@ -154,6 +179,14 @@ class Pool:
         for own in self._segments:
             own.close()
         self._segments.clear()
+
+    def forget(self) -> None:
+        """After a fork: the segments are the other process's."""
+        for own in self._segments:
+            os.close(own.file)
+        self._segments = []
+        self._lock = threading.Lock()
+        self._swept = False
 
 
 def _made(nbytes: int) -> _Own | None:
@@ -177,3 +210,4 @@ def sweep() -> None:
 
 pool: Final = Pool()
 """Of this process."""
+os.register_at_fork(after_in_child=pool.forget)

@@ -167,18 +167,12 @@ class Weights(Holder):
         return f"Weights(version {self._version}, {sum(len(bucket.index) for bucket in self._buckets)} tensors, {size})"
 
 
-_latest: Final[list[Bucket]] = []
-
-
 def _received(version: int, buckets: Sequence[Bucket], probe: Probe | None) -> Weights:
     return Weights.of(version, buckets, probe)
 
 
 def _packed(tensors: Iterable[tuple[str, Array]]) -> Sequence[Bucket]:
-    buckets = list(map(Bucket.pack, _lots(tensors)))
-    # Until the next ones are made: the memory is not written anew while these are on their way to a first reader.
-    _latest[:] = buckets
-    return buckets
+    return list(map(Bucket.pack, _lots(tensors)))
 
 
 def _lots(pairs: Iterable[tuple[str, Array]]) -> Iterable[Mapping[str, Array]]:

@@ -28,6 +28,7 @@ PUBLIC = [
     "CriticConfig",
     "CrossEntropy",
     "DataError",
+    "EngineDied",
     "FsdpConfig",
     "Gae",
     "Gather",

@@ -18,13 +18,19 @@ from meshrl_hf.scoring import Predict, logprobs
 
 _ROWS: Final = 4
 _TOKENS: Final = 16
+_FEWEST: Final = 2
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
 """By the sampler's dtype: how far apart policy and sampler may be on average."""
 
 
-def probe(model: LanguageModel, predict: Predict, version: int, budget: int, peers: Peers = ALONE) -> Probe:
-    """What a model says of tokens that hang on the version alone: every rank at the same time."""
+def probe(model: LanguageModel, predict: Predict, version: int, budget: int, peers: Peers = ALONE) -> Probe | None:
+    """What a model says of tokens that hang on the version alone: every rank at the same time.
+
+    None where a model reads so few that there is nothing to predict.
+    """
     length = min(_TOKENS, model.max_tokens - 1)
+    if length < _FEWEST:
+        return None
     tokens = np.random.default_rng(version).integers(0, model.known, (_ROWS, length), np.int32)
     return Probe(tokens, _logprobs(model, predict, tokens, budget, peers))
 
@@ -41,6 +47,11 @@ def apart(asked: Probe, logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float3
 
 def check(weights: Weights, found: float, dtype: str) -> None:
     """ModelError where a sampler that has taken weights computes something else than the policy that made them."""
+    if weights.probe is not None and not np.isfinite(weights.probe.logprobs).all():
+        raise ModelError(
+            f"the weights of version {weights.version} give log-probs that are not finite in the policy itself: "
+            "training has broken the model. Go on from a checkpoint, with a lower policy.optimizer.lr"
+        )
     if not found <= TOLERANCE[dtype]:
         raise ModelError(
             f"the weights of version {weights.version} arrived, and yet the sampler's log-probs are {found:.3g} from "

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.bucket import fingerprint
 from meshrl.errors import ModelError
 from meshrl.sharding import Array
 from meshrl.weights import Weights
@@ -22,9 +21,9 @@ def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
-    """Copy the weights into a model's tensors; ModelError, and nothing copied, if they are not of this model.
+    """Copy the weights into a model's tensors.
 
-    ModelError too where the tensors have not, then, the bytes that were sent.
+    ModelError, and nothing copied, if they are not of this model or have not the bytes that were sent.
     """
     own = {name: _array(tensor) for name, tensor in tensors.items()}
     given = weights.tensors
@@ -42,14 +41,13 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
                 f"model has {array.dtype}{list(array.shape)}: give the policy and the sampler the same `model` and "
                 "`dtype`"
             )
-    for name, array in own.items():
-        np.copyto(array, given[name])
-    sent = {name: entry.fingerprint for bucket in weights.buckets for name, entry in bucket.index.items()}
-    if damaged := [name for name, array in own.items() if fingerprint(array) != sent[name]]:
+    if damaged := [name for bucket in weights.buckets for name in bucket.damaged()]:
         raise ModelError(
             f"weights of version {weights.version} did not arrive as they were sent: {_some('differ', damaged)}. "
             "Publish them again"
         )
+    for name, array in own.items():
+        np.copyto(array, given[name])
 
 
 def _array(tensor: Tensor) -> Array:

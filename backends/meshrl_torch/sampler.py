@@ -10,6 +10,7 @@ import torch
 from meshrl.actor import current_rank
 from meshrl.calls import Calls
 from meshrl.data import Batch
+from meshrl.errors import ModelError
 from meshrl.roles import Sampler, SamplerConfig, Sampling
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
@@ -43,11 +44,16 @@ class TorchSampler(Sampler):
         self._taken = adapters(tensors) if config.lora else tensors
         """What new weights are copied into."""
         self._version = 0
+        self._refused = ""
+        """Why nothing that the model draws may be trusted; empty while it may."""
         self._calls = Calls()
         self._caches: list[Cache] = []
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Finished rollouts, all that finished in some steps at a time; no rows give one batch of none."""
+        """Finished rollouts, all that finished in some steps at a time; no rows give one batch of none.
+
+        ModelError where the last weights do not compute what the policy does.
+        """
         rollouts = Rollouts(self._model, prompts, sampling)
         if len(rollouts.ended.rows):
             yield rollouts.batch(rollouts.ended, self._version)
@@ -64,6 +70,8 @@ class TorchSampler(Sampler):
                     if not await call.step():
                         decoder.stop()
                         break
+                    if self._refused:
+                        raise ModelError(self._refused)
                     version = self._version
                     decoder.step(version)
         finally:
@@ -75,15 +83,20 @@ class TorchSampler(Sampler):
     async def load(self, weights: Weights) -> Batch:
         """Copy the weights in place; rows being decoded go on with them from their next token.
 
-        ModelError where they are of another model, or did not arrive as they were sent.
+        ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
+        Where they arrived and the model computes something else than the policy, it draws no more until others come.
         """
         async with self._calls.loading() as places:
             import_weights(self._taken, weights)
-            self._version = weights.version
+            self._version, self._refused = weights.version, ""
             if weights.probe is None:
                 return places
             found = difference(self._model, partial(predicted, self._model), weights.probe)
-        check(weights, found, self._config.dtype)
+            try:
+                check(weights, found, self._config.dtype)
+            except ModelError as error:
+                self._refused = str(error)
+                raise
         return places.assign(difference=np.full(len(places), found))
 
     async def replay(self, record: Batch) -> None:

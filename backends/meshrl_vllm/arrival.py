@@ -8,10 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
@@ -25,25 +23,18 @@ Known = Mapping[str, tuple[str, list[int]]]
 """Dtype and shape of each tensor of the model, by its Hugging Face name."""
 
 
-def known_tensors(folder: Path, dtype: str) -> Known:
-    """What a folder's safetensors hold; floating tensors in the engine's dtype."""
-    found: dict[str, tuple[str, list[int]]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            head = msgspec.json.decode(opened.read(int.from_bytes(opened.read(8), "little")))
-        found.update({name: (dtype, it["shape"]) for name, it in head.items() if name != "__metadata__"})
-    return found
-
-
 def wrong(load: Load, known: Known) -> str | None:
     """Why these are not the model's weights, as they were sent; None where they are."""
     there = {part.name: (part.dtype, part.shape) for bucket in load.buckets for part in bucket.parts}
     for name in sorted(known.keys() | there.keys()):
         if there.get(name) != known.get(name):
-            return f"`{name}` is {_told(there.get(name))} there and {_told(known.get(name))} in the model"
+            return (
+                f"`{name}` is {_told(there.get(name))} there and {_told(known.get(name))} in the model. Give the "
+                "policy and the sampler the same `model` and `dtype`"
+            )
     damaged = [name for bucket in load.buckets for name in _damaged(bucket.path, bucket.parts)]
     if damaged:
-        return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}"
+        return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}. Publish them again"
     return None
 
 

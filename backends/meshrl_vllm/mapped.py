@@ -3,18 +3,21 @@
 import mmap
 import os
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 _kept: Final[dict[int, "_Mapped"]] = {}
 """By the file's number, which no other file gets meanwhile."""
+_lock: Final = Lock()
 
 
 def mapped(path: str) -> mmap.mmap:
-    """The bytes of a file that its writer uses again and again. What is written into them here stays here.
+    """The bytes of a file that its writer uses again and again, for readers that want memory that they could write.
 
-    Kept until another one is asked for after its writer has removed it.
+    Not to be written: a page that was written here hides what its writer makes of it later. Kept until another one is
+    asked for after its writer has removed it.
     """
-    with Path(path).open("rb") as file:
+    with _lock, Path(path).open("rb") as file:
         number = os.fstat(file.fileno()).st_ino
         if number not in _kept:
             for each in [each for each, one in _kept.items() if one.removed]:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TypeVar
 
-from meshrl.errors import ModelError
+from meshrl.errors import EngineDied, ModelError
 from meshrl_vllm.environment import environment
 from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
 
@@ -31,7 +31,7 @@ class EngineProcess:
     """vLLM in a process of its own."""
 
     def __init__(self, start: Start, python: str | None) -> None:
-        """ModelError where it does not start."""
+        """EngineDied where it does not start."""
         self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
         self._log = Path(self._folder.name, "log")
         self._connection, theirs = Pipe()
@@ -80,7 +80,7 @@ class EngineProcess:
             self._listener.start()
 
     def send(self, order: Start | Order) -> None:
-        """Send an order. ModelError where the process has ended."""
+        """Send an order. EngineDied where the process has ended."""
         if self._end is not None:
             raise self._end
         with self._sending:
@@ -131,7 +131,7 @@ class EngineProcess:
                 code = self._process.wait()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
-            self._end = ModelError(
+            self._end = EngineDied(
                 f"vLLM's process {self._process.pid} {why} ({how}): respawn the sampler, or mend what its last lines "
                 "say:\n" + "\n".join(f"  {line}" for line in lines)
             )

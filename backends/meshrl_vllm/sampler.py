@@ -220,8 +220,8 @@ class VllmSampler(Sampler):
             arriving = self._arriving.popleft()
             arriving.fail(
                 ModelError(
-                    f"weights of version {arriving.weights.version} were not taken: {answer.text}. The engine goes on "
-                    f"with version {self._version}. Give the policy and the sampler the same `model` and `dtype`"
+                    f"weights of version {arriving.weights.version} were not taken, and the engine goes on with "
+                    f"version {self._version}: {answer.text}"
                 )
             )
 

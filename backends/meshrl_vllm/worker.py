@@ -16,13 +16,12 @@ import traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from meshrl_vllm.arrival import known_tensors, logprobs, wrong
+from meshrl_vllm.arrival import logprobs, wrong
 from meshrl_vllm.messages import (
     Answer,
     Done,
@@ -99,15 +98,12 @@ class Worker:
         self._unread: dict[str, list[float]] = {}
         """The log-probs of a probe's sequences, by the requests that read them; empty of those that are not read."""
         self._slots = start.slots
-        self._known = known_tensors(Path(start.model), start.dtype)
         self._engine = _engine(start)
         import vllm  # noqa: PLC0415 -- after `_engine` has set its environment
 
         from meshrl_vllm.naming import Naming  # noqa: PLC0415
 
-        naming = Naming(start.model)
-        if naming.differs:
-            self._known = naming.held(start.dtype)
+        self._known = Naming(start.model).held(start.dtype)
         self._vllm = vllm
         self._engine.set_weight_version("0")
         self._seats(0)

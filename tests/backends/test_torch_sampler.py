@@ -290,13 +290,20 @@ async def test_weights_that_did_not_arrive() -> None:
     assert (await made.load(weights)).row("difference").max() < 1e-5
     (bucket,) = weights.buckets
     name = next(iter(bucket.index))
-    entries = {**bucket.index, name: bucket.index[name]._replace(fingerprint=1)}
-    damaged = Weights.of(8, [Bucket(entries, bucket.nbytes, bucket.memory)])
+    memory = bucket.memory.copy()
+    memory[bucket.index[name].start :][:64] = 1
+    damaged = Weights.of(8, [Bucket(bucket.index, bucket.nbytes, memory)])
+    before = await rollout(made, PROMPTS, Sampling(temperature=0))
     with pytest.raises(ModelError, match=rf"version 8 did not arrive as they were sent: 1 tensors differ \({name}\)"):
         await made.load(damaged)
+    assert (await rollout(made, PROMPTS, Sampling(temperature=0))).tokens == before.tokens, "the old ones stay"
     others = {name: np.multiply(array, 1.5, dtype=np.float32) for name, array in weights.tensors.items()}
     with pytest.raises(ModelError, match=r"version 9 arrived, and yet the sampler's log-probs are .* from"):
         await made.load(Weights.streamed(9, others.items(), weights.probe))
+    with pytest.raises(ModelError, match="nothing that it draws may be trusted"):
+        await rollout(made, PROMPTS, Sampling())
+    await made.load(weights)
+    assert (await rollout(made, PROMPTS, Sampling(temperature=0))).tokens == before.tokens
 
 
 async def test_bfloat16_samples() -> None:

@@ -18,13 +18,6 @@ def test_a_file_that_is_written_again_under_another_name_is_mapped_once(tmp_path
     assert memory[:] == b"new bytes"
 
 
-def test_what_is_written_into_the_mapping_stays_there(tmp_path: Path) -> None:
-    file = tmp_path / "one"
-    file.write_bytes(b"bytes")
-    mapped(str(file))[0] = 0
-    assert file.read_bytes() == b"bytes"
-
-
 def test_memory_that_its_writer_removed_is_let_go(tmp_path: Path) -> None:
     before = set(meshrl_vllm.mapped._kept)
     for name in ("one", "two", "three"):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Weights
+from meshrl.actor import Rank, rank_context
 from meshrl.delta import Change, Sender, Version
 from meshrl.held import Held
 
@@ -113,3 +114,21 @@ def test_another_model_is_another_history(changes: bool) -> None:
         weights = sender.weights(0, [(name, np.zeros(SIZE)) for name in names], None)
         assert list(weights.tensors) == names
         assert asyncio.run(sent(weights).load()) == weights
+
+
+async def test_each_rank_sends_what_changed_of_its_own() -> None:
+    senders: list[Sender] = []
+    for rank in range(2):
+        token = rank_context.set(Rank(index=rank, size=2, axes={"dp": rank}, shape={"dp": 2}))
+        senders.append(Sender(changes=True))
+        rank_context.reset(token)
+    for version in range(3):
+        whole = Weights.join(
+            [
+                sender.weights(version, [(f"values{rank}", np.full(SIZE, rank + (version == 2), np.float32))], None)
+                for rank, sender in enumerate(senders)
+            ]
+        )
+        assert await sent(whole).load() == whole
+        if version == 1:
+            assert sum(Stored.fetches) < SIZE, "nothing has changed but the version"

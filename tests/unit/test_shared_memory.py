@@ -1,5 +1,6 @@
 """Memory that processes share: leased while it is read, written anew when nobody reads it."""
 
+import fcntl
 import gc
 import subprocess
 import sys
@@ -28,6 +29,10 @@ def written(pool: Pool, value: int, nbytes: int = MIB) -> Segment:
     assert writing is not None
     writing.memory[:] = value
     return writing.done()
+
+
+def sweep_elsewhere() -> None:
+    subprocess.run([sys.executable, "-c", "from meshrl.shared_memory import sweep; sweep()"], check=True)
 
 
 def test_what_is_read_is_not_written_anew(pool: Pool) -> None:
@@ -88,6 +93,64 @@ def test_what_a_killed_process_left_is_swept(pool: Pool) -> None:
     sweep()
     assert not Path(left).exists()
     assert Path(kept.path).exists()
+
+
+def test_what_lives_is_not_swept_after_it_was_looked_at_while_it_was_read(pool: Pool) -> None:
+    one = written(pool, 1)
+    two = written(pool, 2)  # which looked whether the first may be written anew
+    path = one.path
+    del one
+    gc.collect()
+    sweep_elsewhere()
+    assert Path(path).exists()
+    assert Path(written(pool, 3).path).exists()
+    assert (two.memory == 2).all()
+
+
+def test_what_was_swept_is_not_used_again(pool: Pool) -> None:
+    one = written(pool, 1)
+    Path(one.path).unlink()
+    del one
+    gc.collect()
+    assert (written(pool, 2).memory == 2).all()
+
+
+def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(pool, 1).path
+    gc.collect()
+    lock = fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        """The owner writes it anew between the reader's opening and his lease."""
+        monkeypatch.undo()
+        written(pool, 2)
+        gc.collect()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(DataError, match="gone"):
+        Segment(path, MIB)
+
+
+def test_what_was_begun_and_given_up_is_used_again(pool: Pool) -> None:
+    writing = pool.write(MIB)
+    assert writing is not None
+    number = writing.memory.__array_interface__["data"]
+    del writing
+    again = pool.write(MIB)
+    assert again is not None
+    assert again.memory.__array_interface__["data"] == number
+
+
+def test_a_fork_leaves_the_memory_to_its_parent() -> None:
+    script = (
+        "import os; from meshrl.shared_memory import pool\n"
+        f"path = pool.write({MIB}).done().path\n"
+        "child = os.fork()\n"
+        "if child: os.waitpid(child, 0); print(os.path.exists(path))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_a_machine_without_room_says_none(pool: Pool) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from meshrl import (
     Batch,
     ClippedLoss,
     DataError,
+    EngineDied,
     LocalEngine,
     Mesh,
     Policy,
@@ -21,6 +22,7 @@ from meshrl import (
     Sampler,
     SamplerConfig,
     Sampling,
+    Weights,
     has_signal,
     publish,
     rollout,
@@ -189,6 +191,39 @@ def test_rollouts_that_a_failing_sampler_lost_are_drawn_again() -> None:
     poor = crashing(FakeSampler, generate=[5, 30])(SAMPLER)
     with pytest.raises(Exception, match="told to crash at its value 30"):
         simulate(lambda: streamed(8, ahead=2, sampler=poor, retries=1))
+
+
+@pytest.mark.parametrize("during", ["generate", "load"])
+def test_a_sampler_whose_engine_died_is_respawned(during: str) -> None:
+    lives = count()
+
+    class Mortal(FakeSampler):
+        """Its first life ends in its third call, or with the third weights."""
+
+        def __init__(self, config: SamplerConfig) -> None:
+            super().__init__(config)
+            self._left = 2 if next(lives) == 0 else 1000
+
+        def live(self, now: str) -> None:
+            self._left -= now == during
+            if self._left < 0:
+                raise EngineDied("the engine has died")
+
+        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+            self.live("generate")
+            async for batch in super().generate(prompts, sampling):
+                yield batch
+
+        async def load(self, weights: Weights) -> Batch:
+            self.live("load")
+            return await super().load(weights)
+
+    async def script() -> list[Batch]:
+        mesh = await Mesh.reserve(LocalEngine(), 1, Resources(cpus=0))
+        return await streamed(8, ahead=1, sampler=await mesh.spawn(Mortal, SAMPLER), retries=1)
+
+    assert set(groups(simulate(script))) >= set(range(6 * 4))
+    assert next(lives) == 2
 
 
 def test_what_a_reward_raises_reaches_the_script() -> None:

@@ -63,6 +63,14 @@ def test_a_version_is_part_of_the_value_and_not_of_the_fingerprint() -> None:
     assert one != "weights"
 
 
+def test_numbers_of_the_other_byte_order_stay_the_same() -> None:
+    for dtype in (">f4", ">i8", "<f8"):
+        values = np.arange(5).astype(dtype)
+        (found,) = Weights(0, {"values": values}).tensors.values()
+        assert found.dtype.isnative
+        assert found.tolist() == values.tolist()
+
+
 def test_nothing_can_be_written() -> None:
     memory = np.zeros(4, np.float32)
     weights = Weights(0, {"view": memory[:2], "own": np.zeros(2)})
@@ -142,8 +150,9 @@ async def test_large_ones_are_shared_by_the_processes_of_a_machine() -> None:
     for value in range(2):
         Weights(6, {"large": np.full(1 << 19, value, np.float32)})
         gc.collect()
+    gone = pickle.loads(pickle.dumps(pickle.loads(lost)))  # noqa: S301 -- handed on, as by a controller
     with pytest.raises(DataError, match="gone"):
-        await pickle.loads(lost).load()  # noqa: S301 -- as above
+        await gone.load()
 
 
 async def test_those_in_plain_memory_can_be_shared() -> None:
