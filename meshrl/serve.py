@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -141,7 +142,10 @@ def _newest(run: Path) -> _Source:
     """What it wrote last; ConfigError where it has written nothing."""
     checkpoint, model = newest_checkpoint(run), run / "model"
     files = [model / "config.json", model / "adapter_config.json", *([checkpoint / "run.json"] if checkpoint else [])]
-    found = [_Source(file.parent, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    found: list[_Source] = []
+    for file in files:
+        with suppress(FileNotFoundError):
+            found.append(_Source(file.parent, file.stat().st_mtime_ns))
     if not found:
         raise ConfigError(
             f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
