@@ -16,7 +16,7 @@ from meshrl.checkpoints import newest_checkpoint
 from meshrl.config import Config, Table, load_toml, validate
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, MeshrlError, ModelError
-from meshrl.layout import FsdpConfig
+from meshrl.layout import FsdpConfig, VllmConfig
 from meshrl.mesh import Mesh
 from meshrl.registry import implementation
 from meshrl.roles import NewModel, Policy, PolicyConfig, RoleConfig
@@ -35,6 +35,11 @@ class Address(Config):
     follow: bool = False
     """Take each newer model of the run."""
 
+    @property
+    def url(self) -> str:
+        """As a shell or a browser takes it."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
 
 class ServerConfig(RoleConfig, Address):
     """What a server is told."""
@@ -50,6 +55,8 @@ class ServerConfig(RoleConfig, Address):
     chat: bool
     """Whether a prompt is a user's message."""
     max_tokens: int
+    kv_cache_mib: int | None
+    """Memory for keys and values; nothing leaves it to the server."""
 
 
 class Server(ABC):
@@ -89,17 +96,25 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
     table = load_toml(run / "config.toml")
     policy = validate(PolicyConfig, _table(table, "policy"), run / "config.toml")
     with tempfile.TemporaryDirectory(prefix="meshrl-serve-") as scratch:
-        source, folder = await _newest_folder(run, policy, Path(scratch))
+        found = await _newest_folder(run, policy, Path(scratch))
+        if found is None:
+            raise ConfigError(
+                f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
+                "run.checkpoint_every=50"
+            )
+        source, folder = found
         config = _server_config(run, table, policy, folder, address)
         server = implementation(Server, config.backend)(config)
         try:
             say(f"{source.path} is loaded")
-            say(f"http://{address.host}:{address.port} answers: try\n{await server.started()}")
+            say(f"{address.url} answers: try\n{await server.started()}")
             while True:
                 await asyncio.sleep(_LOOKS)
                 server.check()
-                if address.follow and _newest(run) != source:
-                    source, folder = await _newest_folder(run, policy, Path(scratch))
+                if not address.follow or _newest(run) == source:
+                    continue
+                if found := await _newest_folder(run, policy, Path(scratch)):
+                    source, folder = found
                     await server.load(str(folder), source.path.name)
                     say(f"{source.path} is served")
         finally:
@@ -108,11 +123,12 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
 
 def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address) -> ServerConfig:
     sampler = _table(table, "sampler")
-    python = address.python or _table(sampler, "vllm").get("python")
+    vllm = validate(VllmConfig, _table(sampler, "vllm"), run / "config.toml")
     most = _table(table, "sampling").get("max_tokens")
     return ServerConfig(
         **address.model_dump(exclude={"python"}),
-        python=python if isinstance(python, str) else None,
+        python=address.python or vllm.python,
+        kv_cache_mib=vllm.kv_cache_mib,
         model=str(folder),
         name=run.name,
         dtype=policy.dtype,
@@ -138,26 +154,21 @@ def _prompt(run: Path, model: str | NewModel) -> str:
     return str(line.get("prompt", model.characters[0] if isinstance(model, NewModel) else "Hello"))
 
 
-def _newest(run: Path) -> _Source:
-    """What it wrote last; ConfigError where it has written nothing."""
+def _newest(run: Path) -> _Source | None:
+    """What it wrote last; None where nothing is there."""
     checkpoint, model = newest_checkpoint(run), run / "model"
     files = [model / "config.json", model / "adapter_config.json", *([checkpoint / "run.json"] if checkpoint else [])]
     found: list[_Source] = []
     for file in files:
         with suppress(FileNotFoundError):
-            found.append(_Source(file.parent, file.stat().st_mtime_ns))
-    if not found:
-        raise ConfigError(
-            f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
-            "run.checkpoint_every=50"
-        )
-    return max(found, key=lambda source: source.at)
+            if file.is_file():
+                found.append(_Source(file.parent, file.parent.stat().st_mtime_ns))
+    return max(found, key=lambda source: source.at, default=None)
 
 
-async def _newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path]:
-    """The newest model, and a Hugging Face folder of it."""
-    while True:
-        source = _newest(run)
+async def _newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path] | None:
+    """The newest model, and a Hugging Face folder of it; None where there is none."""
+    while (source := _newest(run)) is not None:
         try:
             folder = source.path if source.path.name == "model" else await _written(policy, source.path, scratch)
         except (MeshrlError, OSError):
@@ -170,6 +181,7 @@ async def _newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tupl
                 "served: merge adapters into their model, or give both to `vllm serve --lora-modules`"
             )
         return source, folder
+    return None
 
 
 async def _written(policy: PolicyConfig, checkpoint: Path, scratch: Path) -> Path:
@@ -193,7 +205,7 @@ async def _written(policy: PolicyConfig, checkpoint: Path, scratch: Path) -> Pat
 
 def _state(checkpoint: Path) -> Path:
     """Where the first policy's state is."""
-    states = sorted(checkpoint.glob("*-policy"))
+    states = list(checkpoint.glob("*-policy"))
     if not states:
         raise ModelError(f"{checkpoint} holds no policy: there is nothing to serve")
-    return states[0]
+    return min(states, key=lambda state: int(state.name.split("-")[0]))

@@ -124,6 +124,17 @@ def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) ->
     return [str(tokenizer.decode(list(row), skip_special_tokens=True)) for row in rows]
 
 
+def stopped_after(
+    tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], begun: int, stop: Sequence[str]
+) -> int | None:
+    """After how many tokens of a completion one of the texts is whole, of which `begun` have none; None if never."""
+    # A character is at most four bytes, and a token at least one: older tokens are of no stop text that is new.
+    reach = 4 * max(map(len, stop)) + 4
+    ends = range(begun + 1, len(tokens) + 1)
+    texts = decode(tokenizer, [tokens[max(0, end - reach) : end] for end in ends])
+    return next((end for end, text in zip(ends, texts, strict=True) if any(each in text for each in stop)), None)
+
+
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The id of the end-of-text token; ModelError if there is none."""
     end = tokenizer.eos_token_id

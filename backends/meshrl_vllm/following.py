@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshrl_vllm import transfer
+from meshrl_vllm.naming import Naming
 
 NAME = transfer.NAME
 """What vLLM knows the engine as that begins and ends an update; to import it is to register it."""
@@ -22,8 +23,17 @@ class Extension:
     weight_transfer_engine: Any
 
     def take_folder(self, folder: str) -> None:
-        """Load the tensors of a Hugging Face folder, between the beginning and the end of an update."""
-        self.weight_transfer_engine.model.load_weights(_tensors(Path(folder)))
+        """Load the tensors of a Hugging Face folder, between the beginning and the end of an update.
+
+        ValueError, and nothing is loaded, where some are missing or have another shape than those of the model.
+        """
+        engine = self.weight_transfer_engine
+        tensors = dict(_tensors(Path(folder)))
+        for name, shape in Naming(engine.model_config.model).filed().items():
+            found = list(tensors[name].shape) if name in tensors else "missing"
+            if found != shape:
+                raise ValueError(f"`{name}` is {found} in {folder} and {shape} in the model that is served")
+        engine.model.load_weights(iter(tensors.items()))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ import sys
 import threading
 from typing import Final
 
+_CACHE: Final = "--kv-cache-memory-bytes"
 _CPU_CACHE_BYTES: Final = 512 << 20
 """Of keys and values, on a CPU."""
 
@@ -34,7 +35,8 @@ def main() -> None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
         # A request with a seed whose prompt is read in two steps ends vLLM: its generator cannot step back.
         options += ["--enforce-eager", "--no-enable-chunked-prefill"]
-        options += ["--kv-cache-memory-bytes", str(_CPU_CACHE_BYTES)]
+        if _CACHE not in sys.argv:
+            options += [_CACHE, str(_CPU_CACHE_BYTES)]
     sys.argv += options
     # Not the command `vllm`, which builds for CPUs lack.
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -92,6 +92,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     vllm: str
     """Its version."""
+    tokens: int
+    """How many different ones the model knows."""
 
 
 class Done(msgspec.Struct, frozen=True):

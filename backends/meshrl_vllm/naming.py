@@ -29,10 +29,19 @@ class Naming:
 
     def held(self, dtype: str) -> dict[str, tuple[str, list[int]]]:
         """Dtype and shape of each tensor, by the name that it has in a policy; a tied one once."""
-        once: dict[int, tuple[str, list[int]]] = {}
+        return {name: (dtype, list(tensor.shape)) for name, tensor in self._tensors()}
+
+    def filed(self) -> dict[str, list[int]]:
+        """The shape of each tensor that the files of a whole model hold, by its name there."""
+        return {name: list(tensor.shape) for name, tensor in self.in_files(self._tensors())}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Without numbers; a tied one once."""
+        seen: set[int] = set()
         for name, tensor in self._network.state_dict(keep_vars=True).items():
-            once.setdefault(id(tensor), (name, list(tensor.shape)))
-        return {name: (dtype, shape) for name, shape in once.values()}
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
 
     def in_files(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """A policy's tensors as files hold them. What is copied for it is the tensors of one layer at a time."""

@@ -8,10 +8,13 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TypeVar
+
+import msgspec
 
 from meshrl.errors import EngineDied, ModelError
 from meshrl_vllm.environment import environment
@@ -54,13 +57,18 @@ class EngineProcess:
         theirs.close()
         self._sending = threading.Lock()
         self._listener: threading.Thread | None = None
+        self._loop = _Loop()
         self._end: ModelError | None = None
         try:
-            self.version: Final = self._started(start)
-            """vLLM's."""
+            ready = self._started(start)
         except BaseException:
             self.close()
             raise
+
+        self.version: Final = ready.vllm
+        """vLLM's."""
+        self.tokens: Final = ready.tokens
+        """How many different ones the model knows."""
 
     @property
     def pid(self) -> int:
@@ -68,14 +76,14 @@ class EngineProcess:
         return self._process.pid
 
     def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
-        """Call these methods, in the loop that runs, with what the engine says, and when it has ended. Once is enough.
+        """Call these methods, in the loop that runs, with what the engine says, and when it has ended.
 
         They do not keep their object, with which the process ends.
         """
+        self._loop.become(asyncio.get_running_loop())
         if self._listener is None:
-            loop = asyncio.get_running_loop()
             hear, end = _while_it_lives(heard), _while_it_lives(ended)
-            arguments = (self._connection, loop, hear, lambda why: end(self._ended(why)))
+            arguments = (self._connection, self._loop, hear, lambda why: end(self._ended(why)))
             self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
             self._listener.start()
 
@@ -107,8 +115,8 @@ class EngineProcess:
         self._connection.close()
         self._folder.cleanup()
 
-    def _started(self, start: Start) -> str:
-        """Start the engine; vLLM's version."""
+    def _started(self, start: Start) -> Ready:
+        """Start the engine."""
         try:
             self.send(start)
             if not self._connection.poll(_PATIENCE):
@@ -119,7 +127,7 @@ class EngineProcess:
         if not isinstance(answer, Ready):
             text = answer.text if isinstance(answer, Failed) else str(answer)
             raise self._ended(f"failed as it started: {text}")
-        return answer.vllm
+        return answer
 
     def _ended(self, why: str) -> ModelError:
         """The error for all who wait, and who come later."""
@@ -138,6 +146,31 @@ class EngineProcess:
         return self._end
 
 
+class _Loop:
+    """Where answers are heard: the loop that asked last. What came while it was closed is heard by the next."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._missed: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def become(self, loop: asyncio.AbstractEventLoop) -> None:
+        """This one runs, and asks."""
+        with self._lock:
+            self._loop, missed, self._missed = loop, self._missed, []
+        for each in missed:
+            each()
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Call this there."""
+        with self._lock:
+            try:
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(call)
+            except RuntimeError:  # it is closed
+                self._missed.append(call)
+
+
 def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
     """The method as long as others keep its object, and then nothing."""
     found = weakref.WeakMethod(method)
@@ -149,22 +182,15 @@ def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
     return call
 
 
-def _listen(
-    connection: Connection,
-    loop: asyncio.AbstractEventLoop,
-    heard: Callable[[Answer], None],
-    ended: Callable[[str], None],
-) -> None:
-    """Until the process ends, or the loop is closed."""
+def _listen(connection: Connection, loop: _Loop, heard: Callable[[Answer], None], ended: Callable[[str], None]) -> None:
+    """Until the process ends."""
+    why = "has died"
     try:
-        while True:
-            answer = to_sampler.decode(connection.recv_bytes())
-            if isinstance(answer, Failed):
-                loop.call_soon_threadsafe(ended, f"has failed: {answer.text}")
-                return
-            loop.call_soon_threadsafe(heard, answer)
+        while not isinstance(answer := to_sampler.decode(connection.recv_bytes()), Failed):
+            loop.soon(partial(heard, answer))
+        why = f"has failed: {answer.text}"
     except (EOFError, OSError):
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(ended, "has died")
-    except RuntimeError:  # the loop is closed: nobody waits
-        return
+        pass
+    except msgspec.MsgspecError as error:
+        why = f"has sent what cannot be read: {error}"
+    loop.soon(partial(ended, why))

@@ -6,10 +6,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from meshrl import log
@@ -25,6 +27,7 @@ from meshrl_hf.loading import load, read_words
 from meshrl_hf.probe import apart, check
 from meshrl_hf.rollouts import Finished, Request, Rollouts
 from meshrl_hf.seeds import key
+from meshrl_hf.text import Words, stopped_after
 from meshrl_vllm import group, messages
 from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_vllm.process import EngineProcess
@@ -119,7 +122,7 @@ class VllmSampler(Sampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in a step at a time; no rows give one batch of none.
 
-        DataError for a temperature that vLLM does not draw at.
+        DataError for a temperature that vLLM does not draw at, and tokens that the model does not know.
         """
         if self._lends:
             return
@@ -129,6 +132,7 @@ class VllmSampler(Sampler):
             )
         rollouts = Rollouts(self._words, prompts, sampling)
         request = rollouts.request
+        self._check_known(request)
         if len(rollouts.ended.rows) or not len(rollouts.rows):
             yield rollouts.batch(rollouts.ended, self._version)
         if not len(request.rows):
@@ -141,11 +145,12 @@ class VllmSampler(Sampler):
                 if isinstance(arrived, ModelError):
                     raise arrived
                 call.left.difference_update(done.number for done in arrived)
-                yield rollouts.batch(_finished(call, arrived), version)
+                yield rollouts.batch(_finished(call, self._words, arrived), version)
         finally:
             del self._calls[call.number]
             if call.left:
-                self._engine.send(Leave(sorted(call.left), told=False))
+                with suppress(ModelError):  # the engine has ended, and they with it
+                    self._engine.send(Leave(sorted(call.left), told=False))
 
     async def load(self, weights: Weights) -> Batch:
         """Put the weights into shared memory while the engine decodes on, and let it take them between two steps.
@@ -159,7 +164,6 @@ class VllmSampler(Sampler):
             began = time.monotonic()
             self._listen()
             arriving = _Arriving(await asyncio.to_thread(weights.shared), asyncio.get_running_loop().create_future())
-            self._arriving.append(arriving)
             buckets = [
                 messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
                 for bucket in arriving.weights.buckets
@@ -168,6 +172,7 @@ class VllmSampler(Sampler):
             recompute = self._config.vllm.after_load == "recompute"
             probe = weights.probe.tokens.tolist() if weights.probe else []
             self._engine.send(Load(weights.version, buckets, recompute, probe))
+            self._arriving.append(arriving)
             places = await arriving.places
             self._tell_way(weights, time.monotonic() - began)
         return places
@@ -186,13 +191,21 @@ class VllmSampler(Sampler):
         for call in self._calls.values():
             self._engine.send(Leave(sorted(call.left), told=True))
 
+    def _check_known(self, request: Request) -> None:
+        for prefix, row in zip(request.prefix.tolist(), request.rows.tolist(), strict=True):
+            least, most = min(request.prefixes[prefix]), max(request.prefixes[prefix])
+            if not 0 <= least <= most < self._engine.tokens:
+                raise DataError(
+                    f"row {row} has tokens from {least} to {most}, and the model knows those from 0 to "
+                    f"{self._engine.tokens - 1}: give it rows of its own tokenizer"
+                )
+
     def _begin(self, request: Request, sampling: Sampling) -> _Call:
         self._listen()
         turn = self._begun - self._begun_at_load
         seed = key(self._config.seed, sampling.seed, self._version, turn)
         numbers = [next(self._numbers) for _ in request.rows]
-        call = self._calls[self._begun] = _Call(self._begun, numbers[0], request)
-        self._begun += 1
+        call = _Call(self._begun, numbers[0], request)
         rows: list[Row] = []
         for index, number in enumerate(numbers):
             prefix = request.prefixes[int(request.prefix[index])]
@@ -204,6 +217,8 @@ class VllmSampler(Sampler):
                 rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
             )
         )
+        self._calls[self._begun] = call
+        self._begun += 1
         return call
 
     def _listen(self) -> None:
@@ -286,9 +301,10 @@ def _places(steps: Mapping[int, int], load: int, **found: float) -> Batch:
     )
 
 
-def _finished(call: _Call, done: Sequence[Done]) -> Finished:
+def _finished(call: _Call, words: Words, done: Sequence[Done]) -> Finished:
     """What came back, as the rows of a batch."""
     request = call.request
+    done = [_cut(request, words, each.number - call.first, each) for each in done]
     order = np.array([each.number - call.first for each in done])
     prefixes = [np.array(request.prefixes[row], np.int32) for row in request.prefix[order].tolist()]
     drawn = [np.frombuffer(each.tokens, np.int32) for each in done]
@@ -315,4 +331,26 @@ def _finished(call: _Call, done: Sequence[Done]) -> Finished:
         tokens=tokens,
         logprobs=logprobs,
         versions=versions,
+    )
+
+
+def _cut(request: Request, words: Words, row: int, done: Done) -> Done:
+    """A row that went on after tokens of its own, ended where a stop text is whole that begins in these.
+
+    The engine looks for stop texts in what it draws, to which those tokens do not belong.
+    """
+    prefix = request.prefixes[int(request.prefix[row])]
+    begun = prefix[int(request.starts[row]) :]
+    if not begun or not request.stop:
+        return done
+    tokens = np.frombuffer(done.tokens, np.int32)
+    end = stopped_after(words.tokenizer, [*begun, *tokens.tolist()], len(begun), request.stop)
+    if end is None:
+        return done
+    new = end - len(begun)
+    return msgspec.structs.replace(
+        done,
+        tokens=tokens[:new].tobytes(),
+        logprobs=np.frombuffer(done.logprobs, np.float32)[:new].tobytes(),
+        reason="stop",
     )

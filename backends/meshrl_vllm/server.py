@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +50,8 @@ class VllmServer(Server):
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # it has the endpoints for new weights
             options["--weight-transfer-config"] = '{"backend": "meshrl"}'
             options["--worker-extension-cls"] = "meshrl_vllm.following.Extension"
+        if config.kv_cache_mib is not None:
+            options["--kv-cache-memory-bytes"] = str(config.kv_cache_mib << 20)
         words = [word for option in options.items() for word in option]
         command = [config.python or sys.executable, "-m", "meshrl_vllm.launch"]
         try:
@@ -68,10 +71,12 @@ class VllmServer(Server):
 
     async def started(self) -> str:
         """Wait until it answers; a line for the shell that asks it something. ModelError where it does not start."""
-        async with asyncio.timeout(_PATIENCE):
-            while not await asyncio.to_thread(self._answers):
-                self.check()
-                await asyncio.sleep(0.2)
+        until = time.monotonic() + _PATIENCE
+        while not await asyncio.to_thread(self._answers):
+            self.check()
+            if time.monotonic() > until:
+                raise self._error(f"has not started in {_PATIENCE:.0f} seconds")
+            await asyncio.sleep(0.2)
         if self._config.follow:
             await self._post("init_weight_transfer_engine", init_info={})
         return self._example()
@@ -82,11 +87,7 @@ class VllmServer(Server):
         if code is None:
             return
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
-        raise ModelError(
-            f"vLLM's server has ended ({how}): give --python an interpreter of an environment that has vLLM, or mend "
-            "what its last lines say:\n" + "\n".join(f"  {line}" for line in lines)
-        )
+        raise self._error(f"has ended ({how})")
 
     async def load(self, folder: str, version: str) -> None:
         """Take the weights of a folder between two steps; what is being decoded goes on, its tokens read again."""
@@ -114,6 +115,13 @@ class VllmServer(Server):
     def _host(self) -> str:
         """Where it can be asked from here."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)  # noqa: S104 -- a key
+
+    def _error(self, what: str) -> ModelError:
+        lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
+        return ModelError(
+            f"vLLM's server {what}: give --python an interpreter of an environment that has vLLM, or mend what its "
+            "last lines say:\n" + "\n".join(f"  {line}" for line in lines)
+        )
 
     def _answers(self) -> bool:
         try:
@@ -143,9 +151,9 @@ class VllmServer(Server):
         config = self._config
         asked = {"messages": [{"role": "user", "content": config.prompt}]} if config.chat else {"prompt": config.prompt}
         body = json.dumps({"model": config.name, **asked, "max_tokens": config.max_tokens}, ensure_ascii=False)
-        address = f"{f'[{self._host}]' if ':' in self._host else self._host}:{config.port}"
+        address = config.model_copy(update={"host": self._host}).url
         path = "chat/completions" if config.chat else "completions"
-        return f"curl http://{address}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        return f"curl {address}/v1/{path} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
 def _check_address(config: ServerConfig) -> None:

@@ -11,10 +11,12 @@ It needs vLLM and msgspec alone: it may run in another environment than meshrl d
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -67,11 +69,12 @@ def main() -> None:
         if isinstance(start, Start):
             worker = Worker(connection, start)
             worker.run()
-    except (EOFError, SystemExit):  # the sampler is gone, or has no use for this any more
-        pass
+    except (EOFError, BrokenPipeError, ConnectionResetError, SystemExit):
+        pass  # the sampler is gone, or has no use for this any more
     except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the sampler's to see
         lost = worker and worker.lost
-        connection.send_bytes(encode(Failed(lost or _words(error))))
+        with suppress(OSError):
+            connection.send_bytes(encode(Failed(lost or _words(error))))
         traceback.print_exc()
         status = 1
     if worker is not None:
@@ -84,6 +87,7 @@ class Worker:
 
     def __init__(self, connection: Connection, start: Start) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         self._sleeps = start.sleep
         self._swaps = 0
         """How often new weights were taken."""
@@ -109,7 +113,7 @@ class Worker:
         self._seats(0)
         self._executor.register_failure_callback(self._end)
         self._rest()
-        self._send(Ready(vllm.__version__))
+        self._send(Ready(vllm.__version__, self._engine.model_config.get_vocab_size()))
 
     def run(self) -> None:
         """Until the sampler is gone."""
@@ -286,7 +290,8 @@ class Worker:
         self._engine.engine_core.engine_core.scheduler.max_num_active_reqs = self._slots + extra
 
     def _send(self, answer: Answer) -> None:
-        self._connection.send_bytes(encode(answer))
+        with self._sending:  # `_end` is called by a thread of vLLM's
+            self._connection.send_bytes(encode(answer))
 
 
 def _words(error: BaseException) -> str:
@@ -328,6 +333,7 @@ def _engine(start: Start) -> Any:
         enable_chunked_prefill=False if cpu else None,
         max_num_batched_tokens=max(_CPU_READS, start.max_tokens) if cpu else None,
         scheduling_policy="priority",
+        async_scheduling=False,  # else a step of the old weights would end after a load, under the new version
         tensor_parallel_size=start.tp,
         distributed_executor_backend="mp" if start.tp > 1 else None,
         enforce_eager=start.eager or cpu,

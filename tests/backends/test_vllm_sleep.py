@@ -29,6 +29,7 @@ class Engine:
         self.engine_core = MagicMock()
         self.engine_core.engine_core.model_executor.sleeping_tags = self.asleep
         self.output_processor = SimpleNamespace(request_states=dict[str, SimpleNamespace]())
+        self.model_config = MagicMock(**{"get_vocab_size.return_value": 100})
         self.set_weight_version = MagicMock()
         self.reset_prefix_cache = MagicMock()
 
@@ -108,7 +109,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleeps: bool) -> It
     vllm: Any = MagicMock(__version__="stand-in")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(worker, "_engine", lambda start: Engine(theirs))
-    monkeypatch.setattr("meshrl_vllm.naming.Naming", MagicMock(return_value=SimpleNamespace(differs=False)))
+    monkeypatch.setattr("meshrl_vllm.naming.Naming", MagicMock(return_value=SimpleNamespace(held=lambda dtype: {})))
     start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=sleeps)
 
     def run() -> None:

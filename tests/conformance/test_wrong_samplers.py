@@ -88,6 +88,13 @@ class LeavesTheStopText(Changed):
         return part.assign(completion=[text_of(tokens) for tokens in completions(part)])
 
 
+class StopsNoRowsThatGoOn(TorchSampler):
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        stop = () if "versions" in prompts else sampling.stop
+        async for part in super().generate(prompts, sampling.model_copy(update={"stop": stop})):
+            yield part
+
+
 class CallsAllTruncated(Changed):
     def changed(self, part: Batch, sampling: Sampling) -> Batch:
         return part.assign(truncated=np.ones(len(part), np.bool_))
@@ -243,6 +250,7 @@ BUGS: list[tuple[type[TorchSampler], str]] = [
     (CallsAllTruncated, "ends_of_rows"),
     (IgnoresLimitsOfRows, "ends_of_rows"),
     (LeavesTheStopText, "stop_texts"),
+    (StopsNoRowsThatGoOn, "stop_texts_of_rows_that_go_on"),
     (BeginsAnew, "rows_that_go_on"),
     (YieldsRowsTwice, "more_rows_than_slots"),
     (KeepsSlots, "a_cancelled_call"),

@@ -15,6 +15,7 @@ from meshrl import (
     LocalEngine,
     Mesh,
     NewModel,
+    Ragged,
     RankFailed,
     SamplerConfig,
     Sampling,
@@ -22,7 +23,7 @@ from meshrl import (
     rollout,
     stop,
 )
-from meshrl.errors import ConfigError, ModelError
+from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -76,6 +77,21 @@ async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_l
     await stop(sampler)
     assert await asyncio.to_thread(ends, pid)
     await engine.close()
+
+
+def test_one_loop_after_another_draws_from_it_and_tokens_that_it_does_not_know_are_refused(python: str | None) -> None:
+    sampler = VllmSampler(config(python))
+
+    async def draw(prompts: Batch = PROMPTS, most: int = 3) -> Batch:
+        return await rollout(sampler, prompts, Sampling(max_tokens=most, temperature=0, ignore_eos=True))
+
+    first = asyncio.run(draw())
+    assert asyncio.run(draw()).tokens == first.tokens
+    strange = first.assign(tokens=Ragged(first.tokens.values + 20, first.tokens.offsets))
+    with pytest.raises(DataError, match=r"row 0 has tokens from \d+ to \d+, and the model knows those from 0 to 10"):
+        asyncio.run(draw(strange, 9))
+    assert asyncio.run(draw()).tokens == first.tokens
+    sampler.close()
 
 
 def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(python: str | None) -> None:

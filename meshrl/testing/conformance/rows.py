@@ -134,6 +134,33 @@ async def rows_that_go_on(trial: Trial) -> None:
     await most_probable("greedy rows that went on", policy, pair, whole)
 
 
+async def stop_texts_of_rows_that_go_on(trial: Trial) -> None:
+    """A row that goes on ends where a stop text is whole, also one that began in the tokens that the row had."""
+    sampler, had, prompts = await begun(trial), 3, questions(10)
+    free = Sampling(max_tokens=16, temperature=0, ignore_eos=True)
+    begin = await drawn(sampler, prompts, free.model_copy(update={"max_tokens": had}))
+    ahead = completions(await drawn(sampler, prompts, free))
+    across = [text_of(tokens[had - 1 : had + 1]) for tokens in ahead]
+    stop = tuple(
+        text for text, tokens in zip(across, ahead, strict=True) if len(text) == 2 and text not in text_of(tokens[:had])
+    )[:2]
+    require(bool(stop), "this model gives no row a text to stop at: the check shows nothing")
+    whole = await drawn(sampler, begin, free.model_copy(update={"stop": stop}))
+    lengths: set[int] = set()
+    for row, tokens in enumerate(completions(whole)):
+        ends = [
+            length for length in range(had, len(tokens) + 1) if any(each in text_of(tokens[:length]) for each in stop)
+        ]
+        told = (
+            f"row {row}, which went on after {had} tokens with the stop texts {stop}, has the text {text_of(tokens)!r}"
+        )
+        require(ends in ([], [len(tokens)]), f"{told}: it goes on after a stop text")
+        truncated = bool(whole.row("truncated")[row])
+        require(truncated is (not ends), f"{told}, and `truncated` {truncated}")
+        lengths |= set(ends)
+    require(had + 1 in lengths, f"no row ends with its first new token, at a stop text that began before: {lengths}")
+
+
 async def rows_that_have_ended(trial: Trial) -> None:
     """Rows that have ended are yielded as they are, whatever weights came since."""
     sampler = await begun(trial)
@@ -198,7 +225,13 @@ def _kind(name: str) -> str:
     return "by token" if name in _TOKENS else "by row"
 
 
-MODEL: Final[tuple[Check, ...]] = (tokens_of_texts, ends_of_rows, stop_texts, rows_that_go_on)
+MODEL: Final[tuple[Check, ...]] = (
+    tokens_of_texts,
+    ends_of_rows,
+    stop_texts,
+    rows_that_go_on,
+    stop_texts_of_rows_that_go_on,
+)
 """Of rows from a model."""
 
 ANY: Final[tuple[Check, ...]] = (columns, rows_that_have_ended, few_rows, more_rows_than_slots)
