@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -145,7 +144,7 @@ def test_a_run_is_served_and_followed(served: Served) -> None:
     assert set(lengths) == {120}  # generation went on
     assert [served.ask(prompt, temperature=0) for prompt in PROMPTS] == after
 
-    served.server.send_signal(signal.SIGINT)
+    served.server.terminate()  # as Ctrl-C, which who starts tests in the background has turned off
     assert served.server.wait(60) == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", served.port))
