@@ -192,9 +192,10 @@ class VllmSampler(Sampler):
             self._engine.send(Leave(sorted(call.left), told=True))
 
     def _check_known(self, request: Request) -> None:
-        for prefix, row in zip(request.prefix.tolist(), request.rows.tolist(), strict=True):
-            least, most = min(request.prefixes[prefix]), max(request.prefixes[prefix])
+        for number in np.unique(request.prefix).tolist():
+            least, most = min(request.prefixes[number]), max(request.prefixes[number])
             if not 0 <= least <= most < self._engine.tokens:
+                row = request.rows[request.prefix == number][0]
                 raise DataError(
                     f"row {row} has tokens from {least} to {most}, and the model knows those from 0 to "
                     f"{self._engine.tokens - 1}: give it rows of its own tokenizer"
