@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -87,7 +88,7 @@ def test_one_loop_after_another_draws_from_it_and_tokens_that_it_does_not_know_a
 
     first = asyncio.run(draw())
     assert asyncio.run(draw()).tokens == first.tokens
-    strange = first.assign(tokens=Ragged(first.tokens.values + 20, first.tokens.offsets))
+    strange = first.assign(tokens=Ragged(first.tokens.values.astype(np.int64) + 20, first.tokens.offsets))
     with pytest.raises(DataError, match=r"row 0 has tokens from \d+ to \d+, and the model knows those from 0 to 10"):
         asyncio.run(draw(strange, 9))
     assert asyncio.run(draw()).tokens == first.tokens
