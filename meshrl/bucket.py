@@ -68,8 +68,8 @@ class Bucket:
         places = [memory[starts[name] : starts[name] + array.nbytes] for name, array in arrays.items()]
         made = _in_threads(lambda pair: _copied(*pair), list(zip(arrays.values(), places, strict=True)), end)
         index = {
-            name: Entry(array.dtype.name, array.shape, starts[name], fingerprint)
-            for (name, array), fingerprint in zip(arrays.items(), made, strict=True)
+            name: Entry(array.dtype.name, array.shape, starts[name], each)
+            for (name, array), each in zip(arrays.items(), made, strict=True)
         }
         memory.flags.writeable = False
         return cls(index, sum(array.nbytes for array in arrays.values()), writing.done() if writing else memory)

@@ -19,6 +19,7 @@ from meshrl_hf.scoring import Predict, logprobs
 _ROWS: Final = 4
 _TOKENS: Final = 16
 _FEWEST: Final = 2
+"""Tokens of a row: the first is predicted by nothing."""
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
 """By the sampler's dtype: how far apart policy and sampler may be on average."""
 
