@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshrl.actor import Rank, Together
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.layout import FsdpConfig
-from meshrl_fsdp.group import join
+from meshrl_hf.group import join
 from meshrl_hf.peers import Share
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class World:
             raise ConfigError(
                 "fsdp.cpu_offload keeps parameters out of a GPU's memory, and this rank has none: leave it out"
             )
-        join(rank, device)
+        join(rank, device, "fsdp")
         numbers = torch.arange(prod(rank.shape.values())).reshape(tuple(rank.shape.values()))
         order = [list(rank.shape).index(axis) for axis in ("dp", "tp") if axis in rank.shape]
         others = [index for index in range(numbers.dim()) if index not in order]

@@ -25,21 +25,21 @@ class _Joined(NamedTuple):
 _joined: _Joined | None = None
 
 
-def join(rank: Rank, device: torch.device) -> None:
+def join(rank: Rank, device: torch.device, backend: str) -> None:
     """Make the process group of the mesh, unless this process is in it. All ranks call it at the same time.
 
-    ConfigError where the ranks of a mesh share a process.
+    ConfigError, which names the `backend`, where the ranks of a mesh share a process.
     """
     global _joined  # noqa: PLW0603 - torch has one default group a process
     if rank.size == 1:
         if not dist.is_initialized():
             own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
-            dist.init_process_group(_backend(device), store=own(), rank=0, world_size=1)
+            dist.init_process_group(_carrier(device), store=own(), rank=0, world_size=1)
         return
     if not are_processes(rank):
         raise ConfigError(
-            f"the backend 'fsdp' needs a process for each of {rank.size} ranks, and the local engine gives threads: "
-            "set run.engine = 'ray', or take a mesh of one rank"
+            f"the backend '{backend}' needs a process for each of {rank.size} ranks, and the local engine gives "
+            "threads: set run.engine = 'ray', or take a mesh of one rank"
         )
     here = place()
     if _joined is not None and _joined.place == here:
@@ -50,7 +50,7 @@ def join(rank: Rank, device: torch.device) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
-            _backend(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
+            _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
             timeout=PATIENCE,
         )  # fmt: skip
         _joined = _Joined(here, here)
@@ -64,6 +64,6 @@ def _generations(store: Store, rank: Rank, own: str) -> set[str]:
     return {store.get(f"generation/{index}").decode() for index in range(rank.size)}
 
 
-def _backend(device: torch.device) -> str:
+def _carrier(device: torch.device) -> str:
     """What carries tensors; gloo beside NCCL for what ranks agree on."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
