@@ -16,9 +16,9 @@ from meshrl_fsdp.loading import load_sharded_valued
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.sharded import gathered
 from meshrl_fsdp.state import ShardedState
-from meshrl_fsdp.world import Spread
 from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch
+from meshrl_hf.ranks import Spread
 
 
 class FsdpCritic(Spread, Critic):

@@ -18,12 +18,12 @@ from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState
-from meshrl_fsdp.world import Spread
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.probe import probe
+from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import check_readable, logprobs, predicted
 from meshrl_hf.transfer import arrays
 

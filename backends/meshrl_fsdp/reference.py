@@ -10,8 +10,8 @@ from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
 from meshrl_fsdp.loading import load_sharded
-from meshrl_fsdp.world import Spread
 from meshrl_hf.packing import MicroBatch
+from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import logprobs, predicted
 
 

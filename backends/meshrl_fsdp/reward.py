@@ -9,8 +9,8 @@ from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.roles import Reward, RewardModelConfig
 from meshrl_fsdp.loading import load_sharded_judge
-from meshrl_fsdp.world import Spread
 from meshrl_hf.packing import MicroBatch
+from meshrl_hf.ranks import Spread
 
 
 class FsdpReward(Spread, Reward):

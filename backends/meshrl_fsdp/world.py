@@ -1,21 +1,17 @@
-"""Where a rank stands among those that share its model, and what they agree on."""
+"""Where a rank stands among those that share its model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshrl.actor import Rank, Together
-from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
+from meshrl.actor import Rank
+from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
 from meshrl_hf.group import join
-from meshrl_hf.peers import Share
-
-T = TypeVar("T")
+from meshrl_hf.ranks import Ranks
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
@@ -23,16 +19,13 @@ TP: Final = "tp"
 
 
 @dataclass(frozen=True)
-class World:
+class World(Ranks):
     """The ranks of a mesh as FSDP sees them: `replicate x shard x tp`; the first two are the mesh's axis `dp`."""
 
     mesh: DeviceMesh
     host: DeviceMesh
     """The same ranks, for tensors in the host's memory."""
     device: torch.device
-    size: int
-    """Ranks with rows of their own."""
-    interruptible: Final = False
 
     @classmethod
     def of(cls, rank: Rank, config: FsdpConfig) -> "World":
@@ -54,12 +47,9 @@ class World:
         others = [index for index in range(numbers.dim()) if index not in order]
         grid = numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
         meshes = {kind: DeviceMesh(kind, grid, mesh_dim_names=(REPLICATE, SHARD, TP)) for kind in ("cpu", device.type)}
-        return cls(meshes[device.type], meshes["cpu"], device, dp)
-
-    @property
-    def number(self) -> int:
-        """This rank's, among all."""
-        return dist.get_rank()
+        here = meshes["cpu"].get_coordinate() or (0, 0, 0)
+        place = tuple(here[:2])  # ranks along tp have the same rows
+        return cls(dp, place, meshes[device.type], meshes["cpu"], device)
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -70,64 +60,3 @@ class World:
     def tensors(self) -> DeviceMesh:
         """The mesh that matrices are split over."""
         return self.mesh[TP]
-
-    def total(self, share: Callable[[], Share]) -> Share:
-        """The shares of all ranks together. What one of them raises, all raise."""
-        here = self.mesh.get_coordinate() or (0, 0, 0)
-        shares = self.agree(lambda: (here, share()))
-        different = {place[:2]: each for place, each in shares}.values()  # ranks along tp have the same rows
-        return Share(
-            max(each.passes for each in different),
-            sum(each.tokens for each in different),
-            sum(each.rows for each in different),
-        )
-
-    def first(self, work: Callable[[], None]) -> None:
-        """Do on one rank what is to be done once. Where it raises, all raise; all have waited for it."""
-        self.agree(work if self.number == 0 else lambda: None)
-
-    def agree(self, work: Callable[[], T]) -> list[T]:
-        """What `work` gives on each rank, on all of them. Where it raises on one, all raise.
-
-        So no rank waits in a collective for one that has left.
-        """
-        if dist.get_world_size() == 1:
-            return [work()]
-        failure: Exception | None = None
-        outcome: T | Failed
-        try:
-            outcome = work()
-        except Exception as error:  # noqa: BLE001 -- it is raised when the others know of it
-            failure, outcome = error, Failed.of(error)
-        outcomes: list[T | Failed] = [outcome] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome)
-        if failure is not None:
-            raise failure
-        for rank, each in enumerate(outcomes):
-            if isinstance(each, Failed):
-                raise each.kind(f"{each.text} (on rank {rank})")
-        return cast("list[T]", outcomes)
-
-
-class Spread(Together):
-    """Base of the roles of this backend: their ranks meet in each call."""
-
-    _world: World
-
-    def agree(self, work: Callable[[], T]) -> list[T]:
-        """As `World.agree`."""
-        return self._world.agree(work)
-
-
-class Failed(NamedTuple):
-    """What the other ranks are told of an exception."""
-
-    kind: type[MeshrlError]
-    text: str
-
-    @classmethod
-    def of(cls, error: Exception) -> "Failed":
-        """A plain error of meshrl's keeps its kind."""
-        if type(error) in (ConfigError, DataError, ModelError):
-            return cls(cast("type[MeshrlError]", type(error)), str(error))
-        return cls(ModelError, f"{type(error).__name__}: {error}")

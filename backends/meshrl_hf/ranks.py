@@ -1,0 +1,88 @@
+"""The ranks of a mesh that compute one model together, each a process of its own: what they agree on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, cast
+
+import torch.distributed as dist
+
+from meshrl.actor import Together
+from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
+from meshrl_hf.peers import Share
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of torch's default group. What they compute together has the layout that a backend adds."""
+
+    size: int
+    """Ranks with rows of their own."""
+    place: tuple[int, ...]
+    """This rank's, among these: ranks of one place have the same rows."""
+    interruptible = False
+
+    @property
+    def number(self) -> int:
+        """This rank's, among all."""
+        return dist.get_rank()
+
+    def total(self, share: Callable[[], Share]) -> Share:
+        """The shares of all ranks together. What one of them raises, all raise."""
+        different = dict(self.agree(lambda: (self.place, share()))).values()
+        return Share(
+            max(each.passes for each in different),
+            sum(each.tokens for each in different),
+            sum(each.rows for each in different),
+        )
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Do on one rank what is to be done once. Where it raises, all raise; all have waited for it."""
+        self.agree(work if self.number == 0 else lambda: None)
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """What `work` gives on each rank, on all of them. Where it raises on one, all raise.
+
+        So no rank waits in a collective for one that has left.
+        """
+        if dist.get_world_size() == 1:
+            return [work()]
+        failure: Exception | None = None
+        outcome: T | Failed
+        try:
+            outcome = work()
+        except Exception as error:  # noqa: BLE001 -- it is raised when the others know of it
+            failure, outcome = error, Failed.of(error)
+        outcomes: list[T | Failed] = [outcome] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+        if failure is not None:
+            raise failure
+        for rank, each in enumerate(outcomes):
+            if isinstance(each, Failed):
+                raise each.kind(f"{each.text} (on rank {rank})")
+        return cast("list[T]", outcomes)
+
+
+class Spread(Together):
+    """Base of the roles whose ranks meet in each call."""
+
+    _world: Ranks
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """As `Ranks.agree`."""
+        return self._world.agree(work)
+
+
+class Failed(NamedTuple):
+    """What the other ranks are told of an exception."""
+
+    kind: type[MeshrlError]
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failed":
+        """A plain error of meshrl's keeps its kind."""
+        if type(error) in (ConfigError, DataError, ModelError):
+            return cls(cast("type[MeshrlError]", type(error)), str(error))
+        return cls(ModelError, f"{type(error).__name__}: {error}")
