@@ -19,6 +19,7 @@ from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread
+from meshrl_hf.scoring import one_by_one
 
 
 class FsdpCritic(Spread, Critic):
@@ -39,7 +40,7 @@ class FsdpCritic(Spread, Critic):
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
-        values = self._valued.score(self._predicted, batch, self._budget, self._world)
+        values = self._valued.score(one_by_one(self._predicted), batch, self._budget, self._world)
         return with_advantages(batch, values, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:

@@ -24,7 +24,7 @@ from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.probe import probe
 from meshrl_hf.ranks import Spread
-from meshrl_hf.scoring import check_readable, logprobs, predicted
+from meshrl_hf.scoring import check_readable, logprobs, one_by_one, predicted
 from meshrl_hf.transfer import arrays
 
 
@@ -67,12 +67,14 @@ class FsdpPolicy(Spread, Policy):
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `logprobs`, of the version after the updates that were called before."""
         source, budget = Source.trainer(self._optimizer.steps), self._config.micro_batch_tokens
-        return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source, self._world))
+        predict = one_by_one(self._predicted)
+        return batch.assign(logprobs=logprobs(self._model, predict, batch, budget, source, self._world))
 
     async def weights(self) -> Weights:
         """This rank's part of the weights, whole tensors in the table's dtype; adapted ones as `lora.sync` says."""
         version = self._optimizer.steps
-        asked = probe(self._model, self._predicted, version, self._config.micro_batch_tokens, self._world)
+        predict, budget = one_by_one(self._predicted), self._config.micro_batch_tokens
+        asked = probe(self._model, predict, version, budget, self._world)
         return self._sender.weights(version, arrays(self._share()), asked)
 
     def _share(self) -> Iterator[tuple[str, Tensor]]:

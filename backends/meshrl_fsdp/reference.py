@@ -12,7 +12,7 @@ from meshrl.roles import Reference, ReferenceConfig
 from meshrl_fsdp.loading import load_sharded
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread
-from meshrl_hf.scoring import logprobs, predicted
+from meshrl_hf.scoring import logprobs, one_by_one, predicted
 
 
 class FsdpReference(Spread, Reference):
@@ -28,7 +28,7 @@ class FsdpReference(Spread, Reference):
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
         model, budget = self._sharded.model, self._config.micro_batch_tokens
-        values = logprobs(model, self._predicted, batch, budget, Source("reference"), self._world)
+        values = logprobs(model, one_by_one(self._predicted), batch, budget, Source("reference"), self._world)
         return batch.assign(reference_logprobs=values)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:

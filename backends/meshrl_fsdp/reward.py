@@ -11,6 +11,7 @@ from meshrl.roles import Reward, RewardModelConfig
 from meshrl_fsdp.loading import load_sharded_judge
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread
+from meshrl_hf.scoring import one_by_one
 
 
 class FsdpReward(Spread, Reward):
@@ -25,7 +26,7 @@ class FsdpReward(Spread, Reward):
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`; a completion that was cut short is judged as one that ends there."""
-        return self._judge.score(self._predicted, batch, self._budget, self._world)
+        return self._judge.score(one_by_one(self._predicted), batch, self._budget, self._world)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return self._sharded(partial(self._judge.predicted, batch, micro))

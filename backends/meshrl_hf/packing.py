@@ -1,8 +1,8 @@
 """Rows into micro-batches: one packed sequence each, no padding, and a shared prompt computed once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ class MicroBatch:
         ids, positions, source = (each.to(device) for each in (self.ids, self.positions, self.source))
         return MicroBatch(ids, positions, self.attend.to(device), source, self.target)
 
+
+Split: TypeAlias = Callable[[Ragged, Rows, Ragged | None, int], Iterator[MicroBatch]]
+"""Divides rows of a token column into micro-batches of at most so many tokens, as `micro_batches` does."""
 
 IDLE: Final = MicroBatch(
     ids=torch.zeros(1, 1, dtype=torch.int64),

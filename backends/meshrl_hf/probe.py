@@ -14,7 +14,7 @@ from meshrl.ragged import Source
 from meshrl.weights import Probe, Weights
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.peers import ALONE, Peers
-from meshrl_hf.scoring import Predict, logprobs
+from meshrl_hf.scoring import PredictAll, logprobs
 
 _ROWS: Final = 4
 _TOKENS: Final = 16
@@ -24,7 +24,7 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
 """By the sampler's dtype: how far apart policy and sampler may be on average."""
 
 
-def probe(model: LanguageModel, predict: Predict, version: int, budget: int, peers: Peers = ALONE) -> Probe | None:
+def probe(model: LanguageModel, predict: PredictAll, version: int, budget: int, peers: Peers = ALONE) -> Probe | None:
     """What a model says of tokens that hang on the version alone: every rank at the same time.
 
     None where a model reads so few that there is nothing to predict.
@@ -36,7 +36,7 @@ def probe(model: LanguageModel, predict: Predict, version: int, budget: int, pee
     return Probe(tokens, _logprobs(model, predict, tokens, budget, peers))
 
 
-def difference(model: LanguageModel, predict: Predict, asked: Probe) -> float:
+def difference(model: LanguageModel, predict: PredictAll, asked: Probe) -> float:
     """How far a model is from a probe: the mean of the absolute differences of log-probs."""
     return apart(asked, _logprobs(model, predict, asked.tokens, asked.tokens.size, ALONE))
 
@@ -64,7 +64,7 @@ def check(weights: Weights, found: float, dtype: str) -> None:
 
 def _logprobs(
     model: LanguageModel,
-    predict: Predict,
+    predict: PredictAll,
     tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
     budget: int,
     peers: Peers,

@@ -16,7 +16,7 @@ from meshrl_hf.loading import JUDGE, load
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, ends
 from meshrl_hf.peers import ALONE, Peers
-from meshrl_hf.scoring import Predict, score
+from meshrl_hf.scoring import PredictAll, score
 from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts, texts_of
 
 
@@ -51,7 +51,7 @@ class RewardModel:
         bias = cast("Tensor | None", self.head.bias)
         return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
 
-    def score(self, predict: Predict, batch: Batch, budget: int, peers: Peers = ALONE) -> Batch:
+    def score(self, predict: PredictAll, batch: Batch, budget: int, peers: Peers = ALONE) -> Batch:
         """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, by the model's own tokenizer.
 
         With `chat` they are two messages in its template; without, the tokens that a policy's `encode` gives. A

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, for the policy and the reference alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
@@ -13,12 +13,19 @@ from meshrl.data import Batch, Ragged
 from meshrl.ragged import Source
 from meshrl.sharding import Array
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, Rows, micro_batches, whole
+from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.peers import ALONE, Peers, Share
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """What a model says of each target of a micro-batch, float32[targets]: log-probs, or values."""
+PredictAll: TypeAlias = Callable[[Batch, list[MicroBatch]], Iterator[Tensor]]
+"""The same of micro-batches in their order, which a pipeline may compute together."""
 Values: TypeAlias = NDArray[np.float32]
+
+
+def one_by_one(predict: Predict) -> PredictAll:
+    """Each micro-batch when it is asked for."""
+    return lambda batch, micros: (predict(batch, micro) for micro in micros)
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
@@ -65,26 +72,40 @@ def _tensor(values: Array) -> Tensor:
 
 @torch.no_grad()
 def score(
-    predict: Predict, batch: Batch, rows: Callable[[], Rows], learn: Ragged | None, budget: int, peers: Peers = ALONE
+    predict: PredictAll,
+    batch: Batch,
+    rows: Callable[[], Rows],
+    learn: Ragged | None,
+    budget: int,
+    peers: Peers = ALONE,
+    split: Split = micro_batches,
 ) -> Values:
     """What a model says of each target of the rows, float32[tokens of the batch]; 0 for the other tokens.
 
-    `rows`, called once, raises where this rank's rows do not fit; then all ranks raise.
+    `rows`, called once, raises where this rank's rows do not fit; then all ranks raise. `predict` is given as many
+    micro-batches on each rank.
     """
     micros: list[MicroBatch] = []
 
     def share() -> Share:
-        micros.extend(micro_batches(batch.tokens, rows(), learn, budget))
+        micros.extend(split(batch.tokens, rows(), learn, budget))
         return Share(len(micros))
 
     values = np.zeros(len(batch.tokens.values), np.float32)
-    for micro in peers.total(share).padded(micros):
-        values[micro.target] = predict(batch, micro).cpu().numpy()
+    padded = peers.total(share).padded(micros)
+    for micro, said in zip(padded, predict(batch, padded), strict=True):
+        values[micro.target] = said.cpu().numpy()
     return values
 
 
 def logprobs(
-    model: LanguageModel, predict: Predict, batch: Batch, budget: int, source: Source, peers: Peers = ALONE
+    model: LanguageModel,
+    predict: PredictAll,
+    batch: Batch,
+    budget: int,
+    source: Source,
+    peers: Peers = ALONE,
+    split: Split = micro_batches,
 ) -> Ragged:
     """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row."""
     tokens = batch.tokens
@@ -94,4 +115,4 @@ def logprobs(
         check_readable(model, batch)
         return whole(tokens, mask)
 
-    return Ragged(score(predict, batch, rows, None, budget, peers), tokens.offsets, source=source)
+    return Ragged(score(predict, batch, rows, None, budget, peers, split), tokens.offsets, source=source)

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -13,8 +14,7 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.losses import Loss, token_weights
 from meshrl.metrics import Metrics
-from meshrl_hf.optimizer import Optimizer
-from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned, micro_batches
+from meshrl_hf.packing import IDLE, MicroBatch, Split, check_first, learned, micro_batches
 from meshrl_hf.peers import ALONE, Peers, Share
 from meshrl_hf.scoring import Predict, spread
 
@@ -22,8 +22,25 @@ _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
 """The metrics of the step itself."""
 
 
+class Steps(Protocol):
+    """What a step needs of an optimizer."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        ...
+
+    def step(self) -> float:
+        """Step, and forget the gradients; their norm before clipping. ModelError, and no step, if it is not finite."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        ...
+
+
 async def step(
-    optimizer: Optimizer,
+    optimizer: Steps,
     predict: Predict,
     batch: Batch,
     loss: Loss,
@@ -37,6 +54,36 @@ async def step(
     micro-batches. Then, and where it raises, no weight has changed. DataError if there is nothing to learn or the loss
     names a metric as the step does, ModelError if the gradient is not finite.
     """
+    ready = prepared(batch, loss, budget, check, peers)
+    optimizer.forget()  # what an update left behind that failed half-way
+    for micro in ready.micros:
+        ready.judge(predict(batch, micro), micro, peers).backward()
+        if peers.interruptible:
+            await asyncio.sleep(0)  # here a cancelled call ends
+    return stepped(optimizer, ready.judge, batch, peers)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step whose gradients are yet to be computed."""
+
+    judge: "Judge"
+    micros: list[MicroBatch]
+    """As many on each rank."""
+
+
+def prepared(
+    batch: Batch,
+    loss: Loss,
+    budget: int,
+    check: Callable[[], object],
+    peers: Peers = ALONE,
+    split: Split = micro_batches,
+) -> Prepared:
+    """What `step` computes: micro-batches of at most `budget` tokens, and the loss that weighs them together.
+
+    DataError, on all ranks, if there is nothing to learn; what `check` raises on one rank, all raise.
+    """
     tokens, mask = batch.tokens, batch.loss_mask
     micros: list[MicroBatch] = []
 
@@ -44,7 +91,7 @@ async def step(
         check()
         rows, count = learnable(tokens, mask)
         if count:
-            micros.extend(micro_batches(tokens, learned(tokens, mask), mask, budget))
+            micros.extend(split(tokens, learned(tokens, mask), mask, budget))
         return Share(len(micros), count, rows)
 
     total = peers.total(share)
@@ -54,14 +101,7 @@ async def step(
             f"{', and on the other ranks' if peers.size > 1 else ''}; leave such a batch out"
         )
     weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
-    optimizer.forget()  # what an update left behind that failed half-way
-    judge = Judge(batch, loss, weights)
-    for micro in total.padded(micros):
-        judge(predict(batch, micro), micro, peers).backward()
-        if peers.interruptible:
-            await asyncio.sleep(0)  # here a cancelled call ends
-    peers.agree(judge.check)
-    return _told(optimizer, judge, batch, peers.size)
+    return Prepared(Judge(batch, loss, weights), total.padded(micros))
 
 
 class Judge:
@@ -103,8 +143,13 @@ class Judge:
         return part
 
 
-def _told(optimizer: Optimizer, judge: Judge, batch: Batch, ranks: int) -> Metrics:
-    """Make the step; its metrics, which become the whole batch's where those of all ranks are averaged."""
+def stepped(optimizer: Steps, judge: Judge, batch: Batch, peers: Peers) -> Metrics:
+    """Make the step, unless the loss has raised on a rank: then all raise. Gradients are those of all micro-batches.
+
+    Its metrics become the whole batch's where those of all ranks with rows of their own are averaged.
+    """
+    peers.agree(judge.check)
+    ranks = peers.size
     rate = optimizer.lr
     norm = optimizer.step()
     own = Metrics.of(

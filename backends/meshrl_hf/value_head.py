@@ -16,9 +16,9 @@ from meshrl_hf.checkpoint import VALUE_HEAD
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, Rows, check_first, learned
+from meshrl_hf.packing import MicroBatch, Rows, Split, check_first, learned, micro_batches
 from meshrl_hf.peers import ALONE, Peers
-from meshrl_hf.scoring import Predict, score
+from meshrl_hf.scoring import PredictAll, score
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,14 @@ class ValueModel:
         hidden = self.model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
         return cast("Tensor", self.head(hidden.float()))[:, 0]
 
-    def score(self, predict: Predict, batch: Batch, budget: int, peers: Peers = ALONE) -> Ragged:
+    def score(
+        self,
+        predict: PredictAll,
+        batch: Batch,
+        budget: int,
+        peers: Peers = ALONE,
+        split: Split = micro_batches,
+    ) -> Ragged:
         """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
         tokens, mask = batch.tokens, batch.loss_mask
 
@@ -49,7 +56,7 @@ class ValueModel:
             self.model.check_rows(batch)
             return learned(tokens, mask)
 
-        return Ragged(score(predict, batch, rows, mask, budget, peers), tokens.offsets)
+        return Ragged(score(predict, batch, rows, mask, budget, peers, split), tokens.offsets)
 
 
 def load_valued(config: ModelConfig) -> ValueModel:

@@ -14,6 +14,7 @@ from meshrl.metrics import Metrics
 from meshrl.roles import Critic, CriticConfig
 from meshrl_hf import checkpoint, training
 from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.scoring import one_by_one
 from meshrl_hf.state import TrainingState
 from meshrl_hf.value_head import load_valued
 from meshrl_hf.writing import Writing
@@ -41,7 +42,7 @@ class TorchCritic(Critic):
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
         async with self._updating:  # so that no value is of a half-done update
-            values = self._valued.score(self._valued.predicted, batch, self._budget)
+            values = self._valued.score(one_by_one(self._valued.predicted), batch, self._budget)
         return with_advantages(batch, values, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:

@@ -21,7 +21,7 @@ from meshrl_hf.lora import adapt, published, trained
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.probe import probe
-from meshrl_hf.scoring import check_readable, logprobs, predicted
+from meshrl_hf.scoring import check_readable, logprobs, one_by_one, predicted
 from meshrl_hf.state import TrainingState
 from meshrl_hf.transfer import arrays
 from meshrl_hf.writing import Writing
@@ -77,13 +77,13 @@ class TorchPolicy(Policy):
         async with self._updating:
             source = Source.trainer(self._optimizer.steps)
             budget = self._config.micro_batch_tokens
-            return batch.assign(logprobs=logprobs(self._model, self._predicted, batch, budget, source))
+            return batch.assign(logprobs=logprobs(self._model, one_by_one(self._predicted), batch, budget, source))
 
     async def weights(self) -> Weights:
         """A copy of the weights, after the updates that were called before; of adapted ones as `lora.sync` says."""
         async with self._updating:
             version = self._optimizer.steps
-            asked = probe(self._model, self._predicted, version, self._config.micro_batch_tokens)
+            asked = probe(self._model, one_by_one(self._predicted), version, self._config.micro_batch_tokens)
             tensors = published(self._model.tensors(), self._config.lora)
             return self._sender.weights(version, arrays(tensors.items()), asked)
 

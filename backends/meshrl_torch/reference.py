@@ -9,7 +9,7 @@ from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
 from meshrl_hf.loading import load
-from meshrl_hf.scoring import logprobs, predicted
+from meshrl_hf.scoring import logprobs, one_by_one, predicted
 
 
 class TorchReference(Reference):
@@ -22,6 +22,6 @@ class TorchReference(Reference):
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`."""
-        predict = partial(predicted, self._model)
+        predict = one_by_one(partial(predicted, self._model))
         values = logprobs(self._model, predict, batch, self._config.micro_batch_tokens, Source("reference"))
         return batch.assign(reference_logprobs=values)

@@ -6,6 +6,7 @@ from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.roles import Reward, RewardModelConfig
 from meshrl_hf.reward_head import load_reward_model
+from meshrl_hf.scoring import one_by_one
 
 
 class TorchReward(Reward):
@@ -18,4 +19,4 @@ class TorchReward(Reward):
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`; a completion that was cut short is judged as one that ends there."""
-        return self._judge.score(self._judge.predicted, batch, self._budget)
+        return self._judge.score(one_by_one(self._judge.predicted), batch, self._budget)

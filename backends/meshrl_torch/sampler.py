@@ -17,7 +17,7 @@ from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
 from meshrl_hf.probe import check, difference
 from meshrl_hf.rollouts import Rollouts
-from meshrl_hf.scoring import predicted
+from meshrl_hf.scoring import one_by_one, predicted
 from meshrl_hf.seeds import key
 from meshrl_hf.transfer import import_weights
 from meshrl_torch.cache import Cache
@@ -91,7 +91,7 @@ class TorchSampler(Sampler):
             self._version, self._refused = weights.version, ""
             if weights.probe is None:
                 return places
-            found = difference(self._model, partial(predicted, self._model), weights.probe)
+            found = difference(self._model, one_by_one(partial(predicted, self._model)), weights.probe)
             try:
                 check(weights, found, self._config.dtype)
             except ModelError as error:
