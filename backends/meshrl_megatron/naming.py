@@ -1,0 +1,165 @@
+"""What a stage's parameters are called, and where they lie, in Hugging Face's tensors.
+
+Megatron-Core fuses and splits what Hugging Face holds apart: queries, keys and values are one matrix, interleaved by
+query group; gate and up are one; each rank of the axis tp holds a part, and the vocabulary is padded. All of it is
+told as rectangles, so that nothing has to be whole to be read or written.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeAlias
+
+from torch import Tensor
+
+from meshrl.errors import ModelError
+
+_LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama-shaped decoder, as its Hugging Face config has them."""
+
+    hidden: int
+    heads: int
+    """Of queries."""
+    groups: int
+    """Heads of keys and values; each serves heads / groups of the queries'."""
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    """Rows of the embedding in files, without padding."""
+    tied: bool
+    """Whether the last layer is the embedding."""
+
+    def padded(self, tp_size: int) -> int:
+        """Rows of the embedding on all ranks of the axis tp together: the least multiple that holds the vocabulary."""
+        return -(-self.vocabulary // tp_size) * tp_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in its model."""
+
+    tp: int
+    """Its number on the axis tp."""
+    tp_size: int
+    first_layer: int
+    """The number, in the whole model, of its stage's first layer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a Hugging Face tensor that lies in a local parameter."""
+
+    name: str
+    """The tensor's, in files."""
+    size: tuple[int, ...]
+    """The whole tensor's."""
+    offsets: tuple[int, ...]
+    """Where the rectangle begins in it."""
+    view: Callable[[Tensor], Tensor]
+    """The rectangle in the parameter, or in a tensor of its shape. Writing into it changes that."""
+
+
+def pieces(name: str, shape: Shape, place: Place) -> list[Piece]:
+    """The rectangles that make up a parameter of a stage, by its name there; padding is in none of them.
+
+    The heads, groups and ffn must be divisible by `tp_size`. A parameter that ranks hold alike is whole on each.
+    ModelError for a parameter that no Llama-shaped model has.
+    """
+    layer = _LAYER.fullmatch(name)
+    make = _OF_A_LAYER.get(layer[2]) if layer else _OF_THE_ENDS.get(name)
+    if make is None:
+        raise ModelError(
+            f"the backend 'megatron' knows no Hugging Face tensor for the parameter `{name}`: it reads and writes "
+            "Llama, Qwen2 and Qwen3 decoders"
+        )
+    found = make(shape, place)
+    if not layer:
+        return found
+    prefix = f"model.layers.{place.first_layer + int(layer[1])}."
+    return [replace(each, name=prefix + each.name) for each in found]
+
+
+_Make: TypeAlias = Callable[[Shape, Place], list[Piece]]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _rows(start: int, count: int) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.narrow(0, start, count)
+
+
+def _whole(name: str, size: Callable[[Shape], tuple[int, ...]]) -> _Make:
+    """A parameter that all ranks hold alike."""
+    return lambda shape, _: [Piece(name, size(shape), tuple(0 for _ in size(shape)), _itself)]
+
+
+def _columns(name: str, width: Callable[[Shape], int]) -> _Make:
+    """[hidden, width / tp]."""
+    return lambda shape, place: [
+        Piece(name, (shape.hidden, width(shape)), (0, place.tp * width(shape) // place.tp_size), _itself)
+    ]
+
+
+def _vocabulary(name: str, shape: Shape, place: Place) -> list[Piece]:
+    """[padded / tp, hidden]: the last rank, or the last few, may hold less of the vocabulary, or none."""
+    rows = shape.padded(place.tp_size) // place.tp_size
+    first = place.tp * rows
+    known = min(rows, shape.vocabulary - first)
+    return [Piece(name, (shape.vocabulary, shape.hidden), (first, 0), _rows(0, known))] if known > 0 else []
+
+
+def _output(shape: Shape, place: Place) -> list[Piece]:
+    return _vocabulary("model.embed_tokens.weight" if shape.tied else "lm_head.weight", shape, place)
+
+
+def _gate_up(shape: Shape, place: Place) -> list[Piece]:
+    """[2 * ffn / tp, hidden]: the rank's rows of the gate, then those of up."""
+    rows, size = shape.ffn // place.tp_size, (shape.ffn, shape.hidden)
+    return [
+        Piece(f"mlp.{kind}_proj.weight", size, (place.tp * rows, 0), _rows(number * rows, rows))
+        for number, kind in enumerate(("gate", "up"))
+    ]
+
+
+def _qkv(kind: str, shape: Shape, place: Place) -> list[Piece]:
+    """[groups / tp * (heads / groups + 2) * head_dim, hidden]: each group's queries, its keys, its values."""
+    tail = (shape.hidden,) if kind == "weight" else ()
+    each = {"q": shape.heads // shape.groups * shape.head_dim, "k": shape.head_dim, "v": shape.head_dim}
+    groups = shape.groups // place.tp_size
+    found: list[Piece] = []
+    start = 0
+    for group in range(place.tp * groups, (place.tp + 1) * groups):
+        for head, rows in each.items():
+            size, offsets = (shape.groups * rows, *tail), (group * rows, *(0 for _ in tail))
+            found.append(Piece(f"self_attn.{head}_proj.{kind}", size, offsets, _rows(start, rows)))
+            start += rows
+    return found
+
+
+_OF_A_LAYER: Final[Mapping[str, _Make]] = {
+    "input_layernorm.weight": _whole("input_layernorm.weight", lambda shape: (shape.hidden,)),
+    "self_attention.linear_qkv.weight": partial(_qkv, "weight"),
+    "self_attention.linear_qkv.bias": partial(_qkv, "bias"),
+    "self_attention.q_layernorm.weight": _whole("self_attn.q_norm.weight", lambda shape: (shape.head_dim,)),
+    "self_attention.k_layernorm.weight": _whole("self_attn.k_norm.weight", lambda shape: (shape.head_dim,)),
+    "self_attention.linear_proj.weight": _columns(
+        "self_attn.o_proj.weight", lambda shape: shape.heads * shape.head_dim
+    ),
+    "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: (shape.hidden,)),
+    "mlp.linear_fc1.weight": _gate_up,
+    "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
+}
+_OF_THE_ENDS: Final[Mapping[str, _Make]] = {
+    "embedding.word_embeddings.weight": partial(_vocabulary, "model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": _whole("model.norm.weight", lambda shape: (shape.hidden,)),
+    "output_layer.weight": _output,
+    "value_head.weight": _whole("value_head.weight", lambda shape: (1, shape.hidden)),
+    "value_head.bias": _whole("value_head.bias", lambda _: (1,)),
+}
