@@ -6,6 +6,7 @@ has. Whole tensors, as in a Hugging Face folder, are one part. Nothing is pickle
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -73,14 +74,21 @@ class Boxes:
         """Reads where each part lies. SafetensorError, OSError, KeyError or ValueError where a file is damaged."""
         self._folder = folder
         self._parts: dict[str, dict[Ranges, Path]] = {}
-        for file in sorted(folder.glob("*.safetensors")):
+        self._elements: Counter[str] = Counter()
+        self.files: Final = sorted(folder.glob("*.safetensors"))
+        for file in self.files:
             for name, ranges in _heads(file):
                 self._parts.setdefault(name, {}).setdefault(ranges, file)
+                self._elements[name] += _count(ranges)
         self.sizes: Final[Mapping[str, tuple[int, ...]]] = {
             name: tuple(max(end for _, end in dim) for dim in zip(*parts, strict=True))
             for name, parts in self._parts.items()
         }
         """Of each whole tensor, as far as its parts tell."""
+
+    def overlaps(self, name: str) -> bool:
+        """Whether files have some of a tensor of `sizes` more than once."""
+        return self._elements[name] > prod(self.sizes[name]) - sum(map(_count, self.missing(name)))
 
     def missing(self, name: str) -> list[Ranges]:
         """What no file has of a tensor of `sizes`, as rectangles."""
