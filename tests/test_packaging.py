@@ -29,8 +29,16 @@ def test_the_wheel_holds_both_packages_and_what_is_shipped(unpacked: Path) -> No
         assert {path for path in there if "__pycache__" not in path.parts} == {
             path.relative_to(shipped) for path in shipped.rglob("*.*")
         }
-    assert (unpacked / "meshrl_torch" / "__init__.py").is_file()
+    for module in ROOT.glob("backends/meshrl_*/__init__.py"):
+        assert (unpacked / module.parent.name / "__init__.py").is_file()
     assert (unpacked / "meshrl" / "py.typed").is_file()
+
+
+def test_the_wheel_announces_each_backend(unpacked: Path) -> None:
+    (announced,) = unpacked.glob("*.dist-info/entry_points.txt")
+    lines = announced.read_text("utf-8").splitlines()
+    for name in ("torch", "fsdp", "megatron", "vllm"):
+        assert f"{name} = meshrl_{name}" in lines
 
 
 def test_the_command_line_finds_the_shipped_configurations_in_the_wheel(unpacked: Path, tmp_path: Path) -> None:

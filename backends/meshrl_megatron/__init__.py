@@ -1,0 +1,16 @@
+"""The Megatron backend: a model of Megatron-Core, split over a mesh's axes `tp`, `cp`, `pp` and `dp`.
+
+Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.engine = "ray"`.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["ROLES"]
+
+ROLES: Final[Mapping[str, str]] = {
+    "Critic": "meshrl_megatron.critic:MegatronCritic",
+    "Policy": "meshrl_megatron.policy:MegatronPolicy",
+    "Reference": "meshrl_megatron.reference:MegatronReference",
+}
+"""Where each role's class is. Strings, so that looking a role up imports neither torch nor Megatron."""
