@@ -1,0 +1,105 @@
+"""Megatron-Core as this backend sees it: all of its modules import it from here, and so in a form that runs.
+
+Importing this module imports `megatron.core`: on a machine without a GPU in its CPU form, with its warnings about
+libraries that this backend does not use kept down, and with the two things set that it looks for globally.
+
+Raises BackendError for a version that this backend was not proved with.
+"""
+
+import warnings
+from importlib.metadata import version
+from typing import Final
+
+from meshrl.errors import BackendError
+from meshrl_megatron import cpu
+
+PROVED: Final = "0.16.1"
+"""The release of megatron-core that this backend is proved with: it sees more of it than its public names."""
+
+if (found := version("megatron-core")) != PROVED:
+    raise BackendError(
+        f"megatron-core {found} is installed, and meshrl_megatron is proved with {PROVED}: pip install "
+        f"megatron-core=={PROVED}"
+    )
+cpu.install()
+
+with warnings.catch_warnings():
+    for message, category in (
+        ("Transformer Engine and Apex are not installed", UserWarning),
+        ("Apex is not installed", UserWarning),
+        ("The following imports from `dynamic_context.py`", DeprecationWarning),
+        ("`torch.jit.script", DeprecationWarning),
+    ):
+        warnings.filterwarnings("ignore", message, category)
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+__all__ = [
+    "MLP",
+    "AttnMaskType",
+    "ColumnParallelLinear",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "IdentityOp",
+    "MLPSubmodules",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "P2PCommunicator",
+    "PackedSeqParams",
+    "ProcessGroupCollection",
+    "RowParallelLinear",
+    "SelfAttention",
+    "SelfAttentionSubmodules",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "copy_to_tensor_model_parallel_region",
+    "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "get_bias_dropout_add",
+    "get_forward_backward_func",
+    "get_megatron_optimizer",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+]
+
+# Dropout is 0 here, so random numbers need no state for each part of the model.
+initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+parallel_state._set_global_memory_buffer()  # noqa: SLF001 -- scratch memory, which parallel layers take from there

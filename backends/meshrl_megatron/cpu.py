@@ -1,0 +1,177 @@
+"""Megatron-Core without a GPU: its CUDA calls are rewritten to their CPU forms while it is imported.
+
+Megatron-Core asks for CUDA by name and has no option that avoids it: `torch.cuda.current_device()`, `device="cuda"`,
+`.cuda()`, `param.type() == 'torch.cuda.FloatTensor'`, pinned memory. Where torch has a GPU nothing is rewritten, and
+nothing outside `megatron.core` ever is. A use of CUDA that no rule below knows is an error when its module is imported.
+"""
+
+import ast
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Final, TypeVar
+
+import torch
+
+from meshrl.errors import BackendError
+
+PACKAGE: Final = "megatron.core"
+
+_FORMS: Final = {
+    "current_device": "(lambda: 'cpu')",
+    "synchronize": "(lambda *_: None)",
+    "empty_cache": "(lambda: None)",
+    "get_rng_state": "(lambda *_: torch.get_rng_state())",
+    "set_rng_state": "(lambda state, *_: torch.set_rng_state(state))",
+    "manual_seed": "torch.manual_seed",
+    "FloatTensor": "torch.FloatTensor",
+    "HalfTensor": "torch.HalfTensor",
+    "BFloat16Tensor": "torch.BFloat16Tensor",
+}
+"""What `torch.cuda.NAME` is on a CPU."""
+
+_BODIES: Final = {
+    "_get_cuda_rng_state": "return torch.get_rng_state()",
+    "_set_cuda_rng_state": "torch.set_rng_state(new_state)",
+}
+"""Functions of Megatron-Core with another body: recomputed layers save and restore the one generator that there is."""
+
+_GRAPHS: Final = {"CUDAGraph", "CUDAPluggableAllocator", "MemPool", "graph", "graph_pool_handle", "use_mem_pool"}
+_STREAMS: Final = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
+_GAUGES: Final = {
+    "clock_rate",
+    "get_device_capability",
+    "get_device_properties",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "nvtx",
+    "power_draw",
+    "temperature",
+    "utilization",
+}
+_DEVICES: Final = {"amp", "device", "device_count", "is_available", "set_device", "OutOfMemoryError"}
+_GENERATORS: Final = {"_lazy_call", "_lazy_init", "default_generators", "random"}
+_LEFT: Final = _GRAPHS | _STREAMS | _GAUGES | _DEVICES | _GENERATORS
+"""What is left as it is, of `torch.cuda`: no path of a CPU reaches it, and torch itself raises if one does."""
+
+NodeT = TypeVar("NodeT", bound=ast.AST)
+
+
+def install() -> None:
+    """Have `megatron.core` rewritten when it is imported, if torch has no GPU; once, however often it is called.
+
+    Raises BackendError where it is imported already: as it is, it cannot run here.
+    """
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules:
+        raise BackendError(
+            f"{PACKAGE} was imported before meshrl_megatron.core, and torch has no GPU here: without one it must be "
+            "imported by that module, which gives its CUDA calls their CPU forms: import meshrl_megatron.core first"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of Megatron-Core, and no other."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(f"{PACKAGE}."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Compiles a module from its rewritten source; one that names no CUDA comes from Python's cache, as ever."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        source = self.get_data(self.path)
+        if b"cuda" not in source and b"pin_memory" not in source:
+            return super().get_code(fullname)
+        return compile(rewritten(ast.parse(source), fullname), self.path, "exec", dont_inherit=True)
+
+
+def rewritten(module: ast.Module, name: str) -> ast.Module:
+    """A module of Megatron-Core in its CPU form, changed in place; each node keeps its line.
+
+    Raises BackendError for a use of CUDA that has no CPU form here.
+    """
+    _Rewriter(name).visit(module)
+    return ast.fix_missing_locations(module)
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        if node.name in _BODIES:
+            node.body = [_at(statement, node) for statement in ast.parse(_BODIES[node.name]).body]
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return node if isinstance(node.value, ast.Constant) else self.generic_visit(node)  # a docstring
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if not isinstance(node.value, str):
+            return node
+        text = "cpu" if node.value == "cuda" else node.value
+        for kind in ("Float", "Half", "BFloat16"):
+            text = text.replace(f"torch.cuda.{kind}Tensor", f"torch.{kind}Tensor")
+        if "torch.cuda." in text and "Tensor" in text:
+            raise self._unknown(node)
+        return _at(ast.Constant(text), node)
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        if node.arg == "pin_memory":
+            node.value = _at(ast.Constant(False), node.value)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in ("cuda", "pin_memory"):
+            node.func.attr, node.args, node.keywords = "cpu", [], []
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _is(node.value, "torch", "cuda"):
+            if node.attr in _FORMS:
+                return _at(ast.parse(_FORMS[node.attr], mode="eval").body, node)
+            if node.attr not in _LEFT:
+                raise self._unknown(node)
+            return node
+        if node.attr == "cuda" and not _is(node, "torch", "backends", "cuda"):
+            raise self._unknown(node)
+        return self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if (node.module or "").startswith("torch.cuda") and not {alias.name for alias in node.names} <= _LEFT:
+            raise self._unknown(node)
+        return node
+
+    def _unknown(self, node: ast.expr | ast.stmt) -> BackendError:
+        return BackendError(
+            f"{self._module}, line {node.lineno}: `{ast.unparse(node)}` has no CPU form in meshrl_megatron.cpu, and "
+            "torch has no GPU here: take the megatron-core that meshrl[megatron] names, or a machine with a GPU"
+        )
+
+
+def _is(node: ast.expr, *names: str) -> bool:
+    """Whether a node is these names, one attribute of the other: `torch.cuda`."""
+    if len(names) == 1:
+        return isinstance(node, ast.Name) and node.id == names[0]
+    return isinstance(node, ast.Attribute) and node.attr == names[-1] and _is(node.value, *names[:-1])
+
+
+def _at(new: NodeT, old: ast.AST) -> NodeT:
+    """A new node in the place of an old one."""
+    for node in ast.walk(new):
+        ast.copy_location(node, old)
+    return new
