@@ -7,6 +7,8 @@ Raises BackendError for a version that this backend was not proved with.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Final
 
@@ -23,14 +25,32 @@ if (found := version("megatron-core")) != PROVED:
     )
 cpu.install()
 
-with warnings.catch_warnings():
-    for message, category in (
-        ("Transformer Engine and Apex are not installed", UserWarning),
-        ("Apex is not installed", UserWarning),
-        ("The following imports from `dynamic_context.py`", DeprecationWarning),
-        ("`torch.jit.script", DeprecationWarning),
-    ):
-        warnings.filterwarnings("ignore", message, category)
+_KNOWN: Final = (
+    ("Transformer Engine and Apex are not installed", UserWarning),
+    ("Apex is not installed", UserWarning),
+    ("The following imports from `dynamic_context.py`", DeprecationWarning),
+    ("`torch.jit.script", DeprecationWarning),
+    ("full scope is deprecated", UserWarning),
+    ("MLP requires ffn_hidden_size", DeprecationWarning),
+    ("The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
+    (r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning),
+)
+"""How the warnings begin that Megatron-Core gives, or torch for it, about what its caller cannot change."""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Megatron-Core's known warnings down, those alone, while it is imported, built or run.
+
+    Filters belong to the process: of two threads that are in here at once, the one that leaves last decides.
+    """
+    with warnings.catch_warnings():
+        for message, category in _KNOWN:
+            warnings.filterwarnings("ignore", message, category)
+        yield
+
+
+with quiet():
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -95,6 +115,7 @@ __all__ = [
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
+    "quiet",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
