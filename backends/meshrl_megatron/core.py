@@ -7,7 +7,7 @@ Raises BackendError for a version that this backend was not proved with.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Final
@@ -39,7 +39,7 @@ _KNOWN: Final = (
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
     """Keep Megatron-Core's known warnings down, those alone, while it is imported, built or run.
 
     Filters belong to the process: of two threads that are in here at once, the one that leaves last decides.
