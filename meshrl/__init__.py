@@ -20,7 +20,7 @@ from meshrl.errors import (
     ReplicasDisagree,
 )
 from meshrl.handle import at, each, ranks, respawn, stop
-from meshrl.layout import FsdpConfig, VllmConfig
+from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
@@ -86,6 +86,7 @@ __all__ = [
     "LoraConfig",
     "Loss",
     "Mean",
+    "MegatronConfig",
     "Mesh",
     "MeshConfig",
     "MeshStopped",

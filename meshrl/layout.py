@@ -20,6 +20,15 @@ class FsdpConfig(Config):
     """Compile each block with torch.compile: slow to start, faster per step on GPUs."""
 
 
+class MegatronConfig(Config):
+    """How the backend `megatron` uses its mesh, beside what the mesh's axes say."""
+
+    sequence_parallel: bool = True
+    """Split activations along the axis `tp` between its matrices too."""
+    virtual_stages: int = Field(default=1, gt=0)
+    """Stages of the pipeline that each rank along `pp` holds."""
+
+
 class VllmConfig(Config):
     """How the backend `vllm` runs its engines: one for each place along `dp`, over the ranks along `tp`."""
 

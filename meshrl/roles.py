@@ -15,7 +15,7 @@ from meshrl.actor import Actor, endpoint
 from meshrl.advantages import Gae
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.layout import FsdpConfig, VllmConfig
+from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.sharding import EVERY, Gather, Mean, Shard
@@ -122,6 +122,7 @@ class PolicyConfig(ModelConfig):
     delta_sync: bool = False
     """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
     fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
 
 class CriticConfig(ModelConfig):
@@ -131,6 +132,7 @@ class CriticConfig(ModelConfig):
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
     fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
 
 class ReferenceConfig(ModelConfig):
@@ -138,6 +140,7 @@ class ReferenceConfig(ModelConfig):
 
     micro_batch_tokens: int = Field(default=16384, gt=0)
     fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
 
 class RewardModelConfig(ModelConfig):

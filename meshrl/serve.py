@@ -16,7 +16,7 @@ from meshrl.checkpoints import newest_checkpoint
 from meshrl.config import Config, Table, load_toml, validate
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, MeshrlError, ModelError
-from meshrl.layout import FsdpConfig, VllmConfig
+from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.mesh import Mesh
 from meshrl.registry import implementation
 from meshrl.roles import NewModel, Policy, PolicyConfig, RoleConfig
@@ -194,7 +194,7 @@ async def _written(policy: PolicyConfig, checkpoint: Path, scratch: Path) -> Pat
     try:
         mesh = await Mesh.reserve(engine, 1)
         # One rank reads what any number of them has written.
-        alone = policy.model_copy(update={"fsdp": FsdpConfig()})
+        alone = policy.model_copy(update={"fsdp": FsdpConfig(), "megatron": MegatronConfig()})
         actor = await mesh.spawn(implementation(Policy, policy.backend), alone)
         await actor.restore(str(state))
         await actor.save(str(folder))

@@ -36,6 +36,7 @@ PUBLIC = [
     "LoraConfig",
     "Loss",
     "Mean",
+    "MegatronConfig",
     "Mesh",
     "MeshConfig",
     "MeshStopped",

@@ -313,6 +313,14 @@ def test_a_role_that_names_no_model_has_the_policys_but_no_reward(
         validate(Trained, load_toml(path, ["judge={}"]), path)
 
 
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_pipeline_has_stages(tmp_path: Path, role: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f"{MODEL}[sampler]\n[critic]\n[{role}.megatron]\nvirtual_stages = 0", "utf-8")
+    with pytest.raises(ConfigError, match=rf"{role}.megatron.virtual_stages = 0: must be greater than 0"):
+        validate(Trained, load_toml(path), path)
+
+
 def test_a_reward_of_a_new_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text(f"{MODEL}[sampler]\n[reward.model]\ncharacters = 'abc'", "utf-8")
