@@ -1,7 +1,7 @@
 """What can be found wrong with a configuration before any model loads."""
 
 import importlib.util
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from meshrl.config import Config, Keys, dotted, nearest
@@ -21,6 +21,7 @@ from meshrl.roles import (
     RoleConfig,
     Sampler,
     SamplerConfig,
+    check_axes,
 )
 from meshrl.tasks import TaskConfig, check_task
 
@@ -34,17 +35,19 @@ _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
 )
 
 
-def find_mistakes(config: Config, meshes: Collection[str] = ()) -> list[str]:
+def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> list[str]:
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
     A task's source must exist and its first row fit the templates, a reward function must import, a backend be
-    installed and have the role, a model's folder or file be there, and each of `meshes` be named by a role.
+    installed and have the role, a model's folder or file be there. Of `meshes`, the ranks of each by its name, each
+    must be named by a role, and a role's axes fit its own; one that is not there has one rank.
     """
+    meshes = meshes or {}
     mistakes: list[str] = []
     policy = getattr(config, "policy", None)
     shared = policy.model if isinstance(policy, PolicyConfig) else None  # a role with the policy's model is told there
     for path, table in _tables(config):
-        for check in _checks(table, None if table is policy else shared):
+        for check in _checks(table, None if table is policy else shared, meshes):
             try:
                 check()
             except MeshrlError as error:
@@ -84,11 +87,12 @@ def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
             yield from _tables(value, (*above, name))
 
 
-def _checks(table: Config, shared: object) -> Iterator[Callable[[], object]]:
+def _checks(table: Config, shared: object, meshes: Mapping[str, int]) -> Iterator[Callable[[], object]]:
     if isinstance(table, TaskConfig):
         yield lambda: check_task(table)
     if isinstance(table, RoleConfig):
         yield lambda: _check_backend(table)
+        yield lambda: check_axes(table, meshes.get(table.mesh, 1))
     if isinstance(table, RewardConfig) and table.backend == "function":
         yield lambda: load_function(table.function)
     if (

@@ -67,7 +67,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
     source = find_config(config)
     job = load_job(source, overrides or [], RunConfig)
-    mistakes = find_mistakes(job.config, job.run.meshes)
+    mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
     if mistakes:
         raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
     typer.echo(f"{source}: nothing wrong was found")

@@ -1,10 +1,13 @@
 """How backends use the ranks of a mesh."""
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
 from meshrl.config import Config
+
+Shape: TypeAlias = dict[str, Annotated[int, Field(gt=0)]]
+"""Each axis of ranks and its size, the last one fastest."""
 
 
 class FsdpConfig(Config):

@@ -6,6 +6,7 @@ The standard columns of a batch are listed in `data.Batch`.
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
+from math import prod
 from types import NoneType
 from typing import Annotated, Literal, get_args
 
@@ -15,7 +16,8 @@ from meshrl.actor import Actor, endpoint
 from meshrl.advantages import Gae
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
+from meshrl.errors import ConfigError
+from meshrl.layout import FsdpConfig, MegatronConfig, Shape, VllmConfig
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.sharding import EVERY, Gather, Mean, Shard
@@ -28,6 +30,17 @@ class RoleConfig(Config):
     backend: str = "torch"
     mesh: str = "main"
     """Roles that name the same mesh share its ranks; a name of its own is a mesh of its own."""
+    axes: Shape = Field(default={})
+    """How this role sees its mesh's ranks, the last one fastest; nothing means the mesh's own axes."""
+
+
+def check_axes(config: RoleConfig, ranks: int) -> None:
+    """ConfigError where a role's axes do not multiply to the ranks of its mesh."""
+    if config.axes and prod(config.axes.values()) != ranks:
+        raise ConfigError(
+            f"the axes {config.axes} multiply to {prod(config.axes.values())}, and the mesh {config.mesh!r} has "
+            f"ranks = {ranks}: take sizes that multiply to it, or set run.meshes.{config.mesh}.ranks"
+        )
 
 
 class NewModel(Config):

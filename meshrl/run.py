@@ -19,13 +19,14 @@ from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError
 from meshrl.events import EventLog, Sink, Step, clock, sink
+from meshrl.layout import Shape
 from meshrl.losses import effective_sample_size
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.position import Position, position
 from meshrl.recorder import Recorder
 from meshrl.registry import implementation
-from meshrl.roles import RoleConfig, Stateful
+from meshrl.roles import RoleConfig, Stateful, check_axes
 from meshrl.schedule import DIFFERENCE, Schedule, read_schedule, schedule
 
 R = TypeVar("R")
@@ -35,7 +36,7 @@ class MeshConfig(Resources):
     """One named mesh: how many ranks, and what each may use."""
 
     ranks: int = Field(default=1, ge=1)
-    axes: dict[str, int] = Field(default={})
+    axes: Shape = Field(default={})
     """The axes, the last one fastest; nothing means `dp = ranks`."""
 
     @model_validator(mode="after")
@@ -157,11 +158,12 @@ class Run:
         return self.config.seed
 
     async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
-        """The backend that the configuration names for a role, on the mesh that it names.
+        """The backend that the configuration names for a role, on the mesh that it names, seen as its own axes.
 
-        Raises `BackendError` where there is none, and what `Mesh.spawn` raises.
+        BackendError where there is none, ConfigError where the axes do not fit its ranks, and what `Mesh.spawn` raises.
         """
         cls = implementation(role, config.backend)
+        check_axes(config, self._mesh_config(config.mesh).ranks)
         stateful = isinstance(cls, type) and issubclass(cls, Stateful)
         # Before anything is awaited: of roles spawned at the same time the first to be asked for is the first.
         place = self._checkpoints.place(getattr(role, "__name__", cls.__name__)) if stateful else ""
@@ -170,7 +172,8 @@ class Run:
         if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
             reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
         mesh = await asyncio.shield(reserving)
-        actor = await mesh.spawn(cls, config)
+        seen = mesh.shape(**config.axes) if config.axes else mesh
+        actor = await seen.spawn(cls, config)
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor
@@ -296,10 +299,13 @@ class Run:
             self.recorder.close(error)
 
     async def _reserve(self, name: str) -> Mesh:
-        config = self.config.meshes.get(name, MeshConfig())
+        config = self._mesh_config(name)
         resources = Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
         mesh = await Mesh.reserve(self.engine, config.ranks, resources, name)
         return mesh.shape(**config.axes) if config.axes else mesh
+
+    def _mesh_config(self, name: str) -> MeshConfig:
+        return self.config.meshes.get(name, MeshConfig())
 
 
 def _kept(value: float) -> float | str:

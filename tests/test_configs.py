@@ -26,7 +26,7 @@ def saved_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_is_right(name: str) -> None:
     job = load_job(CONFIGS[name], [], RunConfig)
-    assert find_mistakes(job.config) == []
+    assert find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()}) == []
     task: object = vars(job.config)["task"]
     assert isinstance(task, TaskConfig)
     assert len(Task.load(task).held_out) == task.held_out

@@ -152,5 +152,13 @@ def mesh_of_no_role() -> None:
     _check(tables="[run.meshes.mian]\nranks = 2")
 
 
+def axes_of_a_role() -> None:
+    _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=2, tp=3}")
+
+
+def axes_without_a_size() -> None:
+    _check("", "[run.meshes.main]\nranks = 4", "reference.axes={dp=4, tp=0}")
+
+
 def axes_that_do_not_multiply() -> None:
     _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }")

@@ -1,0 +1,43 @@
+"""Roles of a run on one mesh, each with axes of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl import (
+    Critic,
+    CriticConfig,
+    MeshConfig,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    ranks,
+)
+from meshrl.errors import ConfigError
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig(folder=str(folder), meshes={"main": MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
+
+
+async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
+        critic = await run.spawn(Critic, CriticConfig(backend="fake", model="none", axes={"pp": 2, "dp": 2}))
+        reference = await run.spawn(Reference, ReferenceConfig(backend="fake", model="none"))
+        assert [rank.axes for rank in ranks(policy)] == [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
+        assert [rank.axes for rank in ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
+        assert [rank.axes for rank in ranks(reference)] == [{"dp": dp} for dp in range(4)]
+
+
+async def test_axes_that_do_not_fit_are_told_before_ranks_are_reserved(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        with pytest.raises(ConfigError, match=r"'tp': 3} multiply to 6, and the mesh 'main' has ranks = 4: take sizes"):
+            await run.spawn(Sampler, SamplerConfig(backend="fake", model="none", axes={"dp": 2, "tp": 3}))
+        with pytest.raises(ConfigError, match=r"the mesh 'aside' has ranks = 1: .* or set run\.meshes\.aside\.ranks"):
+            await run.spawn(Sampler, SamplerConfig(backend="fake", model="none", mesh="aside", axes={"dp": 2}))
