@@ -272,6 +272,17 @@ class Reference(Actor, ABC):
     async def logprobs(self, batch: Shard[Batch]) -> Gather[Batch]:
         """Add `reference_logprobs`, ragged float32."""
 
+    @endpoint
+    @abstractmethod
+    async def load(self, weights: Weights) -> None:
+        """Take a policy's whole weights, whatever backend and layout made them: it is frozen anew, as they are.
+
+            await reference.load(await policy.weights())
+
+        ModelError, and nothing taken, where they are of another model or dtype, or did not arrive as they were sent.
+        Checkpoints keep nothing of a reference: a run that goes on loads them again.
+        """
+
 
 class Critic(Stateful, ABC):
     """A model that predicts the return from each token."""

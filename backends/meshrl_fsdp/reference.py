@@ -9,7 +9,9 @@ from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
+from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded
+from meshrl_fsdp.transfer import take
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import logprobs, one_by_one, predicted
@@ -30,6 +32,10 @@ class FsdpReference(Spread, Reference):
         model, budget = self._sharded.model, self._config.micro_batch_tokens
         values = logprobs(model, one_by_one(self._predicted), batch, budget, Source("reference"), self._world)
         return batch.assign(reference_logprobs=values)
+
+    async def load(self, weights: Weights) -> None:
+        """Copy this rank's shards of the weights in place."""
+        take(self._sharded, weights, self._config.dtype)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return self._sharded(partial(predicted, self._sharded.model, batch, micro))

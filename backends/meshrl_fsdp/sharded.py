@@ -76,14 +76,18 @@ class Sharded:
         """By the names that the unsharded model gives them, a tied one once; each a DTensor."""
         return dict(self.model.network.named_parameters())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters, whole one after another, and the saved buffers: every rank at the same time."""
-        self.reshard()
-        for name, parameter in self.parameters.items():
-            yield name, gathered(parameter)
+    @property
+    def saved(self) -> Mapping[str, Tensor]:
+        """The parameters, and the buffers that are saved with them, which each rank has whole."""
         buffers = dict(self.model.network.named_buffers())
-        for name in sorted(self.model.network.state_dict().keys() & buffers.keys()):
-            yield name, buffers[name]
+        kept = sorted(self.model.network.state_dict().keys() & buffers.keys())
+        return {**self.parameters, **{name: buffers[name] for name in kept}}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that is saved, whole one after another: every rank at the same time."""
+        self.reshard()
+        for name, tensor in self.saved.items():
+            yield name, gathered(tensor)
 
     def whole(self) -> dict[str, Tensor]:
         """Copies of all of these in the host's memory: every rank at the same time."""

@@ -1,7 +1,7 @@
 """Weights out of a model and into one, as arrays; bfloat16 through `ml_dtypes`."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,14 @@ from meshrl.weights import Weights
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
 
 
+class Form(NamedTuple):
+    """What a tensor of a model is, but for its values."""
+
+    dtype: str
+    """numpy's name."""
+    shape: tuple[int, ...]
+
+
 def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
     """The memory of tensors, one after another; copied where it is a GPU's."""
     return ((name, _array(tensor.cpu())) for name, tensor in tensors)
@@ -26,28 +34,43 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
     ModelError, and nothing copied, if they are not of this model or have not the bytes that were sent.
     """
     own = {name: _array(tensor) for name, tensor in tensors.items()}
+    check_weights({name: Form(array.dtype.name, array.shape) for name, array in own.items()}, weights)
+    for name, array in own.items():
+        np.copyto(array, weights.tensors[name])
+
+
+def check_weights(own: Mapping[str, Form], weights: Weights) -> None:
+    """ModelError if the weights are not of a model with these tensors, or have not the bytes that were sent."""
     given = weights.tensors
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if lacking or strange:
         raise ModelError(
             f"weights of version {weights.version} are of another model: {_some('missing', lacking)}"
-            f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and the sampler "
-            "the same `model`"
+            f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and "
+            "this role the same `model`"
         )
-    for name, array in own.items():
-        if array.shape != given[name].shape or array.dtype != given[name].dtype:
+    for name, form in own.items():
+        if Form(given[name].dtype.name, given[name].shape) != form:
             raise ModelError(
                 f"weight `{name}` of version {weights.version} is {given[name].dtype}{list(given[name].shape)} and the "
-                f"model has {array.dtype}{list(array.shape)}: give the policy and the sampler the same `model` and "
-                "`dtype`"
+                f"model has {form.dtype}{list(form.shape)}: give the policy and this role the same `model` and `dtype`"
             )
     if damaged := [name for bucket in weights.buckets for name in bucket.damaged()]:
         raise ModelError(
             f"weights of version {weights.version} did not arrive as they were sent: {_some('differ', damaged)}. "
             "Publish them again"
         )
-    for name, array in own.items():
-        np.copyto(array, given[name])
+
+
+def copy_into(tensor: Tensor, array: Array) -> None:
+    """Copy an array of the tensor's shape into it, in its dtype and on its device."""
+    copied = np.array(array)  # torch takes no memory that may not be written
+    plain = (
+        torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
+        if array.dtype == _BFLOAT16
+        else torch.from_numpy(copied)
+    )
+    tensor.copy_(plain)
 
 
 def _array(tensor: Tensor) -> Array:

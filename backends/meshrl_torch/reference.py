@@ -8,8 +8,10 @@ from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
 from meshrl.roles import Reference, ReferenceConfig
+from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.scoring import logprobs, one_by_one, predicted
+from meshrl_hf.transfer import import_weights
 
 
 class TorchReference(Reference):
@@ -25,3 +27,7 @@ class TorchReference(Reference):
         predict = one_by_one(partial(predicted, self._model))
         values = logprobs(self._model, predict, batch, self._config.micro_batch_tokens, Source("reference"))
         return batch.assign(reference_logprobs=values)
+
+    async def load(self, weights: Weights) -> None:
+        """Copy the weights in place."""
+        import_weights(self._model.tensors(), weights)

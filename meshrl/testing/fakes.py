@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshrl.calls import Calls
 from meshrl.data import Batch
-from meshrl.errors import DataError
+from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
@@ -110,11 +110,22 @@ class FakeReference(Reference):
     """A reference whose log-probs are zero."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        pass
+        self.weights: Weights | None = None
+        """Those that it took."""
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Log-probs of zero."""
         return batch.assign(reference_logprobs=_zeros(batch, Source("reference")))
+
+    async def load(self, weights: Weights) -> None:
+        """Take the skill."""
+        if set(weights.tensors) != {_SKILL}:
+            has = ", ".join(weights.tensors) or "nothing"
+            raise ModelError(
+                f"weights of version {weights.version} are of another model: a fake's have `{_SKILL}` alone, and these "
+                f"have {has}"
+            )
+        self.weights = weights
 
 
 class FakeSampler(Sampler):

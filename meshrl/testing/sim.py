@@ -238,6 +238,10 @@ class SimReference(SimRole, Reference):
         await self._work("logprobs", len(batch))
         return batch.assign(reference_logprobs=_zeros(batch.tokens, Source("reference")))
 
+    async def load(self, weights: Weights) -> None:
+        """Take nothing."""
+        await self._work("load")
+
 
 class SimCritic(SimTrained, Critic):
     """A critic whose values, advantages and returns are zero."""

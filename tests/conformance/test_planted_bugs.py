@@ -17,8 +17,10 @@ from meshrl.losses import Normalise, Predicts, TokenLoss
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import CHECKS, Bench, Subject, name_of
 from meshrl_hf import checkpoint
+from meshrl_hf.transfer import copy_into
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reference import TorchReference
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,28 @@ class SavesNoHead(TorchCritic):
         checkpoint.write(self._valued.model, folder)
 
 
+class KeepsItsOwnWeights(TorchReference):
+    async def load(self, weights: Weights) -> None:
+        pass
+
+
+class TakesWhatItRefuses(TorchReference):
+    """Looks at the weights after it has copied them."""
+
+    async def load(self, weights: Weights) -> None:
+        for name, tensor in self._model.tensors().items():
+            if name in weights.tensors and tensor.shape == weights.tensors[name].shape:
+                copy_into(tensor, weights.tensors[name])
+        await super().load(weights)
+
+
+class BelievesWhatArrives(TorchReference):
+    """Does not ask whether the bytes are those that were sent."""
+
+    async def load(self, weights: Weights) -> None:
+        await super().load(Weights(weights.version, weights.tensors))
+
+
 BUGS: list[tuple[type[Any], str]] = [
     (NormalisesByRank, "clipped_loss_by_token_mean"),
     (NormalisesByRank, "cross_entropy"),
@@ -219,6 +243,9 @@ BUGS: list[tuple[type[Any], str]] = [
     (SavesOnce, "saving"),
     (ForgetsMoments, "a_policy_goes_on"),
     (SavesNoHead, "critic_updates"),
+    (KeepsItsOwnWeights, "a_reference_takes_weights"),
+    (TakesWhatItRefuses, "weights_that_a_reference_refuses"),
+    (BelievesWhatArrives, "weights_that_a_reference_refuses"),
 ]
 
 
@@ -228,7 +255,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Any]], str]:
 
     def backend(cls: type[Any]) -> str:
         module = ModuleType("planted")
-        role = "Critic" if issubclass(cls, TorchCritic) else "Policy"
+        bases: dict[str, type] = {"Critic": TorchCritic, "Reference": TorchReference, "Policy": TorchPolicy}
+        role = next(name for name, base in bases.items() if issubclass(cls, base))
         torch_roles = {
             "Policy": "meshrl_torch.policy:TorchPolicy",
             "Critic": "meshrl_torch.critic:TorchCritic",

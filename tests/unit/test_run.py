@@ -1,7 +1,8 @@
-"""Roles of a run on one mesh, each with axes of its own."""
+"""Roles of a run on one mesh, each with axes of its own, and what they hand on."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshrl import (
@@ -10,12 +11,14 @@ from meshrl import (
     MeshConfig,
     Policy,
     PolicyConfig,
+    RankFailed,
     Reference,
     ReferenceConfig,
     Run,
     RunConfig,
     Sampler,
     SamplerConfig,
+    Weights,
     ranks,
 )
 from meshrl.errors import ConfigError
@@ -33,6 +36,15 @@ async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path)
         assert [rank.axes for rank in ranks(policy)] == [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
         assert [rank.axes for rank in ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
         assert [rank.axes for rank in ranks(reference)] == [{"dp": dp} for dp in range(4)]
+
+
+async def test_a_fake_reference_takes_a_fake_policys_weights(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
+        reference = await run.spawn(Reference, ReferenceConfig(backend="fake", model="none"))
+        await reference.load(await policy.weights())
+        with pytest.raises(RankFailed, match=r"version 3 are of another model: .* and these have strange"):
+            await reference.load(Weights(3, {"strange": np.zeros(1)}))
 
 
 async def test_axes_that_do_not_fit_are_told_before_ranks_are_reserved(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ POLICY: Final[tuple[Check, ...]] = (*numbers.POLICY, *refusals.POLICY, *state.PO
 CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *checkpoints.CRITIC)
 """What a critic promises."""
 
-REFERENCE: Final[tuple[Check, ...]] = numbers.REFERENCE
+REFERENCE: Final[tuple[Check, ...]] = (*numbers.REFERENCE, *refusals.REFERENCE)
 """What a reference promises."""
 
 CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHER)

@@ -8,8 +8,9 @@ from meshrl.advantages import Gae
 from meshrl.data import Batch
 from meshrl.losses import ClippedLoss, Correction, CrossEntropy, Loss, ValueLoss
 from meshrl.ragged import Ragged
-from meshrl.roles import Critic, Policy
+from meshrl.roles import Critic, Policy, Reference
 from meshrl.testing.conformance.compare import (
+    close,
     close_columns,
     close_metrics,
     close_tensors,
@@ -153,6 +154,31 @@ async def reference_log_probs(trial: Trial) -> None:
         close_columns(f"a reference of {len(rows)} rows", found, expected, ("reference_logprobs",), trial.tolerance)
 
 
+async def a_reference_takes_weights(trial: Trial) -> None:
+    """A reference that took a policy's weights, of either backend, says what the policy says; it goes on saying it."""
+    own, plain = await trial.policies()
+    reference = await trial.own.reference(micro_batch_tokens=40)
+    one, other = await trial.batches(2)
+    for policy in (own, plain):
+        await policy.update(one, LOSS)
+    await reference.load(await own.weights())
+    await _says_as("a reference with its own backend's weights", trial, reference, plain)
+    frozen = (await (await reference.logprobs(other)).load()).ragged("reference_logprobs").values
+    await own.update(other, LOSS)
+    again = (await (await reference.logprobs(other)).load()).ragged("reference_logprobs").values
+    require(np.array_equal(frozen, again), "an update of the policy changed a reference that had taken its weights")
+    await plain.update(other, LOSS)
+    await reference.load(await loaded(plain))
+    await _says_as("a reference with the plain backend's weights", trial, reference, plain)
+
+
+async def _says_as(what: str, trial: Trial, reference: Reference, plain: Policy) -> None:
+    (batch,) = await trial.batches(1)
+    found = (await (await reference.logprobs(batch)).load()).ragged("reference_logprobs")
+    expected = (await (await plain.logprobs(batch)).load()).ragged("logprobs")
+    close(f"{what}: `reference_logprobs`", found.values, expected.values, trial.tolerance)
+
+
 async def encoding(trial: Trial) -> None:
     """`encode` gives the plain backend's tokens and mask, in the order of the rows."""
     own, plain = await trial.policies()
@@ -233,5 +259,5 @@ ADAPTERS: Final[tuple[Check, ...]] = (low_rank_adapters,)
 CRITIC: Final[tuple[Check, ...]] = (critic_values, critic_updates)
 """Of a critic's numbers."""
 
-REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs,)
+REFERENCE: Final[tuple[Check, ...]] = (reference_log_probs, a_reference_takes_weights)
 """Of a reference's numbers."""

@@ -6,13 +6,17 @@ from typing import Final
 import numpy as np
 
 from meshrl.advantages import Gae
+from meshrl.bucket import Bucket
 from meshrl.data import Batch
 from meshrl.errors import DataError, MeshrlError, ModelError
 from meshrl.losses import CrossEntropy, Loss, ValueLoss
 from meshrl.ragged import Ragged, Source
-from meshrl.testing.conformance.compare import close_metrics, loaded, refused, require
+from meshrl.roles import Reference
+from meshrl.sharding import Array
+from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns
 from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.weights import Weights
 
 _READ: Final = ("tokens", "loss_mask", "rewards", "advantages", "sampler_logprobs")
 
@@ -106,6 +110,42 @@ async def what_a_critic_refuses(trial: Trial) -> None:
     close_metrics("the critic's update after what it refused", found, expected, trial.tolerance)
 
 
+async def weights_that_a_reference_refuses(trial: Trial) -> None:
+    """Weights of another model, or that did not arrive as they were sent, are a ModelError; none of them is taken."""
+    plain, reference = await trial.plain.policy(), await trial.own.reference()
+    (batch,) = await trial.batches(1)
+    await plain.update(batch, LOSS)
+    weights = await loaded(plain)
+    before = await _scores(reference, batch)
+    name, array = list(weights.tensors.items())[-1]
+    for word, wrong in {
+        "strange": Weights(1, {**weights.tensors, "strange": array}),
+        "missing": Weights(1, {key: value for key, value in weights.tensors.items() if key != name}),
+        f"{list(array[:1].shape)}": Weights(1, {**weights.tensors, name: array[:1]}),
+        "float64": Weights(1, {**weights.tensors, name: array.astype(np.float64)}),
+        "did not arrive": _damaged(weights),
+    }.items():
+        await refused(f"a reference's load of weights ({word})", reference.load(wrong), ModelError, word)
+        same = np.array_equal(await _scores(reference, batch), before)
+        require(same, f"weights ({word}) are refused, and yet the reference's log-probs have changed")
+    await reference.load(weights)
+    expected = (await plain.logprobs(batch)).ragged("logprobs").values
+    close("a reference with weights after those it refused", await _scores(reference, batch), expected, trial.tolerance)
+
+
+async def _scores(reference: Reference, batch: Batch) -> Array:
+    return (await (await reference.logprobs(batch)).load()).ragged("reference_logprobs").values
+
+
+def _damaged(weights: Weights) -> Weights:
+    """The same with a changed byte in the last tensor, under the fingerprints of before."""
+    *first, last = weights.buckets
+    memory = last.memory.copy()
+    memory[max(entry.start for entry in last.index.values())] ^= 1
+    memory.flags.writeable = False
+    return Weights.of(weights.version, [*first, Bucket(last.index, last.nbytes, memory)])
+
+
 async def _told(trial: Trial, kind: type[MeshrlError], *wrongs: _Wrong) -> None:
     """Require that the updates are refused, and that the policy then makes the one that it would have made."""
     policy = await trial.own.policy()
@@ -141,3 +181,6 @@ POLICY: Final[tuple[Check, ...]] = (
 
 CRITIC: Final[tuple[Check, ...]] = (what_a_critic_refuses,)
 """Of what a critic refuses."""
+
+REFERENCE: Final[tuple[Check, ...]] = (weights_that_a_reference_refuses,)
+"""Of what a reference refuses."""
