@@ -9,10 +9,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
-from meshrl import Batch, ClippedLoss, FsdpConfig, NewModel, PolicyConfig, Ragged
+from meshrl import Batch, ClippedLoss, FsdpConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_fsdp.reference import FsdpReference
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 
@@ -73,6 +74,20 @@ async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained
     await half.checkpoint(str(tmp_path / "state"))
     await full.restore(str(tmp_path / "state"))  # float32, as it was trained
     assert (await full.weights()).version == 3
+
+
+async def test_a_reference_takes_weights_of_its_own_dtype_alone() -> None:
+    half, full = [
+        FsdpReference(ReferenceConfig.model_validate({"model": MODEL, "dtype": dtype, "seed": 1}))
+        for dtype in ("bfloat16", "float32")
+    ]
+    made = policy(dtype="bfloat16")
+    await half.load(await made.weights())
+    expected = (await made.logprobs(rollouts())).ragged("logprobs").values
+    found = (await half.logprobs(rollouts())).ragged("reference_logprobs").values
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    with pytest.raises(ModelError, match=r"is bfloat16\[11, 16\] and the model has float32\[11, 16\]: give the policy"):
+        await full.load(await made.weights())
 
 
 async def test_a_damaged_file_is_told_with_what_to_do(tmp_path: Path) -> None:

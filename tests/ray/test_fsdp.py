@@ -29,6 +29,7 @@ from meshrl import (
     Ragged,
     RankDied,
     RankFailed,
+    ReferenceConfig,
     Resources,
     Shard,
     at,
@@ -38,6 +39,7 @@ from meshrl import (
 from meshrl.engines.ray import RayEngine
 from meshrl.losses.loss import TokenLoss
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_fsdp.reference import FsdpReference
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
 
@@ -219,6 +221,18 @@ async def test_a_part_of_the_ranks_is_not_called_alone(two: Mesh) -> None:
     with pytest.raises(ContractError, match="was called on 1 of 2 ranks, which would wait for the others"):
         await at(policy, dp=0).logprobs(rollouts())
     await policy.logprobs(rollouts())
+
+
+async def test_models_in_the_same_processes_have_layouts_of_their_own(two: Mesh) -> None:
+    policy = await spawn(two)
+    config = ReferenceConfig(model=MODEL, backend="fsdp", seed=1)
+    reference = await two.shape(dp=1, tp=2).spawn(FsdpReference, config)
+    for seed in range(2):
+        await policy.update(rollouts(seed=seed), ClippedLoss())
+        await reference.load(await policy.weights())
+        expected = (await (await policy.logprobs(rollouts())).load()).ragged("logprobs").values
+        found = (await (await reference.logprobs(rollouts())).load()).ragged("reference_logprobs").values
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5)
 
 
 async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:
