@@ -20,6 +20,7 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import one_by_one
+from meshrl_hf.value_head import values
 
 
 class FsdpCritic(Spread, Critic):
@@ -40,8 +41,9 @@ class FsdpCritic(Spread, Critic):
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
-        values = self._valued.score(one_by_one(self._predicted), batch, self._budget, self._world)
-        return with_advantages(batch, values, gae)
+        predict = one_by_one(self._predicted)
+        found = values(self._valued.model, predict, batch, self._budget, self._world)
+        return with_advantages(batch, found, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step on the rows of all ranks.

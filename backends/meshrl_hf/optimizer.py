@@ -73,16 +73,21 @@ class Optimizer:
         total = self._norm(gradients)
         norm = float(total)
         if not math.isfinite(norm):
-            worst = sum(not bool(gradient.isfinite().all()) for gradient in gradients)
             self.forget()
-            raise ModelError(
-                f"the gradient of step {self.steps} is not finite: its norm is {norm}, in {worst} of {len(gradients)} "
-                f"tensors, at learning rate {self.lr:.3g}. No step was made. Look for infinite log-probs or "
-                "advantages in the batch, or lower optimizer.lr"
-            )
+            raise not_finite(norm, gradients, self.steps, self.lr)
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, total)
         return norm
+
+
+def not_finite(norm: float, gradients: Sequence[Tensor], step: int, lr: float) -> ModelError:
+    """What is said of a gradient with such a norm."""
+    worst = sum(not bool(gradient.isfinite().all()) for gradient in gradients)
+    return ModelError(
+        f"the gradient of step {step} is not finite: its norm is {norm}, in {worst} of {len(gradients)} tensors, at "
+        f"learning rate {lr:.3g}. No step was made. Look for infinite log-probs or advantages in the batch, or lower "
+        "optimizer.lr"
+    )
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

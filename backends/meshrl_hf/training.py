@@ -132,6 +132,11 @@ class Judge:
         if self._failure is not None:
             raise self._failure
 
+    def told(self) -> tuple[float, dict[str, float]]:
+        """The loss and the sums of its metrics so far. Raises what the loss has raised."""
+        self.check()
+        return self.total, self.sums
+
     def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
         columns = {name: spread(self._batch, name, micro.target).to(predicted.device) for name in self._loss.columns}
         judged = self._loss(predicted, columns)

@@ -40,23 +40,24 @@ class ValueModel:
         hidden = self.model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
         return cast("Tensor", self.head(hidden.float()))[:, 0]
 
-    def score(
-        self,
-        predict: PredictAll,
-        batch: Batch,
-        budget: int,
-        peers: Peers = ALONE,
-        split: Split = micro_batches,
-    ) -> Ragged:
-        """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
-        tokens, mask = batch.tokens, batch.loss_mask
 
-        def rows() -> Rows:
-            check_first(tokens, mask)
-            self.model.check_rows(batch)
-            return learned(tokens, mask)
+def values(
+    model: LanguageModel,
+    predict: PredictAll,
+    batch: Batch,
+    budget: int,
+    peers: Peers = ALONE,
+    split: Split = micro_batches,
+) -> Ragged:
+    """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
+    tokens, mask = batch.tokens, batch.loss_mask
 
-        return Ragged(score(predict, batch, rows, mask, budget, peers, split), tokens.offsets)
+    def rows() -> Rows:
+        check_first(tokens, mask)
+        model.check_rows(batch)
+        return learned(tokens, mask)
+
+    return Ragged(score(predict, batch, rows, mask, budget, peers, split), tokens.offsets)
 
 
 def load_valued(config: ModelConfig) -> ValueModel:

@@ -16,7 +16,7 @@ from meshrl_hf import checkpoint, training
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.scoring import one_by_one
 from meshrl_hf.state import TrainingState
-from meshrl_hf.value_head import load_valued
+from meshrl_hf.value_head import load_valued, values
 from meshrl_hf.writing import Writing
 
 
@@ -42,8 +42,8 @@ class TorchCritic(Critic):
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Add `values`, `advantages` and `returns`."""
         async with self._updating:  # so that no value is of a half-done update
-            values = self._valued.score(one_by_one(self._valued.predicted), batch, self._budget)
-        return with_advantages(batch, values, gae)
+            found = values(self._valued.model, one_by_one(self._valued.predicted), batch, self._budget)
+        return with_advantages(batch, found, gae)
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         """One optimizer step, which may be cancelled between micro-batches and then changes no weight.

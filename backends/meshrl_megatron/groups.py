@@ -1,0 +1,101 @@
+"""Process groups along a mesh's axes: made once a process, shared by all roles that need the same ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from meshrl_megatron.core import ProcessGroupCollection
+
+AXES: Final = ("dp", "pp", "cp", "tp")
+"""What a mesh may have, from the outside in."""
+
+_groups: Final[dict[tuple[int, ...], dist.ProcessGroup]] = {}
+_world: dist.ProcessGroup | None = None
+"""The default group that they are of: where a process was made anew, all are."""
+
+
+class Grid:
+    """The ranks of a mesh by their places along the axes, and this rank's place."""
+
+    def __init__(self, shape: Mapping[str, int], rank: int) -> None:
+        """`shape`: the mesh's axes, the last one fastest, all of them in `AXES`; `rank`: this one's number."""
+        numbers = torch.arange(_count(shape)).reshape(tuple(shape.values()))
+        order = [list(shape).index(axis) for axis in AXES if axis in shape]
+        sizes = [shape.get(axis, 1) for axis in AXES]
+        self._ranks: Final = numbers.permute(*order).reshape(sizes)
+        self.sizes: Final = dict(zip(AXES, sizes, strict=True))
+        here = (self._ranks == rank).nonzero()[0].tolist()
+        self.place: Final = dict(zip(AXES, map(int, here), strict=True))
+
+    def along(self, *axes: str) -> list[list[int]]:
+        """The ranks that differ in these axes alone, one list for each place on the others."""
+        inner = [AXES.index(axis) for axis in AXES if axis in axes]
+        outer = [index for index in range(len(AXES)) if index not in inner]
+        ranks = self._ranks.permute(*outer, *inner)
+        count = 1
+        for index in inner:
+            count *= self._ranks.shape[index]
+        return [list(map(int, each)) for each in ranks.reshape(-1, count).tolist()]
+
+    def rank(self, **place: int) -> int:
+        """The rank that stands as this one does, but for the axes given."""
+        return int(self._ranks[tuple({**self.place, **place}[axis] for axis in AXES)])
+
+    def collection(self, rank: int) -> ProcessGroupCollection:
+        """All groups that Megatron asks for. Every rank makes the same ones at the same time."""
+
+        def own(lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+            return _group([tuple(each) for each in lists], rank)
+
+        pipelines = self.along("pp")
+        ends = [[each[0], each[-1]] if len(each) > 1 else each for each in pipelines]
+        inside = [[each] for pipeline in pipelines for each in pipeline[1:-1]]
+        data = own(self.along("dp", "cp"))
+        model = own(self.along("pp", "tp"))
+        tensors, alone, everyone = own(self.along("tp")), own(self.along()), own(self.along(*AXES))
+        return ProcessGroupCollection(
+            tp=tensors,
+            pp=own(pipelines),
+            cp=own(self.along("cp")),
+            dp=own(self.along("dp")),
+            mp=model,
+            dp_cp=data,
+            tp_cp=own(self.along("tp", "cp")),
+            tp_dp_cp=own(self.along("tp", "dp", "cp")),
+            embd=own([*ends, *inside]),
+            pos_embd=own([[each] for pipeline in pipelines for each in pipeline]),
+            intra_dp_cp=data,
+            intra_dist_opt=everyone,
+            inter_dist_opt=None,
+            ep=alone,
+            expt_tp=tensors,
+            tp_ep=tensors,
+            tp_ep_pp=model,
+            expt_dp=data,
+            intra_expt_dp=data,
+        )
+
+
+def _group(lists: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
+    """The one of these groups that this rank is in."""
+    global _world  # noqa: PLW0603 - as torch's default group, of which these are parts
+    if _world is not dist.group.WORLD:
+        _groups.clear()
+        _world = dist.group.WORLD
+    for ranks in lists:
+        if ranks not in _groups:
+            made = dist.new_group(list(ranks))
+            if made is not None and rank in ranks:
+                _groups[ranks] = made
+            else:
+                _groups[ranks] = dist.GroupMember.NON_GROUP_MEMBER  # known, so that no rank makes it again
+    return next(_groups[ranks] for ranks in lists if rank in ranks)
+
+
+def _count(shape: Mapping[str, int]) -> int:
+    count = 1
+    for size in shape.values():
+        count *= size
+    return count

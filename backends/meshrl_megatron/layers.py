@@ -1,0 +1,145 @@
+"""Our own layers for Megatron's blocks: attention over packed sequences, and a norm that knows of split sequences."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshrl_hf.attention import Packed
+from meshrl_megatron.core import (
+    MLP,
+    ColumnParallelLinear,
+    MLPSubmodules,
+    ModuleSpec,
+    PackedSeqParams,
+    ProcessGroupCollection,
+    RowParallelLinear,
+    SelfAttention,
+    SelfAttentionSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    gather_from_sequence_parallel_region,
+    get_bias_dropout_add,
+)
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """What Megatron hands down to each layer's attention of the tokens that are computed."""
+
+    attend: Packed | None = None
+    cos: Tensor | None = None
+    """Of the rotary embedding, [1, tokens, head dims]."""
+    sin: Tensor | None = None
+
+
+class RmsNorm(nn.Module):
+    """x / rms(x) * weight, as transformers computes it: in float32, scaled in the dtype of the states."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Each rank along tp has seen other tokens: Megatron then sums the gradient.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., hidden] to the same."""
+        wide = states.float()
+        normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
+        return self.weight * normal.to(states.dtype)
+
+
+class VarlenAttention(nn.Module):
+    """Causal attention inside each segment, to keys and values of all ranks along `cp`."""
+
+    def __init__(self, layer_number: int, pg_collection: ProcessGroupCollection, **_: object) -> None:
+        super().__init__()
+        self._layer = layer_number
+        self._ranks = pg_collection.cp
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """[tokens, 1, heads * dims] from [tokens, 1, heads, dims]."""
+        if self._ranks.size() > 1:
+            key, value = (self._gathered(states) for states in (key, value))
+        # [tokens, 1, heads, dims] to [1, heads, tokens, dims]
+        q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        output = cast("Packed", packing.attend)(self._layer, q, k, v, q.shape[-1] ** -0.5, None)
+        return output[0].flatten(1)[:, None]
+
+    def _gathered(self, states: Tensor) -> Tensor:
+        gathered = gather_from_sequence_parallel_region(
+            states.contiguous(), tensor_parallel_output_grad=True, group=self._ranks
+        )
+        return cast("Tensor", gathered)
+
+
+class PackedAttention(SelfAttention):
+    """Megatron's projections around attention over packed sequences, with the positions that the sequences have."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Packing, **_: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        query, key = (_rotated(states, packed_seq_params) for states in (query, key))
+        mixed = self.core_attention(query, key, value, packed_seq_params)
+        return cast("tuple[Tensor, Tensor | None]", self.linear_proj(mixed))
+
+
+def _rotated(states: Tensor, packing: Packing) -> Tensor:
+    """RoPE (arXiv:2104.09864) on [tokens, 1, heads, dims], with halves paired as in Llama's weights."""
+    cos, sin = (cast("Tensor", each)[0][:, None, None] for each in (packing.cos, packing.sin))
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat([-second, first], -1) * sin
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """A decoder's layer of these."""
+    norm = RmsNorm if config.qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=VarlenAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RmsNorm,
+            self_attention=ModuleSpec(module=PackedAttention, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RmsNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                params={"ffn_hidden_size": config.ffn_hidden_size},
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class Assembled(torch.autograd.Function):
+    """The values of all targets from what each rank along `cp` has of them."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, own: Tensor, where: Tensor, whole: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        """`own` float32[n], at `where` int64[n] of `whole` targets."""
+        ctx.save_for_backward(where)
+        values = own.new_zeros(whole).index_copy_(0, where, own)
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Each rank has made the same loss of all values: its own part of the gradient is whole."""
+        (where,) = cast("tuple[Tensor]", ctx.saved_tensors)
+        return gradients[0].index_select(0, where), None, None, None

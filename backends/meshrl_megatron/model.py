@@ -1,0 +1,258 @@
+"""A model's stages on this rank: built, filled from files, and told by Hugging Face's names."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshrl.actor import Rank
+from meshrl.layout import MegatronConfig
+from meshrl.roles import ModelConfig
+from meshrl_hf.boxes import Box, Boxes
+from meshrl_hf.loading import load, outline
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.value_head import with_head
+from meshrl_megatron.core import TransformerConfig
+from meshrl_megatron.naming import Piece, Place, pieces
+from meshrl_megatron.shape import Decoder
+from meshrl_megatron.stage import Stage
+from meshrl_megatron.world import World
+
+_LM_HEAD: Final = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of a stage."""
+
+    name: str
+    """In its stage."""
+    parameter: nn.Parameter
+    first_layer: int
+    """Of its stage."""
+    is_split: bool
+    """Whether the ranks along tp have different parts."""
+    is_copy: bool
+    """Whether another stage tells it: the embeddings, which the last stage has too."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The part of a model that this rank computes."""
+
+    words: LanguageModel
+    """The whole model without values: its tokenizer and its checks."""
+    shape: Decoder
+    config: TransformerConfig
+    world: World
+    stages: Sequence[Stage]
+    unused: Callable[[], Mapping[str, Tensor]]
+    """Tensors of the model that no stage computes with, which are saved with it: a critic's language head."""
+
+    @cached_property
+    def held(self) -> Sequence[Held]:
+        """The parameters of this rank's stages."""
+        return [
+            Held(
+                name,
+                parameter,
+                stage.first_layer,
+                bool(getattr(parameter, "tensor_model_parallel", False)),
+                name == "output_layer.weight" and self.shape.tied,
+            )
+            for stage in self.stages
+            for name, parameter in stage.named_parameters()
+        ]
+
+    def pieces(self, held: Held, tp: int | None = None) -> list[Piece]:
+        """Which parts of Hugging Face's tensors a parameter is, on this rank or on another one along tp."""
+        grid = self.world.grid
+        place = Place(grid.place["tp"] if tp is None else tp, grid.sizes["tp"], held.first_layer)
+        return pieces(held.name, self.shape, place)
+
+    def boxes(self, held: Held, whole: Tensor, prefix: str = "") -> list[Box]:
+        """The same with their numbers, from a tensor of the parameter's shape."""
+        found = self.pieces(held)
+        return [Box(prefix + each.name, each.size, each.offsets, each.view(whole)) for each in found]
+
+    def tells(self, held: Held) -> bool:
+        """Whether this rank tells its part of a parameter: one does of those that hold the same part."""
+        alone = held.is_split or self.world.grid.place["tp"] == 0
+        return alone and self._keeps(held)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's share of the model's tensors, each whole: gathered one parameter after another.
+
+        All ranks at the same time; together they tell each tensor once, but for those that are unused.
+        """
+        group, size = self.world.groups.tp, self.world.grid.sizes["tp"]
+        for number, held in enumerate(self.held):
+            if not self._keeps(held):
+                continue
+            own = held.parameter.detach()
+            parts = [own]
+            if held.is_split and size > 1:
+                parts = [torch.empty_like(own) for _ in range(size)]
+                dist.all_gather(parts, own.contiguous(), group=group)
+            if number % size == self.world.grid.place["tp"]:
+                yield from self._assembled(held, parts).items()
+
+    def take(self, tensors: Mapping[str, Tensor], of: Iterable[Held]) -> None:
+        """Copy this rank's parts of some parameters out of whole tensors, by Hugging Face's names."""
+        with torch.no_grad():
+            for held in of:
+                for box in self.boxes(held, held.parameter):
+                    box.tensor.copy_(_part(tensors[box.name], box.offsets, box.tensor.shape))
+
+    def _keeps(self, held: Held) -> bool:
+        """Whether this rank's place along dp and cp is the one that tells a parameter."""
+        return not held.is_copy and self._keepers[held.first_layer, held.name] == self._replica
+
+    @property
+    def _replica(self) -> int:
+        """This rank's number among those along dp and cp, which hold the same parts."""
+        place, sizes = self.world.grid.place, self.world.grid.sizes
+        return place["dp"] * sizes["cp"] + place["cp"]
+
+    @cached_property
+    def _keepers(self) -> Mapping[tuple[int, str], int]:
+        """By stage and name, which of the replicas tells a parameter: each about as many numbers."""
+        loads = [0] * (self.world.grid.sizes["dp"] * self.world.grid.sizes["cp"])
+        keepers: dict[tuple[int, str], int] = {}
+        for each in self.held:
+            keepers[each.first_layer, each.name] = lightest = loads.index(min(loads))
+            loads[lightest] += each.parameter.numel()
+        return keepers
+
+    def _assembled(self, held: Held, parts: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        whole: dict[str, Tensor] = {}
+        for tp, part in enumerate(parts):
+            for piece in self.pieces(held, tp):
+                if piece.name not in whole:
+                    whole[piece.name] = torch.empty(piece.size, dtype=part.dtype, device=part.device)
+                view = piece.view(part)
+                _part(whole[piece.name], piece.offsets, view.shape).copy_(view)
+        return whole
+
+
+def build(
+    config: ModelConfig, layout: MegatronConfig, rank: Rank, *, valued: bool = False, recompute: bool = False
+) -> Model:
+    """The model that a role's table names, on the ranks of its mesh: all call it at the same time.
+
+    `valued`: with a value head in place of its own. ConfigError where it cannot be divided over the mesh, ModelError
+    where it cannot be read or is of an architecture that this backend does not know; on all ranks.
+    """
+    world = World.of(rank, layout.virtual_stages)
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
+    kept: list[tuple[_Source, Decoder]] = []
+
+    def read() -> None:
+        source = _Source.of(config)
+        shape = Decoder.of(source.words.network.config.get_text_config(), valued)
+        shape.check(world.grid.sizes, layout.virtual_stages)
+        kept.append((source, shape))
+
+    world.agree(read)
+    source, shape = kept[0]
+    told = shape.configuration(
+        world.grid.sizes,
+        dtype,
+        virtual_stages=layout.virtual_stages,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=recompute,
+    )
+    stages = _stages(source, shape, told, world, layout.virtual_stages, valued)
+    unused = (lambda: source.named([_LM_HEAD])) if valued and not _is_tied(source) else dict
+    model = Model(source.words, shape, told, world, stages, unused)
+    world.agree(lambda: _fill(model, source, config))
+    return model
+
+
+class _Source(NamedTuple):
+    """Where a model's values are."""
+
+    words: LanguageModel
+    rotary: nn.Module
+    tensors: Mapping[str, Tensor] | None
+    """Whole in memory, or else in files."""
+    files: Path | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "_Source":
+        whole = config.model_copy(update={"dtype": "float32"})
+        found = outline(whole)
+        if found:
+            return cls(found.model, _rotary(found.model), None, found.folder)
+        words = load(whole)
+        tensors = {name: tensor.clone() for name, tensor in words.tensors().items()}
+        rotary = _rotary(words)
+        nn.Module.to(words.network, "meta")
+        return cls(words, rotary, tensors, None)
+
+    def named(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Some of the tensors, whole."""
+        if self.tensors is not None:
+            return {name: self.tensors[name] for name in names}
+        files = Boxes(cast("Path", self.files))
+        made = {name: torch.empty(files.sizes[name]) for name in names}
+        files.read([Box(name, tuple(each.shape), (0,) * each.dim(), each) for name, each in made.items()])
+        return made
+
+
+def _rotary(words: LanguageModel) -> nn.Module:
+    return copy.deepcopy(cast("nn.Module", words.network.base_model.rotary_emb))
+
+
+def _is_tied(source: _Source) -> bool:
+    return bool(source.words.network.config.get_text_config().tie_word_embeddings)
+
+
+def _stages(
+    source: _Source, shape: Decoder, told: TransformerConfig, world: World, each: int, valued: bool
+) -> Sequence[Stage]:
+    """This rank's stages: of pp ranks with two each, the first has stages 0 and pp, the last pp - 1 and 2 pp - 1."""
+    pp, here = world.grid.sizes["pp"], world.grid.place["pp"]
+    rotary = nn.Module.to(source.rotary, world.device)
+    return [
+        Stage(
+            told,
+            shape,
+            world.groups,
+            rotary,
+            number if each > 1 else None,
+            shape.layers // (pp * each),
+            first=here == 0 and number == 0,
+            last=here == pp - 1 and number == each - 1,
+            valued=valued,
+        )
+        for number in range(each)
+    ]
+
+
+def _fill(model: Model, source: _Source, config: ModelConfig) -> None:
+    """Give the parameters their values: from files each rank reads its own parts alone."""
+    body = [held for held in model.held if not held.name.startswith("value_head.")]
+    for stage in model.stages:
+        if hasattr(stage, "value_head"):
+            stage.value_head.load_state_dict(with_head(source.words, config).head.state_dict())
+    with torch.no_grad():
+        for held in body:  # what stands beyond the vocabulary
+            held.parameter.zero_()
+    if source.files is not None:
+        Boxes(source.files).read(box for held in body for box in model.boxes(held, held.parameter))
+        return
+    model.take(source.tensors or {}, body)
+
+
+def _part(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A rectangle of a tensor."""
+    for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole

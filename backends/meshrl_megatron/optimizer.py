@@ -1,0 +1,207 @@
+"""AdamW by Megatron's distributed optimizer: each rank of those that share parameters steps over a part of them."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshrl.roles import OptimizerConfig
+from meshrl_hf.optimizer import learning_rate, not_finite
+from meshrl_megatron.core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    clip_grad_by_total_norm_fp32,
+    finalize_model_grads,
+    get_megatron_optimizer,
+    quiet,
+)
+from meshrl_megatron.core import OptimizerConfig as MegatronOptimizerConfig
+from meshrl_megatron.model import Model
+from meshrl_megatron.naming import Piece
+from meshrl_megatron.state import MOMENTS
+
+
+class _Sharded(Protocol):
+    """What is used of Megatron's `DistributedOptimizer`: of each parameter a rank has a range of its elements."""
+
+    optimizer: torch.optim.Optimizer
+    model_param_group_index_map: Mapping[nn.Parameter, tuple[int, int]]
+
+    def _get_model_param_range_map(self, param: nn.Parameter) -> Mapping[str, "_Range"]: ...
+
+
+class _Range(Protocol):
+    start: int
+    end: int
+
+
+class _Chained(Protocol):
+    """What is used of Megatron's `ChainedOptimizer`."""
+
+    chained_optimizers: Sequence[_Sharded]
+
+    @property
+    def param_groups(self) -> Sequence[dict[str, object]]: ...
+    def prepare_grads(self) -> bool: ...
+    def get_grad_norm(self) -> float: ...
+    def step_with_ready_grads(self) -> bool: ...
+
+
+class Trained:
+    """A model's stages with their gradients, moments and number of steps."""
+
+    def __init__(self, config: OptimizerConfig, model: Model) -> None:
+        self.steps = 0
+        self._config, self._model = config, model
+        self._held: Final = {f"{each.first_layer}/{each.name}": each for each in model.held}
+        kept = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.stages: Final = [
+            DistributedDataParallel(model.config, kept, stage, pg_collection=model.world.groups)
+            for stage in model.stages
+        ]
+        model.config.finalize_model_grads_func = self._finalize
+        told = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=0.0,  # done here, once the norm is known to be finite
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=True,
+        )
+        made = get_megatron_optimizer(
+            told, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
+        )
+        self._optimizer = cast("_Chained", made)
+        for group in self._optimizer.param_groups:  # Megatron leaves it to a scheduler of its own
+            group["weight_decay"] = config.weight_decay * cast("float", group["wd_mult"])
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self._config, self.steps)
+
+    def forget(self) -> None:
+        """Set the gradients to 0."""
+        for stage in self.stages:
+            stage.zero_grad_buffer()
+        for shard in self._shards():
+            shard.grad = None
+
+    def step(self) -> float:
+        """Clip the gradients, step, and forget them; the gradients' norm before clipping.
+
+        ModelError, on all ranks, and no step, if the norm is not finite.
+        """
+        with quiet():
+            return self._step()
+
+    def _step(self) -> float:
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            failure = not_finite(
+                norm, [each.grad for each in self._shards() if each.grad is not None], self.steps, self.lr
+            )
+            self.forget()
+            raise failure
+        most = self._config.max_grad_norm
+        if most is not None:
+            for each in self._optimizer.chained_optimizers:
+                shards = [one for group in each.optimizer.param_groups for one in group["params"]]
+                if shards:
+                    clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
+        self._optimizer.step_with_ready_grads()
+        self.forget()
+        self.steps += 1
+        return norm
+
+    def _shards(self) -> Iterator[nn.Parameter]:
+        """This rank's ranges of the parameters, float32."""
+        for each in self._optimizer.chained_optimizers:
+            for group in each.optimizer.param_groups:
+                yield from cast("Sequence[nn.Parameter]", group["params"])
+
+    def _finalize(self, stages: list[nn.Module], tokens: Tensor | None, **keywords: object) -> None:
+        """Sum the gradients over the ranks, and divide by nothing: losses are of the global batch."""
+        finalize_model_grads(stages, None, **keywords)
+
+    # What follows is what a checkpoint keeps: `meshrl_megatron.state.Tensors`.
+
+    def names(self) -> Sequence[str]:
+        """This rank's parameters, in an order that all ranks of its stage share."""
+        return list(self._held)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A parameter's on this rank."""
+        return tuple(self._held[name].parameter.shape)
+
+    def pieces(self, name: str) -> list[Piece]:
+        """Where it lies in Hugging Face's tensors."""
+        return self._model.pieces(self._held[name])
+
+    def is_writer(self, name: str) -> bool:
+        """Whether this rank writes it: one of those that hold the same."""
+        return self._model.tells(self._held[name])
+
+    def parameter(self, name: str) -> Tensor:
+        """What is trained, float32. The ranks that share it call at the same time."""
+        return self._whole(name, lambda shard: shard.detach())
+
+    def moments(self, name: str) -> Mapping[str, Tensor]:
+        """What AdamW keeps of it, float32. The ranks that share it call at the same time."""
+        return {kind: self._whole(name, lambda shard, kind=kind: self._state(shard)[kind]) for kind in MOMENTS}
+
+    def _whole(self, name: str, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        parameter = self._held[name].parameter
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        found = self._range(parameter)
+        if found:
+            shard, start, end = found
+            whole[start:end] = read(shard).view(-1)
+        dist.all_reduce(whole, group=self._model.world.groups.dp_cp)
+        return whole.view(parameter.shape)
+
+    def begin(self, steps: int) -> None:
+        """Go on after this many steps, with moments that are to be filled in."""
+        self.steps = steps
+        for each in self._optimizer.chained_optimizers:
+            each.optimizer.state.clear()
+        for shard in self._shards() if steps else ():
+            state = self._state(shard)
+            state["step"] = torch.tensor(float(steps))  # of its own: AdamW adds to it in place
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(shard)
+
+    def take(self, name: str, kind: str, tensor: Tensor) -> None:
+        """Set what is trained ("parameter") or a moment from a tensor of the parameter's shape, by itself."""
+        parameter = self._held[name].parameter
+        if kind == "parameter":
+            parameter.data.copy_(tensor)
+        if found := self._range(parameter):
+            shard, start, end = found
+            target = shard.detach() if kind == "parameter" else self._state(shard)[kind]
+            target.view(-1).copy_(tensor.view(-1)[start:end])
+
+    def _state(self, shard: nn.Parameter) -> dict[str, Tensor]:
+        for each in self._optimizer.chained_optimizers:
+            if any(shard is one for group in each.optimizer.param_groups for one in group["params"]):
+                return cast("dict[str, Tensor]", each.optimizer.state[shard])
+        raise KeyError(shard.shape)
+
+    def _range(self, parameter: nn.Parameter) -> tuple[nn.Parameter, int, int] | None:
+        """This rank's range of a parameter, and where it begins and ends there."""
+        for each in self._optimizer.chained_optimizers:
+            if parameter in each.model_param_group_index_map:
+                group, order = each.model_param_group_index_map[parameter]
+                there = each._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 -- Megatron has no other
+                return each.optimizer.param_groups[group]["params"][order], there.start, there.end
+        return None

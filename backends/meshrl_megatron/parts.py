@@ -1,0 +1,140 @@
+"""The tokens of a micro-batch that a rank along `cp` computes: the first and the last pieces of each segment.
+
+A causal segment is cut into twice as many pieces as there are ranks; a rank has one from the front and its mirror from
+the back, so that all attend to about as many keys (the zig-zag split). Keys and values are gathered from all ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl_hf.attention import Group, Packed
+from meshrl_hf.packing import MicroBatch, groups_of, runs
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank computes of a micro-batch."""
+
+    ids: Tensor
+    """int64[1, T]."""
+    positions: Tensor
+    """int64[1, T]."""
+    attend: Packed
+    """Its keys are numbered as in the states of all ranks, one after another."""
+    source: Tensor
+    """int64[n]: which of these tokens predicts."""
+    target: Tensor
+    """int64[n]: which of the micro-batch's targets that is."""
+    targets: int
+    """Of the whole micro-batch."""
+
+    def to(self, device: torch.device) -> "Part":
+        """The same, with its tensors on the device."""
+        if self.ids.device == device:
+            return self
+        ids, positions, source, target = (
+            each.to(device) for each in (self.ids, self.positions, self.source, self.target)
+        )
+        return Part(ids, positions, self.attend.to(device), source, target, self.targets)
+
+
+def part_of(micro: MicroBatch, rank: int, ranks: int, multiple: int) -> Part:
+    """What `rank` of `ranks` along `cp` computes.
+
+    All have as many tokens, a multiple of `multiple`: where it does not come out even, tokens that nobody reads are
+    added at the end, each a segment of its own. Alone and even, it is the micro-batch as it is.
+    """
+    total = micro.ids.shape[1]
+    if ranks == 1 and total % multiple == 0:
+        count = len(micro.source)
+        return Part(micro.ids, micro.positions, micro.attend, micro.source, torch.arange(count), count)
+    pieces = _Pieces.of(micro.attend, ranks)
+    tokens = [pieces.tokens(each) for each in range(ranks)]
+    length = -(-max(map(len, tokens)) // multiple) * multiple
+    where = np.empty(total, np.int64)  # of each packed token, among the states of all ranks
+    for each, own in enumerate(tokens):
+        where[own] = each * length + np.arange(len(own))
+    own = tokens[rank]
+    spare = length - len(own)
+    source, target = _targets(micro, own, total)
+    return Part(
+        ids=_filled(micro.ids, own, spare),
+        positions=_filled(micro.positions, own, spare),
+        attend=pieces.attend(rank, where, rank * length + len(own), spare),
+        source=source,
+        target=target,
+        targets=len(micro.source),
+    )
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Where the pieces of all segments lie. All int64[segments] or of two dims [segments, pieces + 1]."""
+
+    start: Ints
+    """Of a segment's queries among the packed tokens."""
+    before: Ints
+    """Keys that a segment has before its own tokens."""
+    key_start: Ints
+    """Of a segment's keys in `keys`."""
+    keys: Ints
+    """Which packed token each key of each segment is."""
+    bounds: Ints
+    """Where the pieces of a segment begin and end, from its start."""
+
+    @classmethod
+    def of(cls, attend: Packed, ranks: int) -> "_Pieces":
+        counts = [group.count for group in attend.groups]
+        queries = np.repeat([group.queries for group in attend.groups], counts)
+        keys = np.repeat([group.keys for group in attend.groups], counts)
+        pieces = 2 * ranks
+        turn = np.arange(len(queries)) % pieces  # whose turn it is to have the token that is left over
+        bounds = (np.arange(pieces + 1)[None] * queries[:, None] + turn[:, None]) // pieces
+        seen = np.arange(int(keys.sum())) if attend.keys is None else attend.keys.numpy()
+        start, key_start = np.cumsum(queries) - queries, np.cumsum(keys) - keys
+        return cls(start, keys - queries, key_start, seen, bounds)
+
+    def _own(self, rank: int) -> tuple[Ints, Ints, Ints]:
+        """The pieces of a rank that have tokens: their segments, and where they begin and end there."""
+        mirror = self.bounds.shape[1] - 2 - rank
+        segment = np.repeat(np.arange(len(self.start)), 2)
+        begin = np.stack([self.bounds[:, rank], self.bounds[:, mirror]], 1).reshape(-1)
+        end = np.stack([self.bounds[:, rank + 1], self.bounds[:, mirror + 1]], 1).reshape(-1)
+        kept = end > begin
+        order = np.lexsort((self.before[segment[kept]] + end[kept], (end - begin)[kept]))
+        return segment[kept][order], begin[kept][order], end[kept][order]
+
+    def tokens(self, rank: int) -> Ints:
+        """Which packed tokens a rank has, in its order."""
+        segment, begin, end = self._own(rank)
+        return runs(self.start[segment] + begin, end - begin)
+
+    def attend(self, rank: int, where: Ints, first_spare: int, spare: int) -> Packed:
+        """The attention of a rank's tokens to keys that stand `where`."""
+        segment, begin, end = self._own(rank)
+        seen = self.before[segment] + end
+        keys = where[self.keys[runs(self.key_start[segment], seen)]]
+        groups = groups_of(end - begin, seen)
+        if spare:
+            keys = np.concatenate([keys, first_spare + np.arange(spare)])
+            groups = (*groups, Group(spare, 1, 1))
+        return Packed(groups, torch.from_numpy(keys))
+
+
+def _targets(micro: MicroBatch, own: Ints, total: int) -> tuple[Tensor, Tensor]:
+    """Which of a rank's tokens predicts which target of the micro-batch."""
+    there = np.full(total, -1)
+    there[own] = np.arange(len(own))
+    source = there[micro.source.numpy()]
+    target = np.flatnonzero(source >= 0)
+    return torch.from_numpy(source[target]), torch.from_numpy(target)
+
+
+def _filled(values: Tensor, own: Ints, spare: int) -> Tensor:
+    return torch.cat([values[:, torch.from_numpy(own)], values.new_zeros(1, spare)], 1)

@@ -1,0 +1,139 @@
+"""A stage of the pipeline: Megatron's GPTModel over packed sequences, which ends in log-probs or in values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from meshrl_hf.model import MAX_LOGITS
+from meshrl_megatron.core import (
+    ColumnParallelLinear,
+    GPTModel,
+    ProcessGroupCollection,
+    RowParallelLinear,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from meshrl_megatron.layers import Assembled, Packing, RmsNorm, layer_spec
+from meshrl_megatron.parts import Part
+from meshrl_megatron.shape import Decoder
+from meshrl_megatron.vocabulary import logprobs
+
+_SPLIT: Final[Mapping[type[nn.Module], int]] = {
+    ColumnParallelLinear: 0,
+    RowParallelLinear: 1,
+    VocabParallelEmbedding: 0,
+}
+"""By module, the dim of its weight that ranks along tp divide."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the last stage is asked of a part: the tokens whose log-probs it is to give. A critic's is asked nothing."""
+
+    chosen: Tensor
+    """int64[n], one for each target of the part."""
+    temperature: Tensor | None
+    """float32[n]."""
+
+
+class Stage(GPTModel):
+    """Some layers of a decoder; the first stage has the embeddings, the last one the head."""
+
+    def __init__(  # noqa: PLR0913, PLR0917 - as many facts as Megatron asks for
+        self,
+        config: TransformerConfig,
+        shape: Decoder,
+        groups: ProcessGroupCollection,
+        rotary: nn.Module,
+        number: int | None,
+        layers: int,
+        first: bool,
+        last: bool,
+        valued: bool,
+    ) -> None:
+        """`number`: of this rank's stages, where it has several; `layers`: in this one.
+
+        `rotary`: transformers' module of the model, which gives cosines and sines of positions. `valued`: the last
+        stage ends in a linear head of one number, float32, in place of the model's own.
+        """
+        super().__init__(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules([layer_spec(config)] * layers, RmsNorm),
+            vocab_size=shape.padded(groups.tp.size()),
+            max_sequence_length=0,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="none",
+            pg_collection=groups,
+            vp_stage=number,
+        )
+        self.rotary = rotary
+        self.first_layer = self.decoder.layers[0].layer_number - 1
+        self._shape, self._tp, self._cp = shape, groups.tp, groups.cp
+        self._sequence_parallel = config.sequence_parallel
+        for module in self.modules():
+            if type(module) in _SPLIT and module.weight is not None:
+                # Megatron says so of weights that it has given random values.
+                set_tensor_model_parallel_attributes(module.weight, True, _SPLIT[type(module)], 1)
+        if last and valued:
+            del self.output_layer
+            self.value_head = nn.Linear(shape.hidden, 1, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def forward(self, part: Part, asked: Asked | None) -> Tensor:
+        """Hidden states [tokens, 1, hidden]; from the last stage what it says of all targets, float32[targets]."""
+        states = self.embedding(input_ids=part.ids, position_ids=part.positions) if self.pre_process else None
+        like = torch.empty(0, dtype=self.config.params_dtype, device=part.ids.device)
+        cos, sin = self.rotary(like, part.positions)
+        packing = Packing(attend=part.attend, cos=cos, sin=sin)
+        states = self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packing)
+        if not self.post_process:
+            return cast("Tensor", states)
+        own = self._said(states, part, asked)
+        if self._cp.size() == 1:
+            return own
+        return cast("Tensor", Assembled.apply(own, part.target, part.targets, self._cp))
+
+    def _said(self, states: Tensor, part: Part, asked: Asked | None) -> Tensor:
+        if self._sequence_parallel:
+            states = gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=asked is not None, group=self._tp
+            )
+        elif asked is not None:
+            states = copy_to_tensor_model_parallel_region(states, group=self._tp)
+        there = states[:, 0].index_select(0, part.source)
+        if asked is None:
+            return cast("Tensor", self.value_head(there.float()))[:, 0]
+        return self._logprobs(there, asked)
+
+    def _logprobs(self, states: Tensor, asked: Asked) -> Tensor:
+        """float32[n] from [n, hidden]: chunk by chunk where there are many, made again in the backward pass."""
+        weight = self.shared_embedding_or_output_weight() if self._shape.tied else self.output_layer.weight
+        rows = max(1, MAX_LOGITS // len(weight))
+        if len(states) <= rows:
+            return self._chosen(states, weight, asked.chosen, asked.temperature)
+        pieces: list[Tensor] = []
+        for start in range(0, len(states), rows):
+            span = slice(start, start + rows)
+            scale = None if asked.temperature is None else asked.temperature[span]
+            pieces.append(
+                cast(
+                    "Tensor",
+                    checkpoint(self._chosen, states[span], weight, asked.chosen[span], scale, use_reentrant=False),
+                )
+            )
+        return torch.cat(pieces)
+
+    def _chosen(self, states: Tensor, weight: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
+        first = self._tp.rank() * len(weight)
+        known = min(len(weight), max(0, self._shape.vocabulary - first))
+        return logprobs(functional.linear(states, weight), chosen, temperature, self._tp, first, known)

@@ -1,0 +1,54 @@
+"""Where a rank stands among those that share a Megatron model, and what they agree on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from meshrl.actor import Rank
+from meshrl.errors import ConfigError
+from meshrl_hf.group import join
+from meshrl_hf.peers import Share
+from meshrl_hf.ranks import Ranks
+from meshrl_megatron.core import ProcessGroupCollection
+from meshrl_megatron.groups import AXES, Grid
+
+
+@dataclass(frozen=True)
+class World(Ranks):
+    """The ranks of a mesh as Megatron sees them: `dp x pp x cp x tp`."""
+
+    grid: Grid
+    groups: ProcessGroupCollection
+    device: torch.device
+    multiple: int
+    """Passes come in multiples of this number: with virtual stages the pipeline's length, else 1."""
+
+    @classmethod
+    def of(cls, rank: Rank, virtual_stages: int) -> "World":
+        """Meet the other ranks. ConfigError where the mesh's axes are unknown."""
+        unknown = {axis: size for axis, size in rank.shape.items() if axis not in AXES and size > 1}
+        if unknown:
+            raise ConfigError(f"the backend 'megatron' knows the axes {', '.join(AXES)}, and its mesh has {unknown}")
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        join(rank, device, "megatron")
+        shape = {axis: size for axis, size in rank.shape.items() if axis in AXES} or {"dp": 1}
+        grid = Grid(shape, rank.index)
+        multiple = grid.sizes["pp"] if virtual_stages > 1 else 1
+        groups = grid.collection(rank.index)
+        return cls(grid.sizes["dp"], (grid.place["dp"],), grid, groups, device, multiple)
+
+    @property
+    def last(self) -> int:
+        """The rank that has the last stage of this one's pipeline."""
+        return self.grid.rank(pp=self.grid.sizes["pp"] - 1)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last stage of its pipeline."""
+        return self.grid.place["pp"] == self.grid.sizes["pp"] - 1
+
+    def total(self, share: Callable[[], Share]) -> Share:
+        """The shares of all ranks together. What one of them raises, all raise."""
+        total = super().total(share)
+        return replace(total, passes=-(-total.passes // self.multiple) * self.multiple)
