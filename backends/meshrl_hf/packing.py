@@ -134,7 +134,7 @@ def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int)
     np.maximum.at(longest, rows.family, rows.inputs)
     order = np.lexsort((rows.inputs, rows.family, longest[rows.family]))
     for part in _filled(rows, order, budget):
-        yield _packed(tokens, rows, part, learn)
+        yield packed(tokens, rows, part, learn)
 
 
 def _filled(rows: Rows, order: Ints, budget: int) -> Iterator[Ints]:
@@ -153,7 +153,8 @@ def _filled(rows: Rows, order: Ints, budget: int) -> Iterator[Ints]:
         yield order[start:]
 
 
-def _packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
+def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
+    """One micro-batch of these rows, numbers of `rows`; of their targets those that are learned, where that is told."""
     starts, inputs, prefix = rows.starts[part], rows.inputs[part], rows.prefix[part]
     _, leaders, family = np.unique(rows.family[part], return_index=True, return_inverse=True)
     sharing = prefix > 0

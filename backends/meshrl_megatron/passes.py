@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.data import Batch
-from meshrl_hf.packing import MicroBatch, micro_batches
+from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import spread
+from meshrl_megatron.balance import Balance
 from meshrl_megatron.core import P2PCommunicator, get_forward_backward_func, quiet
 from meshrl_megatron.model import Model
 from meshrl_megatron.parts import Part, part_of
@@ -28,7 +29,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[nn.Module], model: Model, *, valued: bool) -> None:
         """`stages`: the model's, or what Megatron has wrapped around them."""
         self._stages, self._config, self._world, self._valued = list(stages), model.config, model.world, valued
-        self.split: Final = micro_batches
+        self.split: Final = Balance.of(model.shape, model.world.grid.sizes["pp"] * len(stages))
         pp = model.world.grid.sizes["pp"]
         self._several = pp > 1
         self._schedule = get_forward_backward_func(pp_size=pp, vp_size=len(stages) if len(stages) > 1 else None)
