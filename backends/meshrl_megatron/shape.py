@@ -123,6 +123,9 @@ class Decoder(Shape):
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             sequence_parallel=sequence_parallel and sizes["tp"] > 1,
             variable_seq_lengths=True,
+            # Of two ranks each is the other's next and its last: their messages are told apart one by one alone.
+            overlap_p2p_comm=virtual_stages > 1,
+            batch_p2p_comm=virtual_stages == 1,
             moe_token_dispatcher_type="alltoall",
             calculate_per_token_loss=True,
             cuda_graph_scope=[],
