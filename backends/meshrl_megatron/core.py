@@ -61,7 +61,6 @@ with quiet():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -75,33 +74,22 @@ with quiet():
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
-        gather_from_tensor_model_parallel_region,
-        reduce_from_tensor_model_parallel_region,
-        reduce_scatter_to_sequence_parallel_region,
-        scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 __all__ = [
     "MLP",
-    "AttnMaskType",
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
-    "IdentityOp",
     "MLPSubmodules",
-    "MegatronModule",
-    "MegatronOptimizer",
     "ModuleSpec",
     "OptimizerConfig",
     "P2PCommunicator",
@@ -119,14 +107,10 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
     "get_bias_dropout_add",
     "get_forward_backward_func",
     "get_megatron_optimizer",
     "quiet",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
     "set_tensor_model_parallel_attributes",
 ]
 

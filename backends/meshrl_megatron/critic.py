@@ -53,7 +53,7 @@ class MegatronCritic(Spread, Critic):
             check_sources(batch, loss)
             self._model.words.check_rows(batch)
 
-        return training.step(self._trained, self._pipeline, batch, loss, self._budget, check, self._world)
+        return training.step(self._trained, self._pipeline, batch, loss, self._budget, check, self._model.world)
 
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""

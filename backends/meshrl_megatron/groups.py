@@ -11,7 +11,8 @@ from meshrl_megatron.core import ProcessGroupCollection
 AXES: Final = ("dp", "pp", "cp", "tp")
 """What a mesh may have, from the outside in."""
 
-_groups: Final[dict[tuple[int, ...], dist.ProcessGroup]] = {}
+_groups: Final[dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
+"""By ranks, those of other ranks too, as None: so that no rank makes one again."""
 _world: dist.ProcessGroup | None = None
 """The default group that they are of: where a process was made anew, all are."""
 
@@ -87,11 +88,9 @@ def _group(lists: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
     for ranks in lists:
         if ranks not in _groups:
             made = dist.new_group(list(ranks))
-            if made is not None and rank in ranks:
-                _groups[ranks] = made
-            else:
-                _groups[ranks] = dist.GroupMember.NON_GROUP_MEMBER  # known, so that no rank makes it again
-    return next(_groups[ranks] for ranks in lists if rank in ranks)
+            _groups[ranks] = made if rank in ranks else None
+    own = (_groups[ranks] for ranks in lists if rank in ranks)
+    return next(group for group in own if group is not None)
 
 
 def _count(shape: Mapping[str, int]) -> int:

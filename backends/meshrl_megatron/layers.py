@@ -1,7 +1,7 @@
 """Our own layers for Megatron's blocks: attention over packed sequences, and a norm that knows of split sequences."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from meshrl_megatron.core import (
     gather_from_sequence_parallel_region,
     get_bias_dropout_add,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass
@@ -72,10 +75,9 @@ class VarlenAttention(nn.Module):
         return output[0].flatten(1)[:, None]
 
     def _gathered(self, states: Tensor) -> Tensor:
-        gathered = gather_from_sequence_parallel_region(
+        return gather_from_sequence_parallel_region(
             states.contiguous(), tensor_parallel_output_grad=True, group=self._ranks
         )
-        return cast("Tensor", gathered)
 
 
 class PackedAttention(SelfAttention):
@@ -88,7 +90,7 @@ class PackedAttention(SelfAttention):
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         query, key = (_rotated(states, packed_seq_params) for states in (query, key))
         mixed = self.core_attention(query, key, value, packed_seq_params)
-        return cast("tuple[Tensor, Tensor | None]", self.linear_proj(mixed))
+        return self.linear_proj(mixed)
 
 
 def _rotated(states: Tensor, packing: Packing) -> Tensor:
@@ -125,21 +127,26 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-class Assembled(torch.autograd.Function):
-    """The values of all targets from what each rank along `cp` has of them."""
+def assembled(own: Tensor, where: Tensor, whole: int, group: dist.ProcessGroup) -> Tensor:
+    """The values of all targets, float32[whole], from what each rank along `cp` has of them.
 
+    `own` float32[n] stands at `where` int64[n] there. All ranks of the group call at the same time, and each must be
+    given the same gradient of the result.
+    """
+    apply = cast("Callable[[Tensor, Tensor, int, dist.ProcessGroup], Tensor]", _Assembled.apply)
+    return apply(own, where, whole, group)
+
+
+class _Assembled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, own: Tensor, where: Tensor, whole: int, group: dist.ProcessGroup
-    ) -> Tensor:
-        """`own` float32[n], at `where` int64[n] of `whole` targets."""
+    def forward(ctx: Any, own: Tensor, where: Tensor, whole: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(where)
         values = own.new_zeros(whole).index_copy_(0, where, own)
         dist.all_reduce(values, group=group)
         return values
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Each rank has made the same loss of all values: its own part of the gradient is whole."""
-        (where,) = cast("tuple[Tensor]", ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Each rank has made the same loss of all values: its own part of the gradient is whole.
+        (where,) = ctx.saved_tensors
         return gradients[0].index_select(0, where), None, None, None

@@ -1,8 +1,8 @@
 """AdamW by Megatron's distributed optimizer: each rank of those that share parameters steps over a part of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, Protocol, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from meshrl_hf.optimizer import learning_rate, not_finite
 from meshrl_megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    ProcessGroupCollection,
     clip_grad_by_total_norm_fp32,
     finalize_model_grads,
     get_megatron_optimizer,
@@ -22,32 +23,6 @@ from meshrl_megatron.core import OptimizerConfig as MegatronOptimizerConfig
 from meshrl_megatron.model import Model
 from meshrl_megatron.naming import Piece
 from meshrl_megatron.state import MOMENTS
-
-
-class _Sharded(Protocol):
-    """What is used of Megatron's `DistributedOptimizer`: of each parameter a rank has a range of its elements."""
-
-    optimizer: torch.optim.Optimizer
-    model_param_group_index_map: Mapping[nn.Parameter, tuple[int, int]]
-
-    def _get_model_param_range_map(self, param: nn.Parameter) -> Mapping[str, "_Range"]: ...
-
-
-class _Range(Protocol):
-    start: int
-    end: int
-
-
-class _Chained(Protocol):
-    """What is used of Megatron's `ChainedOptimizer`."""
-
-    chained_optimizers: Sequence[_Sharded]
-
-    @property
-    def param_groups(self) -> Sequence[dict[str, object]]: ...
-    def prepare_grads(self) -> bool: ...
-    def get_grad_norm(self) -> float: ...
-    def step_with_ready_grads(self) -> bool: ...
 
 
 class Trained:
@@ -75,10 +50,9 @@ class Trained:
             params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
         )
-        made = get_megatron_optimizer(
+        self._optimizer = get_megatron_optimizer(
             told, self.stages, use_gloo_process_groups=False, pg_collection=model.world.groups
         )
-        self._optimizer = cast("_Chained", made)
         for group in self._optimizer.param_groups:  # Megatron leaves it to a scheduler of its own
             group["weight_decay"] = config.weight_decay * cast("float", group["wd_mult"])
 
@@ -130,9 +104,15 @@ class Trained:
             for group in each.optimizer.param_groups:
                 yield from cast("Sequence[nn.Parameter]", group["params"])
 
-    def _finalize(self, stages: list[nn.Module], tokens: Tensor | None, **keywords: object) -> None:
+    def _finalize(
+        self,
+        stages: list[nn.Module],
+        tokens: Tensor | None,
+        pg_collection: ProcessGroupCollection | None,
+        force_all_reduce: bool | None,
+    ) -> None:
         """Sum the gradients over the ranks, and divide by nothing: losses are of the global batch."""
-        finalize_model_grads(stages, None, **keywords)
+        finalize_model_grads(stages, None, pg_collection, force_all_reduce)
 
     # What follows is what a checkpoint keeps: `meshrl_megatron.state.Tensors`.
 
@@ -154,19 +134,19 @@ class Trained:
 
     def parameter(self, name: str) -> Tensor:
         """What is trained, float32. The ranks that share it call at the same time."""
-        return self._whole(name, lambda shard: shard.detach())
+        return self._whole(name, "parameter")
 
     def moments(self, name: str) -> Mapping[str, Tensor]:
         """What AdamW keeps of it, float32. The ranks that share it call at the same time."""
-        return {kind: self._whole(name, lambda shard, kind=kind: self._state(shard)[kind]) for kind in MOMENTS}
+        return {kind: self._whole(name, kind) for kind in MOMENTS}
 
-    def _whole(self, name: str, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
+    def _whole(self, name: str, kind: str) -> Tensor:
         parameter = self._held[name].parameter
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         found = self._range(parameter)
         if found:
             shard, start, end = found
-            whole[start:end] = read(shard).view(-1)
+            whole[start:end] = self._kept(shard, kind).view(-1)
         dist.all_reduce(whole, group=self._model.world.groups.dp_cp)
         return whole.view(parameter.shape)
 
@@ -188,8 +168,10 @@ class Trained:
             parameter.data.copy_(tensor)
         if found := self._range(parameter):
             shard, start, end = found
-            target = shard.detach() if kind == "parameter" else self._state(shard)[kind]
-            target.view(-1).copy_(tensor.view(-1)[start:end])
+            self._kept(shard, kind).view(-1).copy_(tensor.view(-1)[start:end])
+
+    def _kept(self, shard: nn.Parameter, kind: str) -> Tensor:
+        return shard.detach() if kind == "parameter" else self._state(shard)[kind]
 
     def _state(self, shard: nn.Parameter) -> dict[str, Tensor]:
         for each in self._optimizer.chained_optimizers:

@@ -60,7 +60,7 @@ class MegatronPolicy(Spread, Policy):
             check_readable(self._model.words, batch)
 
         budget = self._config.micro_batch_tokens
-        return training.step(self._trained, self._pipeline, batch, loss, budget, check, self._world)
+        return training.step(self._trained, self._pipeline, batch, loss, budget, check, self._model.world)
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `logprobs`, of the version after the updates that were called before."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -93,7 +93,6 @@ class Decoder(Shape):
         recompute: bool,
     ) -> TransformerConfig:
         """What Megatron is told."""
-        whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         return TransformerConfig(
             num_layers=self.layers,
             hidden_size=self.hidden,
@@ -129,5 +128,7 @@ class Decoder(Shape):
             moe_token_dispatcher_type="alltoall",
             calculate_per_token_loss=True,
             cuda_graph_scope=[],
-            **cast("Mapping[str, int]", whole if recompute else {}),
+            recompute_granularity="full" if recompute else None,
+            recompute_method="uniform" if recompute else None,
+            recompute_num_layers=1 if recompute else None,
         )

@@ -22,7 +22,7 @@ from meshrl_megatron.core import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from meshrl_megatron.layers import Assembled, Packing, RmsNorm, layer_spec
+from meshrl_megatron.layers import Packing, RmsNorm, assembled, layer_spec
 from meshrl_megatron.parts import Part
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.vocabulary import logprobs
@@ -82,7 +82,7 @@ class Stage(GPTModel):
         self._shape, self._tp, self._cp = shape, groups.tp, groups.cp
         self._sequence_parallel = config.sequence_parallel
         for module in self.modules():
-            if type(module) in _SPLIT and module.weight is not None:
+            if type(module) in _SPLIT and isinstance(module.weight, Tensor):
                 # Megatron says so of weights that it has given random values.
                 set_tensor_model_parallel_attributes(module.weight, True, _SPLIT[type(module)], 1)
         if last and valued:
@@ -97,11 +97,11 @@ class Stage(GPTModel):
         packing = Packing(attend=part.attend, cos=cos, sin=sin)
         states = self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packing)
         if not self.post_process:
-            return cast("Tensor", states)
+            return states
         own = self._said(states, part, asked)
         if self._cp.size() == 1:
             return own
-        return cast("Tensor", Assembled.apply(own, part.target, part.targets, self._cp))
+        return assembled(own, part.target, part.targets, self._cp)
 
     def _said(self, states: Tensor, part: Part, asked: Asked | None) -> Tensor:
         if self._sequence_parallel:

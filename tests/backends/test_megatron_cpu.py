@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -65,6 +66,21 @@ def test_where_torch_has_a_gpu_nothing_is_rewritten(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "meta_path", finders := list[object]())
     cpu.install()
     assert not finders
+
+
+def exported(file: Path) -> list[str]:
+    (names,) = (
+        node.value
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    found: list[str] = ast.literal_eval(names)
+    return found
+
+
+def test_checkers_see_the_names_that_there_are() -> None:
+    module = Path(cpu.__file__).with_name("core.py")
+    assert exported(module.with_suffix(".pyi")) == exported(module)
 
 
 REAL = """
