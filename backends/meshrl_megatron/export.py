@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def save(model: Model, folder: str) -> None:
 
 
 @contextmanager
-def _beside(folder: Path, world: World) -> Iterator[Path]:
+def _beside(folder: Path, world: World) -> Generator[Path]:
     """A folder that all ranks see, and that is gone in the end."""
 
     def made() -> str:

@@ -26,9 +26,9 @@ class Grid:
         order = [list(shape).index(axis) for axis in AXES if axis in shape]
         sizes = [shape.get(axis, 1) for axis in AXES]
         self._ranks: Final = numbers.permute(*order).reshape(sizes)
-        self.sizes: Final = dict(zip(AXES, sizes, strict=True))
+        self.sizes: Final[Mapping[str, int]] = dict(zip(AXES, sizes, strict=True))
         here = (self._ranks == rank).nonzero()[0].tolist()
-        self.place: Final = dict(zip(AXES, map(int, here), strict=True))
+        self.place: Final[Mapping[str, int]] = dict(zip(AXES, map(int, here), strict=True))
 
     def along(self, *axes: str) -> list[list[int]]:
         """The ranks that differ in these axes alone, one list for each place on the others."""
@@ -88,7 +88,7 @@ def _group(lists: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
     for ranks in lists:
         if ranks not in _groups:
             made = dist.new_group(list(ranks))
-            _groups[ranks] = made if rank in ranks else None
+            _groups[ranks] = made if isinstance(made, dist.ProcessGroup) else None
     own = (_groups[ranks] for ranks in lists if rank in ranks)
     return next(group for group in own if group is not None)
 

@@ -232,7 +232,7 @@ async def test_models_in_the_same_processes_have_layouts_of_their_own(two: Mesh)
         await reference.load(await policy.weights())
         expected = (await (await policy.logprobs(rollouts())).load()).ragged("logprobs").values
         found = (await (await reference.logprobs(rollouts())).load()).ragged("reference_logprobs").values
-        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=1e-5)
 
 
 async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:
