@@ -51,7 +51,8 @@ class Balance:
         works = [self.work(rows, lot) for lot in lots]
         count = max(-(-sum(sizes) // budget), min(self.fewest, len(lots)))
         bins: list[tuple[float, int]] = [(0.0, number) for number in range(count)]
-        filled, members = [0] * count, [[] for _ in range(count)]
+        filled = [0] * count
+        members: list[list[Ints]] = [[] for _ in range(count)]
         for number in sorted(range(len(lots)), key=lambda each: -works[each]):  # the longest first, to the least filled
             tried: list[tuple[float, int]] = []
             while bins and filled[bins[0][1]] and filled[bins[0][1]] + sizes[number] > budget:
