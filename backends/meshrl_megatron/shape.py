@@ -18,6 +18,8 @@ _KNOWN: Final[Mapping[str, tuple[bool, bool]]] = {
     "qwen3": (False, True),
 }
 """By `model_type`: whether queries, keys and values have a bias, and whether queries and keys are normalised."""
+_ROPES: Final = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not hang on the longest row of a pass."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,13 @@ class Decoder(Shape):
             "mlp_bias": bool(getattr(config, "mlp_bias", False)),
             "layer_types": any(each != "full_attention" for each in getattr(config, "layer_types", None) or ()),
         }
-        if strange := [name for name, is_wrong in wrong.items() if is_wrong]:
-            told = ", ".join(f"{name} = {getattr(config, name)!r}" for name in strange)
+        told = [f"{name} = {getattr(config, name)!r}" for name, is_wrong in wrong.items() if is_wrong]
+        rope = cast("Mapping[str, object]", getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope not in _ROPES:
+            told.append(f"rope_type = {rope!r}")
+        if told:
             raise ModelError(
-                f"the backend 'megatron' cannot compute this {kind} model, which has {told}: take backend = \"torch\" "
+                f"the backend 'megatron' cannot compute this {kind} model, which has {', '.join(told)}: take backend = \"torch\" "
                 'or "fsdp"'
             )
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
