@@ -56,8 +56,8 @@ class Decoder(Shape):
             told.append(f"rope_type = {rope!r}")
         if told:
             raise ModelError(
-                f"the backend 'megatron' cannot compute this {kind} model, which has {', '.join(told)}: take backend = \"torch\" "
-                'or "fsdp"'
+                f"the backend 'megatron' cannot compute this {kind} model, which has {', '.join(told)}: take "
+                'backend = "torch" or "fsdp"'
             )
         heads, hidden = int(config.num_attention_heads), int(config.hidden_size)
         return cls(
