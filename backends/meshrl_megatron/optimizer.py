@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -88,8 +88,7 @@ class Trained:
         most = self._config.max_grad_norm
         if most is not None:
             for each in self._optimizer.chained_optimizers:
-                shards = [one for group in each.optimizer.param_groups for one in group["params"]]
-                if shards:
+                if shards := list(_shards(each.optimizer)):
                     clip_grad_by_total_norm_fp32(shards, max_norm=most, total_norm=norm)
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
@@ -99,10 +98,8 @@ class Trained:
         return norm
 
     def _shards(self) -> Iterator[nn.Parameter]:
-        """This rank's ranges of the parameters, float32."""
         for each in self._optimizer.chained_optimizers:
-            for group in each.optimizer.param_groups:
-                yield from cast("Sequence[nn.Parameter]", group["params"])
+            yield from _shards(each.optimizer)
 
     def _finalize(
         self,
@@ -143,10 +140,8 @@ class Trained:
     def _whole(self, name: str, kind: str) -> Tensor:
         parameter = self._held[name].parameter
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        found = self._range(parameter)
-        if found:
-            shard, start, end = found
-            whole[start:end] = self._kept(shard, kind).view(-1)
+        if own := self._range(parameter):
+            whole[own.start : own.end] = own.kept(kind).view(-1)
         dist.all_reduce(whole, group=self._model.world.groups.dp_cp)
         return whole.view(parameter.shape)
 
@@ -155,35 +150,46 @@ class Trained:
         self.steps = steps
         for each in self._optimizer.chained_optimizers:
             each.optimizer.state.clear()
-        for shard in self._shards() if steps else ():
-            state = self._state(shard)
-            state["step"] = torch.tensor(float(steps))  # of its own: AdamW adds to it in place
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(shard)
+            for shard in _shards(each.optimizer) if steps else ():
+                moments = {name: torch.zeros_like(shard) for name in MOMENTS}
+                # A step of its own: AdamW adds to it in place.
+                each.optimizer.state[shard] = {"step": torch.tensor(float(steps)), **moments}
 
     def take(self, name: str, kind: str, tensor: Tensor) -> None:
         """Set what is trained ("parameter") or a moment from a tensor of the parameter's shape, by itself."""
         parameter = self._held[name].parameter
         if kind == "parameter":
             parameter.data.copy_(tensor)
-        if found := self._range(parameter):
-            shard, start, end = found
-            self._kept(shard, kind).view(-1).copy_(tensor.view(-1)[start:end])
+        if own := self._range(parameter):
+            own.kept(kind).view(-1).copy_(tensor.view(-1)[own.start : own.end])
 
-    def _kept(self, shard: nn.Parameter, kind: str) -> Tensor:
-        return shard.detach() if kind == "parameter" else self._state(shard)[kind]
-
-    def _state(self, shard: nn.Parameter) -> dict[str, Tensor]:
-        for each in self._optimizer.chained_optimizers:
-            if any(shard is one for group in each.optimizer.param_groups for one in group["params"]):
-                return cast("dict[str, Tensor]", each.optimizer.state[shard])
-        raise KeyError(shard.shape)
-
-    def _range(self, parameter: nn.Parameter) -> tuple[nn.Parameter, int, int] | None:
-        """This rank's range of a parameter, and where it begins and ends there."""
+    def _range(self, parameter: nn.Parameter) -> "_Range | None":
+        """What this rank steps over of a parameter, if anything."""
         for each in self._optimizer.chained_optimizers:
             if parameter in each.model_param_group_index_map:
                 group, order = each.model_param_group_index_map[parameter]
+                shard = each.optimizer.param_groups[group]["params"][order]
                 there = each._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 -- Megatron has no other
-                return each.optimizer.param_groups[group]["params"][order], there.start, there.end
+                return _Range(shard, each.optimizer.state[shard], there.start, there.end)
         return None
+
+
+class _Range(NamedTuple):
+    """A range of a parameter's elements, which one rank of those that share the parameter steps over."""
+
+    shard: nn.Parameter
+    """float32."""
+    state: Mapping[str, Tensor]
+    """What AdamW keeps of it."""
+    start: int
+    end: int
+
+    def kept(self, kind: str) -> Tensor:
+        """The elements ("parameter") or a moment of them."""
+        return self.shard.detach() if kind == "parameter" else self.state[kind]
+
+
+def _shards(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    """This rank's ranges of the parameters."""
+    for group in optimizer.param_groups:
+        yield from cast("Sequence[nn.Parameter]", group["params"])
