@@ -284,7 +284,7 @@ def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) ->
     status, _, err = meshrl("check", "mine.toml", "reward.backend=sft")
     assert status == 1
     assert [line.strip() for line in err.splitlines()[1:]] == [
-        "mine.toml: reward: no backend 'sft' is installed: There are fake, fsdp, function, sim, torch, vllm",
+        "mine.toml: reward: no backend 'sft' is installed: There are fake, fsdp, function, megatron, sim, torch, vllm",
         f"mine.toml: reward: model 'judge': there is no folder {tmp_path / 'judge'}",
     ]
     assert meshrl("check", "mine.toml", "reward.backend=fake")[0] == 0
