@@ -208,7 +208,9 @@ def _targets(rows: Rows, part: Ints, own_at: Ints, prompt_at: Ints, learn: Ragge
 
 
 def groups_of(queries: Ints, keys: Ints) -> tuple[Group, ...]:
-    """Runs of equal shapes."""
+    """Runs of equal shapes; none of no segments."""
+    if not len(queries):
+        return ()
     changes = np.flatnonzero((np.diff(queries) != 0) | (np.diff(keys) != 0)) + 1
     bounds = [0, *changes.tolist(), len(queries)]
     shapes: Sequence[tuple[int, int]] = list(

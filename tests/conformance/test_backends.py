@@ -7,9 +7,9 @@ import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-from meshrl import ClippedLoss, PolicyConfig, RankFailed
+from meshrl import ClippedLoss, RankFailed
 from meshrl.losses import TokenLoss
 from meshrl.testing.conformance import (
     CHECKS,
@@ -26,8 +26,6 @@ from meshrl.testing.conformance import (
     state,
 )
 from meshrl.testing.conformance.compare import close
-from meshrl.testing.conformance.material import SMALL
-from meshrl_torch.policy import TorchPolicy
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -47,31 +45,6 @@ async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
         request.getfixturevalue("ray_cluster")
     async with Bench(subject) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with fewer heads of keys than of queries, and a head of its own."""
-    folder = tmp_path_factory.mktemp("grouped") / "model"
-    TorchPolicy(PolicyConfig(model=SMALL))._model.tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    network = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=40,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=1,
-            initializer_range=0.15,
-        )
-    )
-    network.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)

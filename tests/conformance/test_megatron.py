@@ -1,0 +1,96 @@
+"""The Megatron backend in every kind of layout, against the suite that each backend must pass."""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+import pytest
+import pytest_asyncio
+
+from meshrl import RankFailed
+from meshrl.testing.conformance import CHECKS, Bench, Check, Subject, checkpoints, name_of, numbers, state
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]
+
+ONE = Subject("megatron")
+SPLIT = Subject("megatron", {"dp": 1, "tp": 2}, "ray")
+WHOLE_STATES = Subject("megatron", {"dp": 1, "tp": 2}, "ray", {"megatron": {"sequence_parallel": False}})
+PIPELINE = Subject("megatron", {"dp": 1, "pp": 2}, "ray")
+DATA = Subject("megatron", {"dp": 2}, "ray")
+CONTEXT = Subject("megatron", {"dp": 1, "cp": 2}, "ray")
+FOUR = Subject("megatron", {"dp": 1, "pp": 2, "tp": 2}, "ray")
+
+LAYOUT: Sequence[Check] = [
+    *numbers.POLICY[:3],
+    numbers.micro_batches,
+    numbers.uneven_rows,
+    numbers.short_and_long_rows,
+    numbers.log_probs,
+    *numbers.CRITIC,
+    *numbers.REFERENCE,
+    state.weights,
+    state.saving,
+    state.roles_side_by_side,
+    checkpoints.a_policy_goes_on,
+    checkpoints.a_critic_goes_on,
+]
+"""What hangs on how a model is divided. The whole suite is asked of one rank, and of two that split the matrices."""
+
+FEW: Sequence[Check] = [
+    *numbers.POLICY[:1],
+    numbers.uneven_rows,
+    numbers.critic_updates,
+    numbers.a_reference_takes_weights,
+    state.weights,
+    state.saving,
+    checkpoints.a_policy_goes_on,
+]
+"""What is asked of four ranks, whose start alone takes most of the time."""
+
+GROUPED: Sequence[Check] = [
+    numbers.POLICY[3],
+    numbers.uneven_rows,
+    numbers.critic_updates,
+    numbers.a_reference_takes_weights,
+    state.saving,
+]
+"""What is asked with fewer heads of keys than of queries, and a head of the model's own."""
+
+
+def pairs(checks: Iterable[Check], *subjects: Subject) -> list[object]:
+    return [
+        pytest.param(subject, check, id=f"{subject}-{name_of(check)}", marks=[pytest.mark.slow] * (subject is FOUR))
+        for subject in subjects
+        for check in checks
+    ]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
+    subject: Subject = request.param
+    if subject.engine == "ray":
+        request.getfixturevalue("ray_cluster")
+    async with Bench(subject) as made:
+        yield made
+
+
+OF_THE_SUITE = [
+    *pairs(CHECKS, ONE, SPLIT),
+    *pairs(LAYOUT, WHOLE_STATES, PIPELINE, DATA, CONTEXT),
+    *pairs(FEW, FOUR),
+]
+
+
+@pytest.mark.parametrize(("bench", "check"), OF_THE_SUITE, indirect=["bench"])
+async def test_a_layout_conforms(bench: Bench, check: Check) -> None:
+    await bench.run(check)
+
+
+@pytest.mark.parametrize(("bench", "check"), pairs(GROUPED, ONE, SPLIT, PIPELINE, CONTEXT), indirect=["bench"])
+async def test_a_layout_conforms_with_grouped_queries(bench: Bench, grouped: str, check: Check) -> None:
+    await bench.run(check, grouped)
+
+
+@pytest.mark.parametrize("bench", [pytest.param(ONE, id=str(ONE))], indirect=True)
+async def test_adapters_are_refused(bench: Bench) -> None:
+    async with bench.trial() as trial:
+        with pytest.raises(RankFailed, match=r"ConfigError: the backend 'megatron' has no adapters"):
+            await trial.own.policy(lora={"rank": 4})
