@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshrl_hf.attention import Packed
 from meshrl_megatron.core import (
@@ -21,6 +22,7 @@ from meshrl_megatron.core import (
     TransformerConfig,
     TransformerLayer,
     TransformerLayerSubmodules,
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_bias_dropout_add,
 )
@@ -93,6 +95,22 @@ class PackedAttention(SelfAttention):
         return self.linear_proj(mixed)
 
 
+class BiasedProjection(ColumnParallelLinear):
+    """A linear layer that adds its bias as it multiplies, as torch's own does: Megatron's rounds the product before."""
+
+    def _forward_impl(
+        self,
+        input: Tensor,  # noqa: A002 -- Megatron calls it so
+        weight: Tensor,
+        *,
+        bias: Tensor,
+        sequence_parallel: bool,
+        **_: object,
+    ) -> Tensor:
+        whole = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+        return functional.linear(whole(input, group=self.tp_group), weight, bias)
+
+
 def _rotated(states: Tensor, packing: Packing) -> Tensor:
     """RoPE (arXiv:2104.09864) on [tokens, 1, heads, dims], with halves paired as in Llama's weights."""
     cos, sin = (cast("Tensor", each)[0][:, None, None] for each in (packing.cos, packing.sin))
@@ -104,7 +122,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """A decoder's layer of these."""
     norm = RmsNorm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=BiasedProjection if config.add_qkv_bias else ColumnParallelLinear,
         core_attention=VarlenAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=norm,

@@ -22,12 +22,13 @@ from meshrl_megatron.core import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from meshrl_megatron.layers import Packing, RmsNorm, assembled, layer_spec
+from meshrl_megatron.layers import BiasedProjection, Packing, RmsNorm, assembled, layer_spec
 from meshrl_megatron.parts import Part
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.vocabulary import logprobs
 
 _SPLIT: Final[Mapping[type[nn.Module], int]] = {
+    BiasedProjection: 0,
     ColumnParallelLinear: 0,
     RowParallelLinear: 1,
     VocabParallelEmbedding: 0,

@@ -1,0 +1,136 @@
+"""One rank's forward pass, against transformers with its own SDPA: the same bits for the same shapes of matrices."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from meshrl import Batch, MegatronConfig, PolicyConfig, Ragged
+from meshrl.actor import Rank, rank_context
+from meshrl.ragged import Source
+from meshrl_hf.model import _Chosen
+from meshrl_hf.scoring import logprobs
+from meshrl_hf.text import character_tokenizer
+from meshrl_megatron import stage
+from meshrl_megatron.model import Model, build
+from meshrl_megatron.passes import Pipeline
+
+pytestmark = pytest.mark.megatron
+
+SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 48,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+SCALED: Final = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+SHAPES: Final = {
+    "Llama, scaled RoPE, a head of its own": LlamaConfig(**SIZES, rope_parameters=SCALED, tie_word_embeddings=False),
+    "Qwen2, biases, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "Qwen3, norms and wide heads": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+}
+LENGTHS: Final = (9, 2, 17, 30, 9, 5)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    rank_context.set(Rank(threads=1))
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose every parameter is random: norms and biases too."""
+    config: PretrainedConfig = request.param
+    place = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    network.save_pretrained(place)
+    character_tokenizer("abcdefgh>", 48).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def rows(*lengths: int) -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = Ragged.of([rng.integers(2, 11, length) for length in lengths], np.int32)
+    return Batch.of(tokens=tokens, temperature=rng.uniform(0.5, 1.5, len(lengths)).astype(np.float32))
+
+
+def built(folder: Path, dtype: str) -> Model:
+    config = PolicyConfig.model_validate({"model": str(folder), "dtype": dtype})
+    return build(config, MegatronConfig(), Rank(threads=1))
+
+
+def scored(model: Model, batch: Batch) -> Tensor:
+    """The log-probs of all tokens."""
+    pipeline = Pipeline(model.stages, model, valued=False)
+    found = logprobs(model.words, pipeline, batch, 1000, Source.trainer(0), model.world, pipeline.split)
+    return torch.from_numpy(found.values.copy())
+
+
+@torch.no_grad()
+def of_transformers(folder: Path, dtype: str, batch: Batch) -> tuple[list[Tensor], Tensor]:
+    """Each row's logits before its last token, and the log-probs of all tokens."""
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    for parameter in network.parameters():
+        parameter.data = parameter.data.clone()  # in a mapped file they lie askew, which tells in products of one row
+    logits: list[Tensor] = []
+    found: list[Tensor] = []
+    for tokens, temperature in zip(batch.tokens, batch.row("temperature"), strict=True):
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        logits.append(network(input_ids=ids[None, :-1]).logits[0])
+        scale = torch.full((len(ids) - 1,), float(temperature))
+        found += [torch.zeros(1), _Chosen.apply(logits[-1], ids[1:], scale)]
+    return logits, torch.cat(found)
+
+
+@pytest.mark.parametrize("length", LENGTHS[:4])
+def test_one_row_has_the_bits_of_transformers(
+    folder: Path, dtype: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+    true = stage.logprobs
+
+    def watched(logits: Tensor, *rest: Any) -> Tensor:
+        seen.append(logits)
+        return true(logits, *rest)
+
+    monkeypatch.setattr(stage, "logprobs", watched)
+    batch = rows(length)
+    found = scored(built(folder, dtype), batch)
+    (logits,), expected = of_transformers(folder, dtype, batch)
+    assert [each.dtype for each in seen] == [getattr(torch, dtype)]
+    assert torch.equal(seen[0], logits)
+    assert torch.equal(found, expected)
+
+
+def test_packed_rows_are_those_of_transformers_but_for_rounding(folder: Path, dtype: str) -> None:
+    """Matrices of other shapes add in another order."""
+    batch = rows(*LENGTHS)
+    _, expected = of_transformers(folder, dtype, batch)
+    rounding = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(scored(built(folder, dtype), batch), expected, rtol=0, atol=rounding)
