@@ -1,0 +1,210 @@
+"""Megatron on several processes: layouts beside each other, and what moves from one to another.
+
+One layout at a time is held in tests/conformance/test_megatron.py.
+"""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshrl import (
+    Actor,
+    Batch,
+    ClippedLoss,
+    Critic,
+    CriticConfig,
+    Gae,
+    Gather,
+    MegatronConfig,
+    Mesh,
+    Metrics,
+    Policy,
+    PolicyConfig,
+    Ragged,
+    Reference,
+    ReferenceConfig,
+    Resources,
+    ValueLoss,
+    endpoint,
+)
+from meshrl.engines.ray import RayEngine
+from meshrl_hf.text import character_tokenizer
+from meshrl_megatron.core import parallel_state
+from meshrl_megatron.critic import MegatronCritic
+from meshrl_megatron.policy import MegatronPolicy
+from meshrl_megatron.reference import MegatronReference
+from meshrl_torch.critic import TorchCritic
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reference import TorchReference
+
+pytestmark = pytest.mark.megatron
+
+OPTIMIZER = {"lr": 0.03, "eps": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.5}
+"""With so large an epsilon a step is about as long as the gradient: rounding is not made a step of its own."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four layers, fewer heads of keys than of queries, a head of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=11,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=48,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=1,
+            initializer_range=0.2,
+        )
+    )
+    network.save_pretrained(folder)
+    character_tokenizer("abcdefgh>", 48).save_pretrained(folder)
+    return str(folder)
+
+
+def policy_of(model: str, **keys: object) -> PolicyConfig:
+    return PolicyConfig.model_validate(
+        {"model": model, "backend": "megatron", "optimizer": OPTIMIZER, "micro_batch_tokens": 32, **keys}
+    )
+
+
+def critic_of(model: str) -> CriticConfig:
+    return CriticConfig.model_validate({**policy_of(model).model_dump(include={"model", "optimizer"}), "seed": 3})
+
+
+def rollouts(rows: int = 9, seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.of([rng.integers(2, 11, 4 + row) for row in range(rows)], np.int32)
+    count = len(tokens.values)
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(np.concatenate([np.arange(4 + row) >= 2 for row in range(rows)]), tokens.offsets),
+        sampler_logprobs=Ragged(np.full(count, -2.0, np.float32), tokens.offsets),
+        advantages=rng.normal(size=rows).astype(np.float32),
+        rewards=rng.normal(size=rows).astype(np.float32),
+        values=Ragged(np.full(count, 2.0, np.float32), tokens.offsets),
+        returns=Ragged(rng.normal(size=count).astype(np.float32), tokens.offsets),
+    )
+
+
+async def column(batch: Batch, name: str) -> np.ndarray:
+    return np.asarray((await batch.load()).ragged(name).values)
+
+
+def same(found: Metrics, expected: Metrics, rounding: float) -> None:
+    assert found.means() == pytest.approx(expected.means(), rel=rounding, abs=rounding)
+
+
+async def same_weights(one: Policy, other: Policy, rounding: float) -> None:
+    found, expected = [(await (await each.weights()).load()).tensors for each in (one, other)]
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=rounding, err_msg=name)
+
+
+class Witness(Actor):
+    """Tells what Megatron keeps for the whole process."""
+
+    @endpoint
+    async def groups(self) -> Gather[np.ndarray]:
+        """How many groups of ranks Megatron's global state has."""
+        state = vars(parallel_state).values()
+        return np.array([sum(isinstance(each, ProcessGroup) for each in state)])
+
+
+async def reserved(engine: RayEngine, ranks: int) -> Mesh:
+    return await Mesh.reserve(engine, ranks, Resources(cpus=0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_four_layouts_in_the_same_processes_compute_what_one_rank_does(engine: RayEngine, model: str) -> None:
+    four = await reserved(engine, 4)
+    config, frozen = policy_of(model), ReferenceConfig(model=model, backend="megatron")
+    policies: list[Policy] = [
+        await four.shape(dp=2, tp=2).spawn(MegatronPolicy, config),
+        await four.shape(dp=1, pp=2, tp=2).spawn(MegatronPolicy, config),
+        TorchPolicy(config),
+    ]
+    critics: list[Critic] = [
+        await four.shape(dp=2, pp=2).spawn(MegatronCritic, critic_of(model)),
+        TorchCritic(critic_of(model)),
+    ]
+    references: list[Reference] = [
+        await four.shape(dp=4).spawn(MegatronReference, frozen),
+        TorchReference(frozen),
+    ]
+    for seed in range(3):
+        batch = rollouts(seed=seed)
+        told = await asyncio.gather(
+            *(policy.update(batch, ClippedLoss()) for policy in policies),
+            *(critic.update(batch, ValueLoss()) for critic in critics),
+        )
+        for found, expected in ((told[0], told[2]), (told[1], told[2]), (told[3], told[4])):
+            same(found, expected, 1e-5)
+        scored = [await column(await each.logprobs(batch), "reference_logprobs") for each in references]
+        np.testing.assert_allclose(*scored, rtol=0, atol=1e-5)
+    valued = [await column(await critic.advantages(rollouts(), Gae()), "values") for critic in critics]
+    np.testing.assert_allclose(*valued, rtol=0, atol=1e-5)
+    for policy in policies[:2]:
+        await same_weights(policy, policies[2], 1e-5)
+    assert (await (await four.spawn(Witness)).groups()).tolist() == [0] * 4
+
+
+async def test_what_two_ranks_wrote_that_split_matrices_a_pipeline_reads(
+    engine: RayEngine, model: str, tmp_path: Path
+) -> None:
+    two = await reserved(engine, 2)
+    split = await two.shape(dp=1, tp=2).spawn(MegatronPolicy, policy_of(model))
+    for seed in range(2):
+        await split.update(rollouts(seed=seed), ClippedLoss())
+    await split.checkpoint(str(tmp_path / "state"))
+    pipeline = await two.shape(dp=1, pp=2).spawn(MegatronPolicy, policy_of(model))
+    await pipeline.restore(str(tmp_path / "state"))
+    await same_weights(pipeline, split, 0)
+    for seed in (2, 3):
+        told = [await each.update(rollouts(seed=seed), ClippedLoss()) for each in (pipeline, split)]
+        same(told[0], told[1], 1e-6)
+    await same_weights(pipeline, split, 1e-6)
+
+
+async def test_a_reference_takes_the_weights_of_a_policy_of_another_layout(engine: RayEngine, model: str) -> None:
+    two = await reserved(engine, 2)
+    policy = await two.shape(dp=1, tp=2).spawn(MegatronPolicy, policy_of(model))
+    reference = await two.shape(dp=1, pp=2).spawn(MegatronReference, ReferenceConfig(model=model, backend="megatron"))
+    batch = rollouts()
+    before = await column(await reference.logprobs(batch), "reference_logprobs")
+    await policy.update(batch, ClippedLoss())
+    await reference.load(await policy.weights())
+    found = await column(await reference.logprobs(batch), "reference_logprobs")
+    expected = await column(await policy.logprobs(batch), "logprobs")
+    assert np.abs(expected - before).max() > 1e-3
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+async def test_several_stages_a_rank_and_recomputed_layers_leave_the_numbers(engine: RayEngine, model: str) -> None:
+    shaped = (await reserved(engine, 2)).shape(dp=1, pp=2)
+    plain = TorchPolicy(policy_of(model))
+    twice = MegatronConfig(virtual_stages=2)
+    policies = [
+        await shaped.spawn(MegatronPolicy, policy_of(model, megatron=layout, activation_checkpointing=recomputed))
+        for layout, recomputed in ((twice, False), (twice, True), (MegatronConfig(), True))
+    ]
+    for seed in range(2):
+        expected = await plain.update(rollouts(seed=seed), ClippedLoss())
+        for policy in policies:
+            same(await policy.update(rollouts(seed=seed), ClippedLoss()), expected, 1e-5)
+    await same_weights(policies[1], policies[0], 1e-6)
+    for policy in policies:
+        await same_weights(policy, plain, 1e-5)
