@@ -8,7 +8,7 @@ import pytest_asyncio
 from meshrl import RankFailed
 from meshrl.testing.conformance import CHECKS, Bench, Check, Subject, checkpoints, name_of, numbers, state
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
 ONE = Subject("megatron")
 SPLIT = Subject("megatron", {"dp": 1, "tp": 2}, "ray")
@@ -55,11 +55,13 @@ GROUPED: Sequence[Check] = [
 """What is asked with fewer heads of keys than of queries, and a head of the model's own."""
 
 
-def pairs(checks: Iterable[Check], *subjects: Subject) -> list[object]:
+def asked(subject: Subject, checks: Iterable[Check], grouped: Iterable[Check] = ()) -> list[object]:
+    """Of one subject, all together: so its processes are started once."""
+    marks = [pytest.mark.slow] if subject is FOUR else []
+    cases = [("small", check) for check in checks] + [("grouped", check) for check in grouped]
     return [
-        pytest.param(subject, check, id=f"{subject}-{name_of(check)}", marks=[pytest.mark.slow] * (subject is FOUR))
-        for subject in subjects
-        for check in checks
+        pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}", marks=marks)
+        for model, check in cases
     ]
 
 
@@ -72,21 +74,20 @@ async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
         yield made
 
 
-OF_THE_SUITE = [
-    *pairs(CHECKS, ONE, SPLIT),
-    *pairs(LAYOUT, WHOLE_STATES, PIPELINE, DATA, CONTEXT),
-    *pairs(FEW, FOUR),
+CASES = [
+    *asked(ONE, CHECKS, GROUPED),
+    *asked(SPLIT, CHECKS, GROUPED),
+    *asked(WHOLE_STATES, LAYOUT),
+    *asked(PIPELINE, LAYOUT, GROUPED),
+    *asked(DATA, LAYOUT),
+    *asked(CONTEXT, LAYOUT, GROUPED),
+    *asked(FOUR, FEW),
 ]
 
 
-@pytest.mark.parametrize(("bench", "check"), OF_THE_SUITE, indirect=["bench"])
-async def test_a_layout_conforms(bench: Bench, check: Check) -> None:
-    await bench.run(check)
-
-
-@pytest.mark.parametrize(("bench", "check"), pairs(GROUPED, ONE, SPLIT, PIPELINE, CONTEXT), indirect=["bench"])
-async def test_a_layout_conforms_with_grouped_queries(bench: Bench, grouped: str, check: Check) -> None:
-    await bench.run(check, grouped)
+@pytest.mark.parametrize(("bench", "model", "check"), CASES, indirect=["bench"])
+async def test_a_layout_conforms(bench: Bench, grouped: str, model: str, check: Check) -> None:
+    await bench.run(check, grouped if model == "grouped" else None)
 
 
 @pytest.mark.parametrize("bench", [pytest.param(ONE, id=str(ONE))], indirect=True)
