@@ -1,7 +1,8 @@
 """One rank's forward pass, against transformers with its own SDPA: the same bits for the same shapes of matrices."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ SHAPES: Final = {
     "Qwen2, biases, tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "Qwen3, norms and wide heads": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
+LogProbs: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 LENGTHS: Final = (9, 2, 17, 30, 9, 5)
 
 
@@ -98,13 +100,14 @@ def of_transformers(folder: Path, dtype: str, batch: Batch) -> tuple[list[Tensor
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
     for parameter in network.parameters():
         parameter.data = parameter.data.clone()  # in a mapped file they lie askew, which tells in products of one row
+    chosen = cast("LogProbs", _Chosen.apply)
     logits: list[Tensor] = []
     found: list[Tensor] = []
     for tokens, temperature in zip(batch.tokens, batch.row("temperature"), strict=True):
         ids = torch.from_numpy(tokens.astype(np.int64))
         logits.append(network(input_ids=ids[None, :-1]).logits[0])
         scale = torch.full((len(ids) - 1,), float(temperature))
-        found += [torch.zeros(1), _Chosen.apply(logits[-1], ids[1:], scale)]
+        found += [torch.zeros(1), chosen(logits[-1], ids[1:], scale)]
     return logits, torch.cat(found)
 
 

@@ -4,6 +4,7 @@ One layout at a time is held in tests/conformance/test_megatron.py.
 """
 
 import asyncio
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,6 @@ from meshrl import (
 )
 from meshrl.engines.ray import RayEngine
 from meshrl_hf.text import character_tokenizer
-from meshrl_megatron.core import parallel_state
 from meshrl_megatron.critic import MegatronCritic
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_megatron.reference import MegatronReference
@@ -119,7 +119,7 @@ class Witness(Actor):
     @endpoint
     async def groups(self) -> Gather[np.ndarray]:
         """How many groups of ranks Megatron's global state has."""
-        state = vars(parallel_state).values()
+        state = vars(sys.modules["megatron.core.parallel_state"]).values()
         return np.array([sum(isinstance(each, ProcessGroup) for each in state)])
 
 
