@@ -1,0 +1,61 @@
+"""The weights of a policy that Megatron-Core trains, in vLLM: gathered over tensor-parallel ranks and stages."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl import (
+    Mesh,
+    NewModel,
+    PolicyConfig,
+    ReferenceConfig,
+    Resources,
+    SamplerConfig,
+    Sampling,
+    VllmConfig,
+    rollout,
+)
+from meshrl.data import Batch
+from meshrl.engines.ray import RayEngine
+from meshrl.testing.conformance.material import LOSS, by_hand
+from meshrl.testing.conformance.material import Model as Material
+from meshrl_megatron.policy import MegatronPolicy
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reference import TorchReference
+from meshrl_vllm.sampler import VllmSampler
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
+PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
+
+
+@pytest.mark.parametrize("axes", [{"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}], ids=str)
+async def test_vllm_draws_from_the_weights_of_a_policy_in_any_layout(
+    ray_cluster: None, tmp_path: Path, python: str | None, axes: dict[str, int]
+) -> None:
+    await TorchPolicy(PolicyConfig(model=NEW)).save(str(tmp_path / "old"))
+    ray = RayEngine()
+    mesh = await Mesh.reserve(ray, 2, Resources(cpus=0))
+    options = {"model": str(tmp_path / "old"), "optimizer": {"lr": 0.02, "max_grad_norm": None}}
+    policy = await mesh.shape(**axes).spawn(MegatronPolicy, PolicyConfig.model_validate(options))
+    beside = await Mesh.reserve(ray, 1, Resources(cpus=0))
+    engine = VllmConfig(python=python, kv_cache_mib=32)
+    sampler = await beside.spawn(
+        VllmSampler, SamplerConfig(backend="vllm", model=str(tmp_path / "old"), slots=4, vllm=engine)
+    )
+
+    batch = await policy.logprobs(by_hand(Material("", "", 11, 40), [(12, 9), (20, 15), (7, 4), (16, 8)]))
+    await policy.update(batch, LOSS)
+    weights = await policy.weights()
+    placed = await sampler.load(weights)
+    assert float(placed.row("difference").max()) < 1e-4, "the policy and the engine say the same of the same tokens"
+    drawn = await rollout(sampler, PROMPTS, Sampling(max_tokens=20, ignore_eos=True, seed=1))
+
+    await policy.save(str(tmp_path / "new"))
+    judge = TorchReference(ReferenceConfig(model=str(tmp_path / "new")))
+    said = (await judge.logprobs(drawn)).ragged("reference_logprobs").values[drawn.loss_mask.values]
+    assert drawn.ragged("sampler_logprobs").values[drawn.loss_mask.values] == pytest.approx(said, abs=1e-4)
+    fresh = TorchPolicy(PolicyConfig(model=str(tmp_path / "new")))
+    assert (await fresh.weights()).fingerprint() == (await weights.load()).fingerprint()
+    await ray.close()
