@@ -1,0 +1,72 @@
+"""Mistakes with the backend `megatron`: models and meshes that it cannot bring together."""
+
+import importlib.util
+import json
+from importlib import metadata
+from pathlib import Path
+from unittest.mock import patch
+
+from meshrl import LoraConfig, MegatronConfig, MeshConfig, NewModel, Policy, PolicyConfig, Run, RunConfig
+
+TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
+ALONE = {"dp": 1, "pp": 1, "cp": 1, "tp": 1}
+
+
+async def _spawn(config: PolicyConfig, ranks: int = 1) -> None:
+    async with Run(RunConfig(meshes={"main": MeshConfig(ranks=ranks)})) as run:
+        await run.spawn(Policy, config)
+
+
+def _divide(model: NewModel, **sizes: int) -> None:
+    """What each rank of a mesh of these axes does first."""
+    from meshrl_hf.loading import load  # noqa: PLC0415 -- brings torch
+    from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
+
+    config = load(PolicyConfig(model=model)).network.config
+    Decoder.of(config, valued=False).check({**ALONE, **sizes}, stages=1)
+
+
+async def axis_that_megatron_does_not_know() -> None:
+    await _spawn(PolicyConfig(backend="megatron", model=TINY, axes={"dp": 1, "ep": 2}), ranks=2)
+
+
+def heads_over_tp() -> None:
+    _divide(TINY, tp=4)
+
+
+def layers_over_pp() -> None:
+    _divide(TINY.model_copy(update={"layers": 3}), pp=2)
+
+
+async def virtual_stages_without_a_pipeline() -> None:
+    model = TINY.model_copy(update={"layers": 2})
+    await _spawn(PolicyConfig(backend="megatron", model=model, megatron=MegatronConfig(virtual_stages=2)))
+
+
+async def architecture_that_megatron_does_not_know() -> None:
+    async with Run(RunConfig()) as run:
+        await (await run.spawn(Policy, PolicyConfig(model=TINY))).save("tiny")
+    config = Path("tiny/config.json")
+    changes = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), **changes}), "utf-8")
+    await _spawn(PolicyConfig(backend="megatron", model="tiny"))
+
+
+async def model_that_megatron_cannot_compute() -> None:
+    async with Run(RunConfig()) as run:
+        await (await run.spawn(Policy, PolicyConfig(model=TINY))).save("tiny")
+    config = Path("tiny/config.json")
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), "hidden_act": "gelu"}), "utf-8")
+    await _spawn(PolicyConfig(backend="megatron", model="tiny"))
+
+
+async def adapters_on_megatron() -> None:
+    await _spawn(PolicyConfig(backend="megatron", model=TINY, lora=LoraConfig()))
+
+
+def another_megatron_core() -> None:
+    spec = importlib.util.find_spec("meshrl_megatron.core")
+    assert spec
+    assert spec.loader
+    with patch.object(metadata, "version", lambda _: "0.17.0"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
