@@ -1,6 +1,6 @@
 """Tokens per second of `update`, packed, against one padded batch of the same rows.
 
-    python bench/train.py --json F [--backend fsdp] [--threads 1,2] [--rounds N]
+    python bench/train.py --json F [--backend fsdp|megatron] [--threads 1,2] [--rounds N]
 
 64 rows, lengths log-uniform from 32 to 512, of which the first 16 tokens are the prompt; the GRPO loss. The padded
 contestant is plain transformers: all rows padded on the right to the longest, an attention mask, sdpa, one forward
@@ -15,7 +15,10 @@ With `--backend fsdp` on one rank it is FSDP2 that trains packed, the backend to
 take 1.15 times its time. Then come the memory of log-probs (bench/logprobs.py) and, where there is a GPU, the use of it
 (bench/utilisation.py).
 
-About 4 minutes, and 10 with `--backend fsdp`.
+With `--backend megatron` it is Megatron-Core, in the same way. Then come two ranks of one thread each: FSDP2 and the
+layouts of Megatron-Core, all in the same two processes of Ray, and torch in a process of its own with two threads.
+
+About 4 minutes, and 10 with another backend.
 """
 
 import asyncio
@@ -25,7 +28,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -36,7 +39,7 @@ from transformers import AutoModelForCausalLM
 
 from bench import logprobs, utilisation
 from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns, within
-from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
+from meshrl import Batch, ClippedLoss, MeshConfig, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.engines.loop import RankLoop
 from meshrl.roles import Policy
 
@@ -49,6 +52,15 @@ MODELS: Final = {
 }
 OPTIMIZER: Final = OptimizerConfig(lr=1e-4)
 LOSS: Final = ClippedLoss()
+SPREAD: Final = "spread"
+FSDP: Final = "fsdp, dp=2"
+LAYOUTS: Final = {
+    FSDP: PolicyConfig(backend="fsdp", model="", optimizer=OPTIMIZER),
+    "megatron, dp=2": PolicyConfig(backend="megatron", model="", optimizer=OPTIMIZER),
+    "megatron, tp=2": PolicyConfig(backend="megatron", model="", optimizer=OPTIMIZER, axes={"dp": 1, "tp": 2}),
+    "megatron, pp=2": PolicyConfig(backend="megatron", model="", optimizer=OPTIMIZER, axes={"dp": 1, "pp": 2}),
+}
+"""On two ranks; each is given the model."""
 
 Step = Callable[[], Awaitable[float]]
 """One update; its loss."""
@@ -57,14 +69,16 @@ Step = Callable[[], Awaitable[float]]
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--threads", default="1,2", help="numbers of threads to measure with (default: 1,2)")
-    parser.add_argument("--backend", choices=("torch", "fsdp"), default="torch", help="what trains (default: torch)")
+    parser.add_argument(
+        "--backend", choices=("torch", "fsdp", "megatron"), default="torch", help="what trains (default: torch)"
+    )
     parser.add_argument("--models", default="tiny,larger", help="which models (default: both)")
     parser.add_argument("--worker", nargs=2, metavar=("CONTESTANT", "MODEL"), help="be this contestant")
     options = parser.parse_args()
     if options.worker:
         contestant, model = options.worker
         with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run(padded(model) if contestant == "padded" else packed(model, contestant))
+            runner.run({"padded": padded, SPREAD: spread}.get(contestant, partial(packed, backend=contestant))(model))
         return
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -73,6 +87,8 @@ def main() -> None:
             asyncio.run(make_model(MODELS[name], folder, model))
             for threads in map(int, options.threads.split(",")):
                 figures += compare(name, model, threads, options.rounds, options.backend)
+            if options.backend == "megatron":
+                figures += compare_layouts(name, model, options.rounds)
     if options.backend == "fsdp":
         figures += logprobs.compare() + utilisation.compare(options.rounds)
     report("train", figures, options.json)
@@ -92,9 +108,7 @@ def compare(name: str, model: str, threads: int, rounds: int, backend: str) -> l
             contestant: stack.enter_context(Worker([sys.executable, __file__, "--worker", contestant, model], threads))
             for contestant in dict.fromkeys((backend, "torch", "padded"))
         }
-        losses = [worker.ask(steps=1)["loss"] for worker in workers.values()]
-        if not all(math.isclose(loss, losses[0], rel_tol=1e-3, abs_tol=1e-5) for loss in losses):
-            raise SystemExit(f"the contestants differ in the loss of their first step: {losses}")
+        check_losses([worker.ask(steps=1)["loss"] for worker in workers.values()])
         turns = take_turns({each: partial(worker.ask, steps=2) for each, worker in workers.items()}, rounds)
     lengths = make_rows().lengths
     real, ratio = int(lengths.sum()), float(len(lengths) * lengths.max() / lengths.sum())
@@ -112,6 +126,39 @@ def compare(name: str, model: str, threads: int, rounds: int, backend: str) -> l
             figure(f"CPU, against the backend torch, {label}", cpu[backend], "s/step", cpu["torch"]),
         ]
     return figures
+
+
+def compare_layouts(name: str, model: str, rounds: int) -> list[Figure]:
+    """Two ranks in each layout that divides the model, which take turns with one rank of torch."""
+    command = [sys.executable, __file__, "--worker"]
+    with Worker([*command, SPREAD, model], 2) as ranks, Worker([*command, "torch", model], 2) as alone:
+        contestants = {each: partial(ranks.ask, layout=each) for each in dividing(model)} | {"torch": alone.ask}
+        check_losses([ask(steps=1)["loss"] for ask in contestants.values()])
+        turns = take_turns({each: partial(ask, steps=2) for each, ask in contestants.items()}, rounds)
+    wall = {each: median([answer["wall"] / 2 for answer in turns[each]]) for each in contestants}
+    figures = [figure(f"update, {FSDP}, against torch on 2 threads, {name}", wall[FSDP], "s/step", wall["torch"])]
+    for each in [each for each in wall if each not in (FSDP, "torch")]:
+        figures += [
+            figure(f"update, {each}, against {FSDP}, {name}", wall[each], "s/step", wall[FSDP]),
+            figure(f"update, {each}, against torch on 2 threads, {name}", wall[each], "s/step", wall["torch"]),
+        ]
+    return figures
+
+
+def check_losses(losses: list[float]) -> None:
+    """End where the contestants do not compute the same."""
+    if not all(math.isclose(loss, losses[0], rel_tol=1e-3, abs_tol=1e-5) for loss in losses):
+        raise SystemExit(f"the contestants differ in the loss of their first step: {losses}")
+
+
+def dividing(model: str) -> Mapping[str, PolicyConfig]:
+    """The layouts that divide a model, each with it."""
+    layers = MODELS[Path(model).name].layers
+    return {
+        name: config.model_copy(update={"model": model})
+        for name, config in LAYOUTS.items()
+        if layers % config.axes.get("pp", 1) == 0
+    }
 
 
 def make_rows() -> Batch:
@@ -139,7 +186,20 @@ async def packed(model: str, backend: str) -> None:
         async def step() -> float:
             return (await policy.update(batch, LOSS))["loss"]
 
-        await answer_questions(step)
+        await answer_questions({"": step})
+
+
+async def spread(model: str) -> None:
+    """Policies in all layouts, in the same two processes; a question names the one that steps."""
+    batch = make_rows()
+    meshes = {"main": MeshConfig(ranks=2, cpus=1)}
+    async with Run(RunConfig(folder=str(Path(model).parent), name=SPREAD, engine="ray", meshes=meshes)) as run:
+
+        async def step(policy: Policy) -> float:
+            return (await policy.update(batch, LOSS))["loss"]
+
+        policies = {name: await run.spawn(Policy, config) for name, config in dividing(model).items()}
+        await answer_questions({name: partial(step, policy) for name, policy in policies.items()})
 
 
 async def padded(model: str) -> None:
@@ -176,15 +236,17 @@ async def padded(model: str) -> None:
         optimizer.zero_grad(set_to_none=True)
         return value.item()
 
-    await answer_questions(step)
+    await answer_questions({"": step})
 
 
-async def answer_questions(step: Step) -> None:
+async def answer_questions(steps: Mapping[str, Step]) -> None:
     """Make as many steps as each line on standard input asks for, and tell how long they took."""
     print('{"ready": true}', flush=True)
-    for question in sys.stdin:
+    for line in sys.stdin:
+        question = json.loads(line)
+        step = steps[question.get("layout", "")]
         wall, cpu = time.perf_counter(), time.process_time()
-        losses = [await step() for _ in range(json.loads(question)["steps"])]
+        losses = [await step() for _ in range(question["steps"])]
         answer = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "loss": losses[-1]}
         print(json.dumps(answer), flush=True)
 
