@@ -107,8 +107,11 @@ class BiasedProjection(ColumnParallelLinear):
         sequence_parallel: bool,
         **_: object,
     ) -> Tensor:
-        whole = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
-        return functional.linear(whole(input, group=self.tp_group), weight, bias)
+        if sequence_parallel:
+            whole = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        return functional.linear(whole, weight, bias)
 
 
 def _rotated(states: Tensor, packing: Packing) -> Tensor:
