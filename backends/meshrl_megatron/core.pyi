@@ -126,7 +126,6 @@ class ProcessGroupCollection:
 class ColumnParallelLinear(nn.Module):
     tp_group: ProcessGroup
     weight: nn.Parameter  # not in the head of a tied model, where it is None
-    tp_group: ProcessGroup
     def __call__(self, input_: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
 class RowParallelLinear(nn.Module):

@@ -120,7 +120,7 @@ class _Pieces:
         segment, begin, end = self._own(rank)
         seen = self.before[segment] + end
         keys = where[self.keys[runs(self.key_start[segment], seen)]]
-        groups = groups_of(end - begin, seen) if len(segment) else ()
+        groups = groups_of(end - begin, seen)
         if spare:
             keys = np.concatenate([keys, first_spare + np.arange(spare)])
             groups = (*groups, Group(spare, 1, 1))

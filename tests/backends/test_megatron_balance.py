@@ -23,9 +23,7 @@ def column(lengths: list[int], prompts: list[int]) -> tuple[Ragged, Ragged]:
     pairs=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=40),
     budget=st.integers(1, 120),
 )
-def test_each_target_stands_in_one_micro_batch_of_at_most_the_budget(
-    pairs: list[tuple[int, int]], budget: int
-) -> None:
+def test_each_target_stands_in_one_micro_batch_of_at_most_the_budget(pairs: list[tuple[int, int]], budget: int) -> None:
     tokens, mask = column([length for length, _ in pairs], [prompt for _, prompt in pairs])
     micros = list(BALANCE(tokens, learned(tokens, mask), mask, budget))
     targets = np.sort(np.concatenate([micro.target for micro in micros]))

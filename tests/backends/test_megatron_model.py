@@ -19,6 +19,7 @@ from meshrl_hf.text import character_tokenizer
 from meshrl_megatron import stage
 from meshrl_megatron.model import Model, build
 from meshrl_megatron.passes import Pipeline
+from meshrl_megatron.vocabulary import logprobs
 
 pytestmark = pytest.mark.megatron
 
@@ -56,7 +57,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
+@pytest.fixture(scope="module", params=list(SHAPES.values()), ids=list(SHAPES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose every parameter is random: norms and biases too."""
     config: PretrainedConfig = request.param
@@ -116,7 +117,7 @@ def test_one_row_has_the_bits_of_transformers(
     folder: Path, dtype: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensor] = []
-    true = stage.logprobs
+    true = logprobs
 
     def watched(logits: Tensor, *rest: Any) -> Tensor:
         seen.append(logits)

@@ -40,8 +40,8 @@ def parts_of(micro: MicroBatch, ranks: int, multiple: int) -> list[Part]:
 
 def attended(attend: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[tokens, heads, dims] from the same."""
-    states = (each.transpose(0, 1)[None] for each in (query, key, value))
-    return attend(0, *states, DIMS**-0.5, None)[0]
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    return attend(0, q, k, v, DIMS**-0.5, None)[0]
 
 
 def numbered(micro: MicroBatch) -> MicroBatch:
