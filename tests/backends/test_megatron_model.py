@@ -19,7 +19,7 @@ from meshrl_hf.text import character_tokenizer
 from meshrl_megatron import stage
 from meshrl_megatron.model import Model, build
 from meshrl_megatron.passes import Pipeline
-from meshrl_megatron.vocabulary import logprobs
+from meshrl_megatron.vocabulary import logprobs as of_chosen
 
 pytestmark = pytest.mark.megatron
 
@@ -117,7 +117,7 @@ def test_one_row_has_the_bits_of_transformers(
     folder: Path, dtype: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensor] = []
-    true = logprobs
+    true = of_chosen
 
     def watched(logits: Tensor, *rest: Any) -> Tensor:
         seen.append(logits)

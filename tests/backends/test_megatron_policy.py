@@ -105,4 +105,4 @@ async def test_layers_that_are_computed_twice_give_the_same_update() -> None:
         assert told[0] == pytest.approx(told[1], rel=1e-6, abs=1e-6)
     found, expected = [(await (await each.weights()).load()).tensors for each in (twice, policy)]
     for name, array in expected.items():
-        assert np.abs(found[name].astype(np.float64) - array).max() <= 1e-6, name
+        assert np.abs(found[name].astype(np.float64) - array.astype(np.float64)).max() <= 1e-6, name

@@ -110,7 +110,7 @@ async def same_weights(one: Policy, other: Policy, rounding: float) -> None:
     found, expected = [(await (await each.weights()).load()).tensors for each in (one, other)]
     assert sorted(found) == sorted(expected)
     for name, array in expected.items():
-        assert np.abs(found[name].astype(np.float64) - array).max() <= rounding, name
+        assert np.abs(found[name].astype(np.float64) - array.astype(np.float64)).max() <= rounding, name
 
 
 class Witness(Actor):
