@@ -1,7 +1,17 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
 from meshrl.actor import Actor, Rank, Together, current_rank, endpoint
-from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
+from meshrl.advantages import (
+    Gae,
+    batch_advantages,
+    gae,
+    group_advantages,
+    leave_one_out,
+    optimal_advantages,
+    rescaled_advantages,
+    rewards_to_go,
+    whiten,
+)
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import Resources
@@ -24,18 +34,21 @@ from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
+from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
+from meshrl.losses.sequence import SequenceLoss
 from meshrl.losses.sources import check_sources
-from meshrl.losses.surrogate import ClippedLoss
+from meshrl.losses.surrogate import ClippedLoss, ConstantLoss
 from meshrl.losses.value import ValueLoss, explained_variance
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.minibatches import minibatches
 from meshrl.ragged import Ragged, Source
-from meshrl.rewards import RewardConfig
+from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.roles import (
     AlgorithmConfig,
     Critic,
     CriticConfig,
+    GroupSampling,
     LoraConfig,
     ModelConfig,
     NewModel,
@@ -51,7 +64,7 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
 )
-from meshrl.rollout import evaluate, has_signal, publish, rollout
+from meshrl.rollout import evaluate, greedy_baseline, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
 from meshrl.sharding import CP, DP, EP, EVERY, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
 from meshrl.stream import Rollouts, rollouts
@@ -69,9 +82,11 @@ __all__ = [
     "AlgorithmConfig",
     "BackendError",
     "Batch",
+    "CispoLoss",
     "ClippedLoss",
     "Config",
     "ConfigError",
+    "ConstantLoss",
     "ContractError",
     "Correction",
     "Critic",
@@ -82,6 +97,7 @@ __all__ = [
     "FsdpConfig",
     "Gae",
     "Gather",
+    "GroupSampling",
     "LocalEngine",
     "LoraConfig",
     "Loss",
@@ -104,6 +120,7 @@ __all__ = [
     "RankFailed",
     "Reference",
     "ReferenceConfig",
+    "ReinforceLoss",
     "ReplicasDisagree",
     "Replicate",
     "Resources",
@@ -118,6 +135,7 @@ __all__ = [
     "Sampler",
     "SamplerConfig",
     "Sampling",
+    "SequenceLoss",
     "Shard",
     "Source",
     "Sum",
@@ -128,6 +146,7 @@ __all__ = [
     "VllmConfig",
     "Weights",
     "at",
+    "batch_advantages",
     "check_sources",
     "current_rank",
     "each",
@@ -136,13 +155,18 @@ __all__ = [
     "evaluate",
     "explained_variance",
     "gae",
+    "greedy_baseline",
     "group_advantages",
     "has_signal",
     "leave_one_out",
     "minibatches",
+    "optimal_advantages",
+    "overlong_penalty",
     "publish",
     "ranks",
+    "rescaled_advantages",
     "respawn",
+    "rewards_to_go",
     "rollout",
     "rollouts",
     "stop",

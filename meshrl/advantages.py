@@ -65,6 +65,72 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     return np.where(others > 0, values - baseline, 0.0).astype(np.float32)
 
 
+def batch_advantages(rewards: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of all of them: REINFORCE with the batch's mean as its baseline.
+
+    `rewards` float[rows]; returns float32[rows]. Raises DataError where the shape is another or a reward is not finite.
+
+    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", whose
+    baseline is any number that does not depend on the row.
+    """
+    return group_advantages(rewards, np.zeros(np.shape(rewards), np.int64), scale="none")
+
+
+def optimal_advantages(rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of its group where each row counts as often as it has learned tokens.
+
+    `rewards` float[rows], `groups` and `lengths` int[rows], in any order; returns float32[rows]. A group without a
+    learned token gets 0. Raises DataError where the shapes differ or a reward is not finite.
+
+    `r_i - sum_j l_j r_j / sum_j l_j`: the baseline of least variance where the squared gradient of a row grows with its
+    length. OPO (arXiv:2505.23585).
+    """
+    values, group, _ = _grouped("optimal_advantages", rewards, groups)
+    weights = np.asarray(lengths, np.float64)
+    if weights.shape != values.shape:
+        raise DataError(
+            f"optimal_advantages: lengths have shape {weights.shape} and rewards {values.shape}: give one length a row"
+        )
+    totals = np.bincount(group, weights)
+    baseline = np.bincount(group, weights * values) / np.where(totals > 0, totals, 1)
+    return np.where(totals[group] > 0, values - baseline[group], 0.0).astype(np.float32)
+
+
+def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of its group, times the number of rows over that of rows whose group's rewards differ.
+
+    `rewards` float[rows], `groups` int[rows], in any order; returns float32[rows]. Groups of equal rewards teach
+    nothing and make the mean gradient smaller; the factor undoes that. Raises DataError where the shapes differ or a
+    reward is not finite.
+
+    GPG (arXiv:2504.02546), whose factor is `B / (B - M)`, M of B rows being of such groups; without dividing by the
+    standard deviation.
+    """
+    centred = group_advantages(rewards, groups, scale="none")
+    _, group = np.unique(groups, return_inverse=True)
+    differ = np.bincount(group, centred != 0) > 0
+    return centred * np.float32(len(centred) / max(1, int(differ[group].sum())))
+
+
+def rewards_to_go(
+    rewards: ArrayLike,
+    loss_mask: Ragged,
+    kl: float = 0.0,
+    logprobs: Ragged | None = None,
+    reference: Ragged | None = None,
+) -> Ragged:
+    """What each learned token and those after it in the row were rewarded with, ragged float32, 0 elsewhere.
+
+    `rewards` float[rows] falls on the last learned token of its row; with `kl` above 0 each token's is lowered by
+    `kl (logprobs - reference)`. Raises DataError as `gae` does.
+
+    `r - kl sum_{i >= t} log(pi(y_i) / pi_ref(y_i))`: REINFORCE++ (arXiv:2501.03262); its advantages are these over the
+    batch, `whiten(rewards_to_go(...), loss_mask)`.
+    """
+    nothing = Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
+    return gae(rewards, nothing, loss_mask, Gae(decay=1, kl=kl), logprobs, reference)[0]
+
+
 def gae(
     rewards: ArrayLike,
     values: Ragged,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import SupportsFloat, TypeAlias, cast
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, field_validator
 
 from meshrl import log
@@ -139,6 +140,18 @@ def reasoning_gym(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError("the row is not of reasoning_gym: it has no metadata.source_dataset")
     return _scorer(str(metadata["source_dataset"]))(completion.strip(), row)
+
+
+def overlong_penalty(lengths: ArrayLike, max_tokens: int, margin: int) -> NDArray[np.float32]:
+    """What long completions lose: 0 up to `max_tokens - margin` tokens, then evenly down to -1 at `max_tokens`.
+
+    `lengths` int[rows], learned tokens; returns float32[rows], to be added to the rewards. With `margin = 0` only what
+    is longer than `max_tokens` loses. DAPO (arXiv:2503.14476), equation 13, where `margin` is L_cache.
+    """
+    over = np.asarray(lengths, np.float64) - (max_tokens - margin)
+    if margin == 0:
+        return np.where(over > 0, -1, 0).astype(np.float32)
+    return -np.clip(over / margin, 0, 1).astype(np.float32)
 
 
 @cache

@@ -209,6 +209,12 @@ class Sampling(Config):
     seed: int = 0
 
 
+class GroupSampling(Sampling):
+    """How the completions of an algorithm are drawn that compares those of one prompt: at least two."""
+
+    n: int = Field(default=8, ge=2)
+
+
 class Stateful(Actor, ABC):
     """What a run's checkpoints keep: an actor that changes while the run goes on."""
 

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from math import nan
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,11 @@ from meshrl.events import Swap, sink
 from meshrl.rewards import exact_match
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.schedule import load_into
-from meshrl.stream import Rollouts
+from meshrl.stream import Rollouts, Score
 from meshrl.weights import Weights
+
+_DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versions")
+"""What a sampler adds to a prompt, and takes for the beginning of a completion."""
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
@@ -71,6 +74,19 @@ async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict
     greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
     return {"greedy": await _exact_match(greedy), "sampled": await _exact_match(sampled)}
+
+
+async def greedy_baseline(sampler: Sampler, batch: Batch, sampling: Sampling, score: Score) -> Batch:
+    """Add `baseline`, float32[rows]: the reward of the greedy completion of the row's prompt, drawn once a group.
+
+    For `score` of a stream, whose rows are groups that have finished. ReMax: Li et al. 2023 (arXiv:2310.10505).
+    """
+    batch = await batch.load("groups")
+    _, first, group = np.unique(batch.groups, return_index=True, return_inverse=True)
+    prompts = batch.drop(*(name for name in _DRAWN if name in batch)).select(first)
+    greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
+    scored = await (await score(greedy)).load("rewards")
+    return batch.assign(baseline=scored.rewards[group])
 
 
 def has_signal(batch: Batch) -> NDArray[np.bool_]:

@@ -62,6 +62,8 @@ LAYERS = (
         "engines.ray.rank",
         "engines.ray.caller",
         "losses.likelihood",
+        "losses.reinforce",
+        "losses.sequence",
         "losses.sources",
         "losses.surrogate",
         "losses.value",

@@ -8,21 +8,28 @@ The core loads no torch: these functions call methods of the tensors that they a
 from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
 from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
 from meshrl.losses.likelihood import CrossEntropy, cross_entropy
-from meshrl.losses.loss import Loss, Normalised, Predicts, TokenLoss, check_predicts
+from meshrl.losses.loss import Loss, Normalised, Penalised, Predicts, TokenLoss, check_predicts
 from meshrl.losses.normalise import Normalise, token_weights
+from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
+from meshrl.losses.sequence import SequenceLoss, sequence_ratios
 from meshrl.losses.sources import check_sources
-from meshrl.losses.surrogate import ClippedLoss, clipped_surrogate
+from meshrl.losses.surrogate import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.value import ValueLoss, explained_variance
 
 __all__ = [
+    "CispoLoss",
     "ClippedLoss",
+    "ConstantLoss",
     "Correction",
     "CrossEntropy",
     "KlEstimator",
     "Loss",
     "Normalise",
     "Normalised",
+    "Penalised",
     "Predicts",
+    "ReinforceLoss",
+    "SequenceLoss",
     "TokenLoss",
     "ValueLoss",
     "check_predicts",
@@ -35,5 +42,6 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "sequence_ratios",
     "token_weights",
 ]

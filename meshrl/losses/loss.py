@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshrl.config import Config
 from meshrl.errors import DataError
+from meshrl.losses.kl import KL, KlEstimator
 from meshrl.losses.normalise import Normalise, constant_mistake
 
 if TYPE_CHECKING:
@@ -91,6 +92,28 @@ class Normalised(Config):
         if mistake := constant_mistake(self.normalise, self.constant):
             raise ValueError(mistake)
         return self
+
+
+class Penalised(Normalised):
+    """The fields of a loss that adds `kl` times the KL to a reference where `kl` > 0, and how it does so."""
+
+    kl: float = Field(default=0.0, ge=0)
+    """The weight of the KL to the reference."""
+    kl_estimator: KlEstimator = "k3"
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """The columns that the KL is read from."""
+        return ("reference_logprobs",) if self.kl else ()
+
+    def penalised(
+        self, values: Tensor, metrics: Mapping[str, Tensor], logprobs: Tensor, columns: Mapping[str, Tensor]
+    ) -> TokenLoss:
+        """The loss of each token, float[tokens], with the KL added, and `reference_kl` among the metrics."""
+        if not self.kl:
+            return TokenLoss(values, metrics)
+        to_reference = KL[self.kl_estimator](logprobs, columns["reference_logprobs"])
+        return TokenLoss(values + self.kl * to_reference, {**metrics, "reference_kl": to_reference.detach()})
 
 
 def check_predicts(loss: Loss, predicts: Predicts) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from meshrl.ragged import Ragged
 
-Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "constant"]
+Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
 """How a batch's token losses become one number; see `token_weights`."""
 
 
@@ -29,6 +29,8 @@ def token_weights(
     - "token-mean": `1 / tokens`; long rows weigh more. DAPO (arXiv:2503.14476), equation 12.
     - "sequence-mean": `1 / (rows * learned tokens of the row)`; rows weigh the same. DeepSeekMath
       (arXiv:2402.03300), equation 3.
+    - "sequence-sum": `1 / rows`; a row's loss is the sum of its tokens', as the log-probability of a sequence is.
+      REINFORCE: Williams 1992; RLOO (arXiv:2402.14740).
     - "constant": `1 / (rows * constant)`, where `constant` is the most tokens a completion may have: no
       bias to length. Dr. GRPO (arXiv:2503.20783), section 3.
 
@@ -47,6 +49,8 @@ def token_weights(
             divisor = np.full(len(loss_mask), tokens)
         case "sequence-mean":
             divisor = rows * learned
+        case "sequence-sum":
+            divisor = np.full(len(loss_mask), rows)
         case "constant":
             divisor = np.full(len(loss_mask), rows * (constant or 0))
     weights = np.zeros(len(mask), np.float32)

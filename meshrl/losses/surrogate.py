@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from meshrl.losses.correction import Correction, importance_weights
-from meshrl.losses.kl import KL, MAX_LOG_RATIO, KlEstimator, kl_k3
-from meshrl.losses.loss import Normalised, TokenLoss
+from meshrl.losses.kl import MAX_LOG_RATIO, kl_k3
+from meshrl.losses.loss import Penalised, TokenLoss
+from meshrl.losses.normalise import Normalise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ClippedLoss(Normalised):
+class ClippedLoss(Penalised):
     """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
 
     The correction weighs the surrogate and not the KL, which a token learns whose surrogate is masked too.
@@ -38,9 +39,6 @@ class ClippedLoss(Normalised):
     """Whose log-probs are the old policy's: the sampler's, or those the trainer computed before its updates."""
     correction: Correction | None = None
     """How the surrogate is corrected for the sampler's log-probs not being the anchor's; None: not."""
-    kl: float = Field(default=0.0, ge=0)
-    """The weight of the KL to the reference."""
-    kl_estimator: KlEstimator = "k3"
 
     @model_validator(mode="after")
     def _correction_where_it_corrects(self) -> Self:
@@ -55,9 +53,8 @@ class ClippedLoss(Normalised):
     def columns(self) -> tuple[str, ...]:
         """The batch's columns it reads."""
         anchor = ("logprobs",) if self.anchor == "trainer" else ()
-        reference = ("reference_logprobs",) if self.kl else ()
         rows = ("rows",) if self.correction and self.correction.level == "sequence" else ()
-        return (*anchor, "sampler_logprobs", "advantages", *reference, *rows)
+        return (*anchor, "sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
         """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
@@ -82,11 +79,16 @@ class ClippedLoss(Normalised):
                 "correction_squared": weights.square(),
                 "correction_clipped": (weights != raw).float(),
             }
-        if self.kl:
-            to_reference = KL[self.kl_estimator](logprobs, columns["reference_logprobs"])
-            values = values + self.kl * to_reference
-            metrics["reference_kl"] = to_reference.detach()
-        return TokenLoss(values, metrics)
+        return self.penalised(values, metrics, logprobs, columns)
+
+
+class ConstantLoss(ClippedLoss):
+    """The loss of Dr. GRPO (arXiv:2503.20783): the clipped surrogate, each row's sum divided by the same `constant`.
+
+    A `ClippedLoss` but for its default of `normalise`, so that `constant` must be given.
+    """
+
+    normalise: Normalise = "constant"
 
 
 def clipped_surrogate(
