@@ -1,0 +1,80 @@
+"""GSPO: group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071).
+
+As GRPO, but the ratio to the old policy is that of the whole completion, to the power of one over its length, and so is
+the clip: all tokens of a completion are weighed alike, as they were rewarded.
+
+    meshrl run gspo/quickstart
+"""
+
+from meshrl import (
+    AlgorithmConfig,
+    GroupSampling,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardConfig,
+    RewardModelConfig,
+    Run,
+    Sampler,
+    SamplerConfig,
+    SequenceLoss,
+    Task,
+    TaskConfig,
+    evaluate,
+    group_advantages,
+    publish,
+    rollouts,
+)
+from meshrl.advantages import Scale
+
+
+class GspoConfig(AlgorithmConfig):
+    task: TaskConfig
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    reward: RewardConfig | RewardModelConfig
+    reference: ReferenceConfig
+    """Used where `loss.kl` is above 0."""
+    sampling: GroupSampling = GroupSampling()
+    loss: SequenceLoss = SequenceLoss()
+    scale: Scale = "std"
+    ahead: int = 0
+    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    prompts: int = 64
+    """Prompts a step; each has `sampling.n` completions."""
+    steps: int = 400
+
+
+async def gspo(run: Run, config: GspoConfig) -> None:
+    task = Task.load(config.task)
+    policy = await run.spawn(Policy, config.policy)
+    sampler = await run.spawn(Sampler, config.sampler)
+    reward = await run.spawn(Reward, config.reward)
+    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+
+    await publish(policy, sampler)
+    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    prompts = task.batches(config.prompts, run.seed)
+    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+        async for _ in run.steps(config.steps):
+            batch = await anext(stream)
+            if config.loss.anchor == "trainer":
+                batch = await policy.logprobs(batch)
+            if reference:
+                batch = await reference.logprobs(batch)
+            batch = await batch.load("rewards", "groups")
+            advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
+            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            await publish(policy, stream)
+            await run.record(metrics, batch)
+
+    after = await evaluate(sampler, task.held_out, config.sampling)
+    await policy.save(str(run.folder / "model"))
+    run.summary(
+        exact_match_before=before["greedy"],
+        exact_match_after=after["greedy"],
+        exact_match_sampled_before=before["sampled"],
+        exact_match_sampled_after=after["sampled"],
+    )
