@@ -1,0 +1,78 @@
+"""CISPO: clipped importance weights (MiniMax-M1, arXiv:2506.13585).
+
+As GRPO, but what is clipped is the weight of a token's gradient, not the surrogate: no token is left out, also not the
+rare ones whose ratio moves most.
+
+    meshrl run cispo/quickstart
+"""
+
+from meshrl import (
+    AlgorithmConfig,
+    CispoLoss,
+    GroupSampling,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardConfig,
+    RewardModelConfig,
+    Run,
+    Sampler,
+    SamplerConfig,
+    Task,
+    TaskConfig,
+    evaluate,
+    group_advantages,
+    publish,
+    rollouts,
+)
+from meshrl.advantages import Scale
+
+
+class CispoConfig(AlgorithmConfig):
+    task: TaskConfig
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    reward: RewardConfig | RewardModelConfig
+    reference: ReferenceConfig
+    """Used where `loss.kl` is above 0."""
+    sampling: GroupSampling = GroupSampling()
+    loss: CispoLoss = CispoLoss()
+    scale: Scale = "std"
+    ahead: int = 0
+    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    prompts: int = 64
+    """Prompts a step; each has `sampling.n` completions."""
+    steps: int = 400
+
+
+async def cispo(run: Run, config: CispoConfig) -> None:
+    task = Task.load(config.task)
+    policy = await run.spawn(Policy, config.policy)
+    sampler = await run.spawn(Sampler, config.sampler)
+    reward = await run.spawn(Reward, config.reward)
+    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+
+    await publish(policy, sampler)
+    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    prompts = task.batches(config.prompts, run.seed)
+    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+        async for _ in run.steps(config.steps):
+            batch = await anext(stream)
+            if reference:
+                batch = await reference.logprobs(batch)
+            batch = await batch.load("rewards", "groups")
+            advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
+            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            await publish(policy, stream)
+            await run.record(metrics, batch)
+
+    after = await evaluate(sampler, task.held_out, config.sampling)
+    await policy.save(str(run.folder / "model"))
+    run.summary(
+        exact_match_before=before["greedy"],
+        exact_match_after=after["greedy"],
+        exact_match_sampled_before=before["sampled"],
+        exact_match_sampled_after=after["sampled"],
+    )
