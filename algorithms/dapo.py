@@ -1,0 +1,87 @@
+"""DAPO: decoupled clip and dynamic sampling (Yu et al. 2025, arXiv:2503.14476).
+
+As GRPO, with four changes: the upper bound of the clip is wider, prompts whose completions are all right or all wrong
+are replaced by others, each token weighs the same, and completions near the most tokens lose some reward.
+
+    meshrl run dapo/quickstart
+"""
+
+from meshrl import (
+    AlgorithmConfig,
+    ClippedLoss,
+    GroupSampling,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardConfig,
+    RewardModelConfig,
+    Run,
+    Sampler,
+    SamplerConfig,
+    Task,
+    TaskConfig,
+    evaluate,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    publish,
+    rollouts,
+)
+from meshrl.advantages import Scale
+
+
+class DapoConfig(AlgorithmConfig):
+    task: TaskConfig
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    reward: RewardConfig | RewardModelConfig
+    reference: ReferenceConfig
+    """Used where `loss.kl` is above 0."""
+    sampling: GroupSampling = GroupSampling()
+    loss: ClippedLoss = ClippedLoss(clip=0.2, clip_high=0.28)
+    overlong: int = 0
+    """The last so many of `sampling.max_tokens` cost up to 1 of the reward; 0: they cost nothing."""
+    scale: Scale = "std"
+    ahead: int = 0
+    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    prompts: int = 64
+    """Prompts a step; each has `sampling.n` completions."""
+    steps: int = 400
+
+
+async def dapo(run: Run, config: DapoConfig) -> None:
+    task = Task.load(config.task)
+    policy = await run.spawn(Policy, config.policy)
+    sampler = await run.spawn(Sampler, config.sampler)
+    reward = await run.spawn(Reward, config.reward)
+    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+
+    await publish(policy, sampler)
+    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    prompts = task.batches(config.prompts, run.seed)
+    drawn = rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=has_signal)
+    async with drawn as stream:
+        async for _ in run.steps(config.steps):
+            batch = await anext(stream)
+            if config.loss.anchor == "trainer":
+                batch = await policy.logprobs(batch)
+            if reference:
+                batch = await reference.logprobs(batch)
+            batch = await batch.load("rewards", "groups", "loss_mask")
+            lengths = [mask.sum() for mask in batch.loss_mask]
+            rewards = batch.rewards + overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
+            advantages = group_advantages(rewards, batch.groups, scale=config.scale)
+            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            await publish(policy, stream)
+            await run.record(metrics, batch)
+
+    after = await evaluate(sampler, task.held_out, config.sampling)
+    await policy.save(str(run.folder / "model"))
+    run.summary(
+        exact_match_before=before["greedy"],
+        exact_match_after=after["greedy"],
+        exact_match_sampled_before=before["sampled"],
+        exact_match_sampled_after=after["sampled"],
+    )
