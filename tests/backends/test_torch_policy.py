@@ -133,7 +133,7 @@ async def test_other_architectures_equal_transformers(network: PreTrainedModel, 
     np.testing.assert_allclose(floats(scored.ragged("logprobs").values), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("normalise", ["token-mean", "sequence-mean", "constant"])
+@pytest.mark.parametrize("normalise", ["token-mean", "sequence-mean", "sequence-sum", "constant"])
 async def test_update_is_the_gradient_of_the_global_batch(normalise: Normalise) -> None:
     batch = rollouts()
     loss = ClippedLoss(normalise=normalise, constant=9 if normalise == "constant" else None)
@@ -147,7 +147,12 @@ async def test_update_is_the_gradient_of_the_global_batch(normalise: Normalise) 
         old = torch.from_numpy(batch.sampler_logprobs[row].copy())
         values = loss(logprobs, {"sampler_logprobs": old, "advantages": advantages}).values[mask].sum()
         tokens = int(batch.loss_mask.values.sum())
-        divisor = {"token-mean": tokens, "sequence-mean": learned * int(mask.sum()), "constant": 9 * learned}
+        divisor = {
+            "token-mean": tokens,
+            "sequence-mean": learned * int(mask.sum()),
+            "sequence-sum": learned,
+            "constant": 9 * learned,
+        }
         whole = whole + values / divisor[normalise]
     whole.backward()
     gradients = [parameter.grad for parameter in plain.network.parameters() if parameter.grad is not None]
