@@ -79,6 +79,10 @@ async def ppo(seed: int) -> None:
     await train("ppo", seed, epochs=2, minibatches=2)
 
 
-@pytest.mark.parametrize("scenario", [grpo, ppo])
+async def remax(seed: int) -> None:
+    await train("remax", seed)
+
+
+@pytest.mark.parametrize("scenario", [grpo, ppo, remax])
 def test_a_shipped_script_keeps_the_bound(scenario: Scenario) -> None:
     explore(scenario, seeds=40)
