@@ -20,8 +20,8 @@ def letters(prompt, completion, row):
     return completion.count("b") / 4
 """
 
-GROUP = {"sampling": {"n": 4, "max_tokens": 4}, "prompts": 16}
-SINGLE = {"sampling": {"max_tokens": 4}, "prompts": 64}
+GROUP: dict[str, object] = {"sampling": {"n": 4, "max_tokens": 4}, "prompts": 16}
+SINGLE: dict[str, object] = {"sampling": {"max_tokens": 4}, "prompts": 64}
 PAGES: dict[str, dict[str, object]] = {
     "rloo": GROUP,
     "reinforce": SINGLE,
