@@ -124,7 +124,7 @@ def no_algorithm() -> None:
 
 
 def unknown_algorithm() -> None:
-    _check(algorithm="gpro")
+    _check(algorithm="grppo")
 
 
 def missing_script() -> None:
