@@ -36,12 +36,25 @@ from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
 from meshrl.losses.sequence import SequenceLoss
+from meshrl.losses.preference import KtoLoss, PreferenceLoss
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss
 from meshrl.losses.value import ValueLoss, explained_variance
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.minibatches import minibatches
+from meshrl.preferences import (
+    PairSampling,
+    answer_pairs,
+    best_and_worst,
+    labelled,
+    log_ratios,
+    mismatched_kl,
+    pair_margins,
+    pair_metrics,
+    rejected_answers,
+    with_margins,
+)
 from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.roles import (
@@ -98,6 +111,7 @@ __all__ = [
     "Gae",
     "Gather",
     "GroupSampling",
+    "KtoLoss",
     "LocalEngine",
     "LoraConfig",
     "Loss",
@@ -112,8 +126,10 @@ __all__ = [
     "ModelError",
     "NewModel",
     "OptimizerConfig",
+    "PairSampling",
     "Policy",
     "PolicyConfig",
+    "PreferenceLoss",
     "Ragged",
     "Rank",
     "RankDied",
@@ -145,8 +161,10 @@ __all__ = [
     "ValueLoss",
     "VllmConfig",
     "Weights",
+    "answer_pairs",
     "at",
     "batch_advantages",
+    "best_and_worst",
     "check_sources",
     "current_rank",
     "each",
@@ -158,17 +176,26 @@ __all__ = [
     "greedy_baseline",
     "group_advantages",
     "has_signal",
+    "labelled",
     "leave_one_out",
+    "log_ratios",
     "minibatches",
     "optimal_advantages",
     "overlong_penalty",
     "publish",
     "ranks",
     "rescaled_advantages",
+    "mismatched_kl",
+    "pair_margins",
+    "pair_metrics",
+    "publish",
+    "ranks",
+    "rejected_answers",
     "respawn",
     "rewards_to_go",
     "rollout",
     "rollouts",
     "stop",
     "whiten",
+    "with_margins",
 ]

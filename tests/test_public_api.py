@@ -108,6 +108,18 @@ PUBLIC = [
     "rollouts",
     "stop",
     "whiten",
+    "PairSampling",
+    "answer_pairs",
+    "best_and_worst",
+    "labelled",
+    "log_ratios",
+    "mismatched_kl",
+    "pair_margins",
+    "pair_metrics",
+    "rejected_answers",
+    "with_margins",
+    "KtoLoss",
+    "PreferenceLoss",
 ]
 
 

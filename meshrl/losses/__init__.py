@@ -12,6 +12,7 @@ from meshrl.losses.loss import Loss, Normalised, Penalised, Predicts, TokenLoss,
 from meshrl.losses.normalise import Normalise, token_weights
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
 from meshrl.losses.sequence import SequenceLoss, sequence_ratios
+from meshrl.losses.preference import KtoLoss, PairForm, PreferenceLoss, dpo_loss, hinge_loss, ipo_loss, kto_utility
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.value import ValueLoss, explained_variance
@@ -23,6 +24,7 @@ __all__ = [
     "Correction",
     "CrossEntropy",
     "KlEstimator",
+    "KtoLoss",
     "Loss",
     "Normalise",
     "Normalised",
@@ -30,18 +32,25 @@ __all__ = [
     "Predicts",
     "ReinforceLoss",
     "SequenceLoss",
+    "PairForm",
+    "Predicts",
+    "PreferenceLoss",
     "TokenLoss",
     "ValueLoss",
     "check_predicts",
     "check_sources",
     "clipped_surrogate",
     "cross_entropy",
+    "dpo_loss",
     "effective_sample_size",
     "explained_variance",
+    "hinge_loss",
     "importance_weights",
+    "ipo_loss",
     "kl_k1",
     "kl_k2",
     "kl_k3",
     "sequence_ratios",
+    "kto_utility",
     "token_weights",
 ]
