@@ -183,7 +183,7 @@ async def mismatched_kl(policy: Policy, reference: Reference, batch: Batch) -> f
     The mean log-ratio of the prompts' answers by the completions of others: each prompt with the next row's completion,
     over the whole batch. Needs `prompt` and `completion`. KTO (arXiv:2402.01306), the estimate of its reference point.
     """
-    texts = batch.objects("completion")
+    texts = (await batch.load("completion")).objects("completion")
     others = batch.only("prompt").assign(completion=[*texts[1:], *texts[:1]])
     others = await reference.logprobs(await policy.logprobs(await policy.encode(others)))
     return max(0.0, float(log_ratios(await others.load(*_READ)).mean()))

@@ -141,6 +141,8 @@ def rollouts(model: Model, rows: int, seed: int) -> Batch:
         rewards=generator.normal(size=rows).astype(np.float32),
         advantages=generator.normal(size=rows).astype(np.float32),
         temperature=generator.choice(np.array([0.7, 1.0, 1.3], np.float32), rows),
+        margins=generator.normal(size=rows).astype(np.float32),
+        preferred=generator.choice(np.array([1, -1], np.int8), rows),
     )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from meshrl.advantages import Gae
 from meshrl.data import Batch
-from meshrl.losses import ClippedLoss, Correction, CrossEntropy, Loss, ValueLoss
+from meshrl.losses import ClippedLoss, Correction, CrossEntropy, Loss, PreferenceLoss, ValueLoss
 from meshrl.ragged import Ragged
 from meshrl.roles import Critic, Policy, Reference
 from meshrl.testing.conformance.compare import (
@@ -28,6 +28,7 @@ _LOSSES: Final[dict[str, Loss]] = {
     "clipped_loss_with_a_reference": ClippedLoss(kl=0.1),
     "clipped_loss_with_a_correction": ClippedLoss(anchor="trainer", correction=Correction(level="sequence", high=1.5)),
     "cross_entropy": CrossEntropy(),
+    "preference_loss": PreferenceLoss(beta=0.5),
 }
 
 
