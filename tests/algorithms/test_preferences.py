@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl import Run, RunConfig
+from meshrl import MeshConfig, Run, RunConfig
 from meshrl.config import validate
 from meshrl.engine import INLINE_BYTES
 from meshrl.scripts import load_script
@@ -36,7 +36,8 @@ async def run_page(
     """The summary and the recorded steps of a run."""
     script = load_script(_ALGORITHMS / f"{name}.py")
     resolved = validate(script.schema, config, "test")
-    async with Run(RunConfig(folder=str(folder), name=name, inline_bytes=inline_bytes)) as run:
+    meshes = {"main": MeshConfig(cpus=1)}
+    async with Run(RunConfig(folder=str(folder), name=name, inline_bytes=inline_bytes, meshes=meshes)) as run:
         await script.function(run, resolved)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return json.loads((folder / name / "summary.json").read_bytes()), [json.loads(line) for line in lines]
@@ -67,8 +68,8 @@ MODEL = {"characters": "ab>", "hidden_size": 16, "ffn_size": 32, "layers": 1, "h
 ROLES = {"policy": {"model": MODEL, "optimizer": {"lr": 1e-2}}, "sampler": {"model": MODEL}}
 
 ON_TORCH: dict[str, Mapping[str, object]] = {
-    "online_dpo": {"reward": {"function": "COUNT"}, "prompts": 12, "steps": 20, "sampling": {"n": 4, "max_tokens": 4}},
-    "dpo": {"rows": 24, "steps": 12, "rejected": "{worse}", "sampling": {"max_tokens": 4}},
+    "online_dpo": {"reward": {"function": "COUNT"}, "prompts": 12, "steps": 12, "sampling": {"n": 4, "max_tokens": 4}},
+    "dpo": {"rows": 24, "steps": 10, "rejected": "{worse}", "sampling": {"max_tokens": 4}},
     "kto": {"rows": 24, "steps": 20, "label": "good", "sampling": {"max_tokens": 4}},
     "spin": {"rows": 24, "steps": 20, "iteration": 10, "sampling": {"max_tokens": 4}},
 }
