@@ -32,6 +32,7 @@ from meshrl.errors import (
 from meshrl.handle import at, each, ranks, respawn, stop
 from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.losses.correction import Correction, effective_sample_size
+from meshrl.losses.distillation import ReverseKl
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
@@ -76,12 +77,14 @@ from meshrl.roles import (
     Sampler,
     SamplerConfig,
     Sampling,
+    TeacherConfig,
 )
 from meshrl.rollout import evaluate, greedy_baseline, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
 from meshrl.sharding import CP, DP, EP, EVERY, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
 from meshrl.stream import Rollouts, rollouts
 from meshrl.tasks import Task, TaskConfig
+from meshrl.teacher import check_teacher
 from meshrl.weights import Weights
 
 __all__ = [
@@ -140,6 +143,7 @@ __all__ = [
     "ReplicasDisagree",
     "Replicate",
     "Resources",
+    "ReverseKl",
     "Reward",
     "RewardConfig",
     "RewardModelConfig",
@@ -157,6 +161,7 @@ __all__ = [
     "Sum",
     "Task",
     "TaskConfig",
+    "TeacherConfig",
     "Together",
     "ValueLoss",
     "VllmConfig",
@@ -166,6 +171,7 @@ __all__ = [
     "batch_advantages",
     "best_and_worst",
     "check_sources",
+    "check_teacher",
     "current_rank",
     "each",
     "effective_sample_size",

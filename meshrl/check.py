@@ -21,9 +21,11 @@ from meshrl.roles import (
     RoleConfig,
     Sampler,
     SamplerConfig,
+    TeacherConfig,
     check_axes,
 )
 from meshrl.tasks import TaskConfig, check_task
+from meshrl.teacher import check_teacher
 
 _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
     (PolicyConfig, Policy),
@@ -39,15 +41,15 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
     A task's source must exist and its first row fit the templates, a reward function must import, a backend be
-    installed and have the role, a model's folder or file be there. Of `meshes`, the ranks of each by its name, each
-    must be named by a role, and a role's axes fit its own; one that is not there has one rank.
+    installed and have the role, a model's folder or file be there, a teacher have the policy's tokens. Of `meshes`, the
+    ranks of each by its name, each must be named by a role, and a role's axes fit its own; one that is not there has
+    one rank.
     """
     meshes = meshes or {}
     mistakes: list[str] = []
     policy = getattr(config, "policy", None)
-    shared = policy.model if isinstance(policy, PolicyConfig) else None  # a role with the policy's model is told there
     for path, table in _tables(config):
-        for check in _checks(table, None if table is policy else shared, meshes):
+        for check in _checks(table, policy if isinstance(policy, PolicyConfig) else None, meshes):
             try:
                 check()
             except MeshrlError as error:
@@ -87,12 +89,15 @@ def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
             yield from _tables(value, (*above, name))
 
 
-def _checks(table: Config, shared: object, meshes: Mapping[str, int]) -> Iterator[Callable[[], object]]:
+def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int]) -> Iterator[Callable[[], object]]:
+    shared = policy.model if policy and table is not policy else None  # a role with the policy's model is told there
     if isinstance(table, TaskConfig):
         yield lambda: check_task(table)
     if isinstance(table, RoleConfig):
         yield lambda: _check_backend(table)
         yield lambda: check_axes(table, meshes.get(table.mesh, 1))
+    if isinstance(table, TeacherConfig) and policy:
+        yield lambda: check_teacher(policy, table)
     if isinstance(table, RewardConfig) and table.backend == "function":
         yield lambda: load_function(table.function)
     if (

@@ -67,7 +67,10 @@ class ModelConfig(RoleConfig):
 
 
 class AlgorithmConfig(Config):
-    """The base of an algorithm's configuration. A role that names no `model` has the policy's; a reward does not."""
+    """The base of an algorithm's configuration.
+
+    A role that names no `model` has the policy's, but for a reward and a teacher.
+    """
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
@@ -94,8 +97,8 @@ def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:
     """The tables that a role may have, where each of them has the policy's model unless it names one."""
     forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
     kinds = [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
-    judges = any(issubclass(kind, RewardModelConfig) for kind in kinds)
-    return kinds if len(kinds) == len(forms) and not judges else []
+    others = any(issubclass(kind, RewardModelConfig | TeacherConfig) for kind in kinds)
+    return kinds if len(kinds) == len(forms) and not others else []
 
 
 class OptimizerConfig(Config):
@@ -154,6 +157,10 @@ class ReferenceConfig(ModelConfig):
     micro_batch_tokens: int = Field(default=16384, gt=0)
     fsdp: FsdpConfig = FsdpConfig()
     megatron: MegatronConfig = MegatronConfig()
+
+
+class TeacherConfig(ReferenceConfig):
+    """A frozen model that a policy learns from: it names a model of its own, with the policy's tokens."""
 
 
 class RewardModelConfig(ModelConfig):

@@ -6,6 +6,7 @@ The core loads no torch: these functions call methods of the tensors that they a
 """
 
 from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
+from meshrl.losses.distillation import ReverseKl, reverse_kl
 from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
 from meshrl.losses.likelihood import CrossEntropy, cross_entropy
 from meshrl.losses.loss import Loss, Normalised, Penalised, Predicts, TokenLoss, check_predicts
@@ -35,6 +36,7 @@ __all__ = [
     "PairForm",
     "Predicts",
     "PreferenceLoss",
+    "ReverseKl",
     "TokenLoss",
     "ValueLoss",
     "check_predicts",
@@ -52,5 +54,6 @@ __all__ = [
     "kl_k3",
     "sequence_ratios",
     "kto_utility",
+    "reverse_kl",
     "token_weights",
 ]

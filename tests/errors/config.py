@@ -162,3 +162,18 @@ def axes_without_a_size() -> None:
 
 def axes_that_do_not_multiply() -> None:
     _check(tables="[run.meshes.main]\nranks = 4\naxes = { dp = 2, tp = 3 }")
+
+
+def _distill(teacher: str) -> None:
+    words = '[task]\nsource = "words.jsonl"\nheld_out = 0\n[policy]\nmodel = { characters = "act>" }\n'
+    Path("words.jsonl").write_text(WORDS, "utf-8")
+    Path("mine.toml").write_text(f'algorithm = "distill"\n{words}[teacher]\nmodel = {teacher}\n', "utf-8")
+    _meshrl("check", "mine.toml")
+
+
+def teacher_with_other_tokens() -> None:
+    _distill('{ characters = "cat>" }')
+
+
+def teacher_that_is_the_policy() -> None:
+    _distill('{ characters = "act>" }')
