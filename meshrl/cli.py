@@ -1,4 +1,4 @@
-"""The command line: run, check, serve, report, trace, simulate, new, configs."""
+"""The command line: run, check, serve, eval, report, trace, simulate, new, configs."""
 
 import asyncio
 import os
@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.check import find_mistakes
-from meshrl.config import as_list
+from meshrl.config import as_list, validate
 from meshrl.engines.loop import RankLoop
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
+from meshrl.evaluation import Question, evaluate_run
 from meshrl.report.page import render
 from meshrl.report.reading import find_run, read_run
 from meshrl.report.trace import make_trace
@@ -92,6 +93,45 @@ def serve(
             runner.run(_serve(folder, address))
     except (KeyboardInterrupt, _Terminated):
         typer.echo("The server has ended.", err=True)
+
+
+@app.command(name="eval")
+def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
+    run: RunArgument,
+    task: Annotated[
+        str | None, typer.Argument(metavar="[TASK]", help="A configuration, or a .jsonl or .parquet file.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Completions a prompt.")] = 8,
+    reward: Annotated[str | None, typer.Option(help="A reward function; else the run's reward.")] = None,
+    at_least: Annotated[float, typer.Option(help="The reward from which on a completion is right.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(min=1, help="The first so many prompts; else all.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Else the run's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Else the run's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="What samples; else the run's sampler.backend.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn, and of the intervals.")] = 0,
+    out: Out = None,
+) -> None:
+    """Judge a run's newest model or checkpoint: pass@k on the prompts it held out, or on TASK."""
+    folder = find_run(run).resolve()
+    given: dict[str, object] = {
+        "task": task,
+        "n": n,
+        "reward": reward,
+        "at_least": at_least,
+        "rows": rows,
+        "temperature": temperature,
+    }
+    given |= {"max_tokens": max_tokens, "backend": backend, "seed": seed}
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        found = runner.run(evaluate_run(folder, validate(Question, given, "command line")))
+    title = f"{found.model}: {found.prompts} prompts ({found.task}), {found.n} completions each"
+    table = Table(
+        "measure", "value", "95 % from", "to", box=None, header_style="bold", title=title, title_justify="left"
+    )
+    for name, estimate in found.lines():
+        table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
+    Console().print(table)
+    _write(out or folder / "eval.json", msgspec.json.encode(found))
 
 
 @app.command()

@@ -94,15 +94,9 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
     ConfigError where the run has none, and what its policy and the server raise.
     """
     table = load_toml(run / "config.toml")
-    policy = validate(PolicyConfig, _table(table, "policy"), run / "config.toml")
+    policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
     with tempfile.TemporaryDirectory(prefix="meshrl-serve-") as scratch:
-        found = await _newest_folder(run, policy, Path(scratch))
-        if found is None:
-            raise ConfigError(
-                f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
-                "run.checkpoint_every=50"
-            )
-        source, folder = found
+        source, folder = await _newest_source(run, policy, Path(scratch))
         config = _server_config(run, table, policy, folder, address)
         server = implementation(Server, config.backend)(config)
         try:
@@ -121,10 +115,29 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
             server.close()
 
 
+async def newest_model(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[Path, Path]:
+    """What a run wrote last, its model or a checkpoint, and a Hugging Face folder of it, perhaps made in `scratch`.
+
+    ConfigError where there is neither; ModelError where it is no whole model.
+    """
+    source, folder = await _newest_source(run, policy, scratch)
+    return source.path, folder
+
+
+async def _newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path]:
+    found = await _newest_folder(run, policy, scratch)
+    if found is None:
+        raise ConfigError(
+            f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
+            "run.checkpoint_every=50"
+        )
+    return found
+
+
 def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address) -> ServerConfig:
-    sampler = _table(table, "sampler")
-    vllm = validate(VllmConfig, _table(sampler, "vllm"), run / "config.toml")
-    most = _table(table, "sampling").get("max_tokens")
+    sampler = table_of(table, "sampler")
+    vllm = validate(VllmConfig, table_of(sampler, "vllm"), run / "config.toml")
+    most = table_of(table, "sampling").get("max_tokens")
     return ServerConfig(
         **address.model_dump(exclude={"python"}),
         python=address.python or vllm.python,
@@ -138,7 +151,7 @@ def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, 
     )
 
 
-def _table(table: Mapping[str, object], name: str) -> Table:
+def table_of(table: Mapping[str, object], name: str) -> Table:
     """A table in a table; an empty one where it is not there."""
     found = table.get(name)
     return dict(found) if isinstance(found, Mapping) else {}

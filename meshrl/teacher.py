@@ -31,7 +31,8 @@ def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:
         token = apart[0] if apart else next(token for token in other if token not in one)
         raise ConfigError(
             f"the teacher's model, {_named(teacher.model)}, has other tokens than the policy's, "
-            f"{_named(policy.model)}: {token!r} is token {one.get(token, 'none')} of the policy and {other.get(token, 'none')} of the teacher "
+            f"{_named(policy.model)}: "
+            f"{token!r} is token {one.get(token, 'none')} of the policy and {other.get(token, 'none')} of the teacher "
             f"({len(one)} and {len(other)} tokens, {len(apart)} of the policy's differ). A teacher is given the "
             "policy's tokens, so take one of the same family"
         )

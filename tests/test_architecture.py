@@ -36,6 +36,7 @@ LAYERS = (
         "metrics",
         "engine",
         "advantages",
+        "estimates",
         "scripts",
         "engines.ray.wire",
         "losses.normalise",
@@ -78,7 +79,7 @@ LAYERS = (
     {"run", "generation", "check", "serve"},
     {"stream"},
     {"rollout"},
-    {"testing"},
+    {"evaluation", "testing"},
     {"cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""

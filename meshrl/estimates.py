@@ -1,0 +1,68 @@
+"""Estimates from samples of completions: pass@k, and how far a measured number may be from the true one."""
+
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshrl.errors import DataError
+
+_Z: Final = 1.959963984540054
+"""The 97.5 percent quantile of a standard normal distribution: 95 percent lie within plus and minus it."""
+_RESAMPLES: Final = 2000
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A measured number and its 95 percent confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(correct: ArrayLike, n: int, k: int) -> NDArray[np.float64]:
+    """The chance that of k completions of a prompt one is right, from the right ones among n, float64[prompts].
+
+    `correct`: int[prompts], how many of the n completions of each prompt are right. It is the unbiased estimator
+    `1 - C(n - c, k) / C(n, k)` of Chen et al. 2021 (arXiv:2107.03374), equation 1, as a product without large numbers.
+    DataError unless 1 <= k <= n and each count is from 0 to n.
+    """
+    counts = np.asarray(correct, np.int64)
+    if not 1 <= k <= n:
+        raise DataError(f"pass@{k} of {n} completions a prompt: k must be from 1 to {n}; draw more, or lower k")
+    if counts.size and (counts.min() < 0 or counts.max() > n):
+        raise DataError(f"pass@{k}: counts from {counts.min()} to {counts.max()} of {n} completions: from 0 to {n}")
+    number = np.arange(1, n + 1, dtype=np.float64)
+    factors = np.maximum(1.0 - k / number, 0.0)
+    # The chance that none is right: the product of 1 - k / i over i from n - c + 1 to n.
+    tails = np.concatenate([[1.0], np.cumprod(factors[::-1])])
+    return 1.0 - tails[counts]
+
+
+def wilson(right: int, of: int) -> Estimate:
+    """A share of independent trials, with Wilson's score interval (1927), which holds for few trials and near 0 and 1.
+
+    DataError where there are no trials.
+    """
+    if of < 1:
+        raise DataError(f"the share of {right} in {of} trials: there must be one trial at least")
+    share, spread = right / of, _Z**2 / of
+    middle = (share + spread / 2) / (1 + spread)
+    half = _Z * float(np.sqrt(share * (1 - share) / of + spread / (4 * of))) / (1 + spread)
+    return Estimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
+
+
+def bootstrap(values: ArrayLike, seed: int) -> Estimate:
+    """The mean of one value a prompt, with the interval that resampling prompts gives (Efron 1979, percentiles).
+
+    `values`: float[prompts]. Which prompts there are is what is uncertain: completions of a prompt are not resampled.
+    The seed decides every bit. DataError where there are no prompts.
+    """
+    given = np.asarray(values, np.float64)
+    if not given.size:
+        raise DataError("bootstrap: no prompt was measured: give one value at least")
+    random = np.random.default_rng(seed)
+    means = [given[random.integers(len(given), size=len(given))].mean() for _ in range(_RESAMPLES)]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(float(given.mean()), float(low), float(high))

@@ -1,0 +1,146 @@
+"""pass@k and intervals against their definitions, and `meshrl eval` on a run of a tiny model."""
+
+import json
+import math
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.cli import main
+from meshrl.errors import ConfigError, DataError
+from meshrl.estimates import bootstrap, pass_at_k, wilson
+
+ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")
+CONFIG = """
+algorithm = "sft"
+rows = 8
+steps = 2
+[run]
+name = "mine"
+[run.meshes.main]
+cpus = 1
+[task]
+source = "rows.jsonl"
+held_out = 3
+held_out_fraction = 0.4
+[policy]
+model = { characters = "abcd>", hidden_size = 16, ffn_size = 32, layers = 1, heads = 2, max_tokens = 16 }
+[sampling]
+max_tokens = 3
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_one_minus_the_share_of_choices_without_a_right_one(n: int) -> None:
+    counts = np.arange(n + 1)
+    for k in range(1, n + 1):
+        expected = [float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) for c in counts.tolist()]
+        np.testing.assert_allclose(pass_at_k(counts, n, k), expected, atol=1e-14)
+        chosen = [any(pick < 2 for pick in picks) for picks in combinations(range(n), k)]
+        if n >= 2:
+            assert pass_at_k([2], n, k)[0] == pytest.approx(np.mean(chosen))
+
+
+def test_pass_at_k_of_many_completions_does_not_overflow() -> None:
+    (found,) = pass_at_k([3], 10_000, 100)
+    exact = 1 - Fraction(math.comb(9_997, 100), math.comb(10_000, 100))
+    assert found == pytest.approx(float(exact), rel=1e-9)
+
+
+def test_pass_at_k_refuses_what_it_cannot_estimate() -> None:
+    with pytest.raises(DataError, match=r"pass@3 of 2 completions a prompt: k must be from 1 to 2"):
+        pass_at_k([1], 2, 3)
+    with pytest.raises(DataError, match=r"counts from 1 to 4 of 3 completions"):
+        pass_at_k([1, 4], 3, 1)
+
+
+@pytest.mark.parametrize(("right", "of"), [(0, 10), (1, 10), (8, 10), (10, 10), (500, 1000)])
+def test_wilsons_bounds_are_where_the_score_test_just_accepts(right: int, of: int) -> None:
+    """Each bound b solves (share - b)^2 = z^2 b (1 - b) / n."""
+    found = wilson(right, of)
+    assert found.value == right / of
+    for bound in (found.low, found.high):
+        assert (found.value - bound) ** 2 == pytest.approx(1.959963984540054**2 * bound * (1 - bound) / of, abs=1e-12)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    with pytest.raises(DataError, match="there must be one trial at least"):
+        wilson(0, 0)
+
+
+def test_the_bootstraps_interval_is_seeded_and_as_wide_as_theory_says() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, size=400)
+    found = bootstrap(values, seed=1)
+    assert found == bootstrap(values, seed=1) != bootstrap(values, seed=2)
+    assert found.value == pytest.approx(values.mean())
+    width = 2 * 1.96 * values.std() / math.sqrt(400)
+    assert found.high - found.low == pytest.approx(width, rel=0.1)
+    with pytest.raises(DataError, match="no prompt was measured"):
+        bootstrap([], seed=0)
+
+
+def meshrl(*arguments: str) -> int:
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def evaluation(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "runs" / "mine" / "eval.json").read_bytes())
+    return found
+
+
+def test_eval_judges_what_a_run_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    Path("rows.jsonl").write_text(ROWS)
+    Path("mine.toml").write_text(CONFIG)
+    Path("judge.py").write_text('def has_a(prompt, completion, row):\n    return float("a" in completion)\n')
+    assert meshrl("run", "mine.toml") == 0
+    capsys.readouterr()
+
+    assert meshrl("eval", "mine", "--n", "4") == 0
+    shown, first = capsys.readouterr().out, evaluation(tmp_path)
+    assert [name in shown for name in ("greedy", "pass@1", "pass@2", "pass@4", "mean reward", "eval.json")] == [
+        True
+    ] * 6
+    assert (first["model"], first["task"], first["prompts"], first["n"]) == ("model", "held out by the run", 3, 4)
+    assert meshrl("eval", "mine", "--n", "4") == 0
+    assert evaluation(tmp_path) == first
+
+    assert meshrl("eval", "mine", "rows.jsonl", "--reward", "judge.py:has_a", "--n", "3", "--rows", "10") == 0
+    other = evaluation(tmp_path)
+    assert (other["task"], other["prompts"], other["reward_errors"]) == ("rows.jsonl", 10, 0)
+    passed, reward = other["pass_at"], other["reward"]
+    assert isinstance(passed, dict)
+    assert isinstance(reward, dict)
+    assert list(passed) == ["1", "2", "3"]
+    assert passed["1"]["value"] == pytest.approx(reward["value"])  # a reward of 0 or 1
+    assert passed["1"]["value"] < passed["3"]["value"]
+
+    Path("rows.jsonl").unlink()
+    assert meshrl("eval", "mine") == 1
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_eval_needs_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshrl.cli import app  # noqa: PLC0415 -- told without `main`'s exit
+
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(ROWS)
+    run = Path("runs/mine")
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(CONFIG)
+    with pytest.raises(ConfigError, match="has neither a model nor a checkpoint yet"):
+        app(args=["eval", "mine"], standalone_mode=False)
+    (run / "config.toml").write_text(CONFIG.replace("held_out = 3", "held_out = 0"))
+    with pytest.raises(DataError, match="so there is nothing to judge it by: name a task"):
+        app(args=["eval", "mine"], standalone_mode=False)
+    (run / "config.toml").write_text(CONFIG)
+    with pytest.raises(ConfigError, match=r"command line: temperature = 0\.0: must be greater than 0"):
+        app(args=["eval", "mine", "--temperature", "0"], standalone_mode=False)
