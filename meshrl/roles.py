@@ -254,7 +254,11 @@ class Policy(Stateful, ABC):
     @endpoint
     @abstractmethod
     async def encode(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `tokens` and `loss_mask` from the texts `prompt` and `completion` (which ends with EOS)."""
+        """Add `tokens` and `loss_mask` from the texts `prompt` and `completion` (which ends with EOS).
+
+        Rows with `messages`, lists of `{"role": ..., "content": ...}`, are dialogues in the model's own chat template,
+        of which the assistant's turns are learned: all, or the last where the row's `learn` is "last".
+        """
 
     @endpoint
     @abstractmethod

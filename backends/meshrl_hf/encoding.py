@@ -3,12 +3,18 @@
 import numpy as np
 
 from meshrl.data import Batch, Ragged
+from meshrl_hf.dialogues import encode_messages
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.text import encode_completions, encode_prompts, texts_of
 
 
 def encoded(model: LanguageModel, batch: Batch) -> Batch:
-    """The batch with `tokens` and `loss_mask` from `prompt` and `completion`; DataError for a row that is too long."""
+    """The batch with `tokens` and `loss_mask`, from its `messages` or else from `prompt` and `completion`.
+
+    DataError for a row that is too long, and what `encode_messages` says of one that is no dialogue.
+    """
+    if "messages" in batch:
+        return encode_messages(model, batch)
     prompts = encode_prompts(model.tokenizer, texts_of(batch, "prompt"), model.chat)
     completions = encode_completions(model.tokenizer, texts_of(batch, "completion"))
     pairs = list(zip(prompts, completions, strict=True))

@@ -1,0 +1,108 @@
+"""Dialogues of several turns into tokens, by a model's own chat template, and which of them are learned."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal, TypeAlias, cast, get_args
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError, ModelError
+from meshrl_hf.text import Words, encode_texts
+
+Learn: TypeAlias = Literal["all", "last"]
+"""Which of the assistant's turns are learned."""
+Message: TypeAlias = Mapping[str, str]
+Part: TypeAlias = tuple[str, bool]
+"""A piece of the rendered text, and whether it is learned."""
+
+_ASSISTANT: Final = "assistant"
+
+
+def encode_messages(words: Words, batch: Batch) -> Batch:
+    """The batch with `tokens` and `loss_mask` of its `messages`; `learn`, a text a row, is "all" unless it is there.
+
+    `messages`: a list a row of `{"role": ..., "content": ...}`. What is learned are the assistant's turns, all or the
+    last, from behind what the template opens a turn with, up to and with the token that ends one. Each piece is
+    tokenised by itself, as generation does that starts behind a prompt. ModelError where the tokenizer has no
+    template; DataError for a row that is no dialogue, that the template refuses or does not render piece by piece, that
+    has nothing to learn, or that is too long.
+    """
+    if not words.tokenizer.chat_template:
+        raise ModelError(
+            f"`messages` are rendered by the chat template, and the tokenizer of "
+            f"{words.tokenizer.name_or_path or 'this model'} has none: use an instruction-tuned model, or the columns "
+            "`prompt` and `completion`"
+        )
+    rows = batch.objects("messages") if len(batch) else ()
+    learn = batch.objects("learn") if len(batch) and "learn" in batch else ("all",) * len(rows)
+    tokens: list[list[int]] = []
+    masks: list[list[bool]] = []
+    for row, (messages, which) in enumerate(zip(rows, learn, strict=True)):
+        parts = list(_parts(words.tokenizer, _dialogue(messages, row), _learned(which, row), row))
+        pieces = encode_texts(words.tokenizer, [text for text, _ in parts])
+        tokens.append([token for piece in pieces for token in piece])
+        learned = (_mask(piece, part[1], words.ends) for part, piece in zip(parts, pieces, strict=True))
+        masks.append([each for mask in learned for each in mask])
+        if not any(masks[-1]):
+            raise DataError(f"row {row}: its dialogue has no turn of the assistant's to learn: drop the row")
+        words.check_lengths(len(tokens[-1]), f"row {row}")
+    return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+
+
+def _parts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, row: int) -> Iterator[Part]:
+    """The rendered text in pieces: what is learned, and what is between."""
+    turns = [at for at, message in enumerate(messages) if message["role"] == _ASSISTANT]
+    seen = ""
+    for at in turns if learn == "all" else turns[-1:]:
+        opened = _render(tokenizer, messages[:at], row, opens=True)
+        ended = _render(tokenizer, messages[: at + 1], row)
+        yield _added(seen, opened, at, row), False
+        yield _added(opened, ended, at, row), True
+        seen = ended
+
+
+def _mask(piece: Sequence[int], learned: bool, ends: frozenset[int]) -> list[bool]:
+    """Which tokens of a piece are learned: none, or all up to the first that ends a text."""
+    end = next((at for at, token in enumerate(piece) if token in ends), len(piece))
+    return [learned and at <= end for at in range(len(piece))]
+
+
+def _added(before: str, after: str, at: int, row: int) -> str:
+    """What the template adds to what it rendered before; DataError where it changed that."""
+    if after.startswith(before):
+        return after[len(before) :]
+    where = next((place for place, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), 0)
+    place = min(where, len(before), len(after))
+    raise DataError(
+        f"row {row}: the chat template renders what stands before message {at} in another way once that is there, so "
+        f"which tokens are its own cannot be told: at character {place} it has {after[place : place + 30]!r} in place "
+        f"of {before[place : place + 30]!r}. Templates that drop the thoughts of earlier turns do so: learn 'last', or "
+        "give the row's turns as rows of their own"
+    )
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], row: int, opens: bool = False) -> str:
+    try:
+        turns = [dict(message) for message in messages]
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opens))
+    except Exception as error:
+        raise DataError(f"row {row}: the chat template refuses it: {type(error).__name__}: {error}") from error
+
+
+def _dialogue(messages: object, row: int) -> Sequence[Message]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise DataError(f"row {row}: `messages` is {messages!r:.60}: give a list of {{'role': ..., 'content': ...}}")
+    for at, message in enumerate(messages):
+        texts = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not texts:
+            raise DataError(
+                f"row {row}: message {at} is {message!r:.60}: give {{'role': ..., 'content': ...}}, both texts"
+            )
+    return cast("Sequence[Message]", messages)
+
+
+def _learned(which: object, row: int) -> Learn:
+    if which not in get_args(Learn):
+        raise DataError(f'row {row}: `learn` is {which!r}: it is "all" or "last"')
+    return cast("Learn", which)

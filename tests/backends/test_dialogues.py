@@ -1,0 +1,130 @@
+"""Dialogues of several turns into tokens and masks, by a small chat template."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshrl import Batch, CrossEntropy, DataError, LocalEngine, Mesh, ModelError, Policy, PolicyConfig, Resources
+from meshrl_hf.dialogues import encode_messages
+from meshrl_hf.text import END, Words, character_tokenizer, encode_completions, encode_prompts
+from meshrl_torch.policy import TorchPolicy
+
+CHARACTERS = "abcdSUA:\n"
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'S', 'user': 'U', 'assistant': 'A'}[m.role] or raise_exception('no role') }}"
+    ":{{ m.content }}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}")
+
+
+def words(template: str | None = TEMPLATE, max_tokens: int = 64) -> Words:
+    tokenizer = character_tokenizer(CHARACTERS, max_tokens)
+    tokenizer.chat_template = template
+    return Words(tokenizer, True, frozenset({END}), max_tokens)
+
+
+def messages(*turns: str) -> list[dict[str, str]]:
+    """`U:ab` is what the user says."""
+    roles = {"S": "system", "U": "user", "A": "assistant"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+def shown(one: Words, batch: Batch) -> list[str]:
+    """Each row with its learned tokens in brackets; `.` is the end of a text, `/` a new line."""
+    rows: list[str] = []
+    for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        pieces = ["." if token == END else str(one.tokenizer.decode([token])) for token in tokens.tolist()]
+        text = "".join(f"[{piece}]" if learned else piece for piece, learned in zip(pieces, mask.tolist(), strict=True))
+        rows.append(text.replace("][", "").replace("\n", "/"))
+    return rows
+
+
+def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
+    one = words()
+    long = messages("S:d", "U:ab", "A:ba", "U:c", "A:cc")
+    rows = Batch.of(
+        messages=[long, messages("U:a", "A:b"), long, [*long, *messages("U:d")]], learn=[*["all"] * 2, "last", "all"]
+    )
+    assert shown(one, encode_messages(one, rows)) == [
+        "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/",
+        "U:a./A:[b.]/",
+        "S:d./U:ab./A:ba./U:c./A:[cc.]/",
+        "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/",
+    ]
+    without = encode_messages(one, rows.drop("learn"))
+    assert shown(one, without)[2] == "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/"
+    assert (without.tokens.values.dtype, without.loss_mask.values.dtype) == (np.int32, np.bool_)
+
+
+def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion() -> None:
+    """What is trained is what is sampled: `encode` of a chat's prompt and completion gives the same tokens."""
+    one = words()
+    (found,) = encode_messages(one, Batch.of(messages=[messages("U:ab", "A:ba")])).tokens
+    prompt = encode_prompts(one.tokenizer, ["ab"], chat=True)[0]
+    whole = [*prompt, *encode_completions(one.tokenizer, ["ba"])[0]]
+    assert found.tolist()[: len(whole)] == whole
+
+
+def test_no_rows_give_no_rows() -> None:
+    found = encode_messages(words(), Batch.of(messages=[]))
+    assert (len(found), len(found.tokens), len(found.loss_mask)) == (0, 0, 0)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() -> None:
+    one = words(FORGETFUL)
+    long = Batch.of(messages=[messages("U:ab", "A:ba", "U:c", "A:cc")])
+    with pytest.raises(DataError, match="row 0: the chat template renders what stands before message 3"):
+        encode_messages(one, long)
+    assert shown(one, encode_messages(one, long.assign(learn=["last"]))) == ["U:ab./A:./U:c./A:[cc.]/"]
+
+
+@pytest.mark.parametrize(
+    ("row", "learn", "message"),
+    [
+        (messages("U:ab"), "all", "row 0: its dialogue has no turn of the assistant's to learn"),
+        (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': it is "all" or "last"'),
+        ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
+        ([{"role": "user"}], "all", r"row 0: message 0 is \{'role': 'user'\}: give"),
+        ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),
+        (messages("U:" + "ab" * 40, "A:b"), "all", "row 0 has 89 tokens and the model takes at most 64"),
+        (messages("U:z", "A:b"), "all", "the text .* has 'z', which the tokenizer does not know"),
+    ],
+)
+def test_a_wrong_row_is_refused_in_words(row: object, learn: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        encode_messages(words(), Batch.of(messages=[row], learn=[learn]))
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(ModelError, match="`messages` are rendered by the chat template"):
+        encode_messages(replace(words(), tokenizer=character_tokenizer(CHARACTERS, 8)), Batch.of(messages=[[]]))
+
+
+async def test_a_policy_learns_from_dialogues(tmp_path: Path) -> None:
+    shape = LlamaConfig(
+        vocab_size=len(CHARACTERS) + 2,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=END,
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    words().tokenizer.save_pretrained(tmp_path)
+    rows = Batch.of(messages=[messages(f"U:{a}{b}", f"A:{b}", "U:d", f"A:{a}") for a in "abc" for b in "abc"])
+    engine = LocalEngine()
+    try:
+        mesh = await Mesh.reserve(engine, 1, Resources(cpus=1))
+        config = PolicyConfig.model_validate({"model": str(tmp_path), "optimizer": {"lr": 0.02}})
+        policy: Policy = await mesh.spawn(TorchPolicy, config)
+        batch = await policy.encode(rows)
+        losses = [(await policy.update(batch, CrossEntropy()))["loss"] for _ in range(20)]
+        assert losses[-1] < losses[0] / 2
+        assert int((await batch.load("loss_mask")).loss_mask.values.sum()) == 9 * 4
+    finally:
+        await engine.close()
