@@ -57,7 +57,8 @@ def test_the_assistants_turns_are_learned_up_to_their_end() -> None:
     ]
     without = encode_messages(one, rows.drop("learn"))
     assert shown(one, without)[2] == "S:d./U:ab./A:[ba.]/U:c./A:[cc.]/"
-    assert (without.tokens.values.dtype, without.loss_mask.values.dtype) == (np.int32, np.bool_)
+    assert without.tokens.values.dtype == np.int32
+    assert without.loss_mask.values.dtype == np.bool_
 
 
 def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion() -> None:

@@ -177,3 +177,11 @@ def teacher_with_other_tokens() -> None:
 
 def teacher_that_is_the_policy() -> None:
     _distill('{ characters = "act>" }')
+
+
+def eval_without_prompts() -> None:
+    run = Path("runs/mine")
+    run.mkdir(parents=True)
+    Path("words.jsonl").write_text(WORDS, "utf-8")
+    (run / "config.toml").write_text(TABLES, "utf-8")
+    _meshrl("eval", "mine")

@@ -260,3 +260,20 @@ async def save_over_other_files() -> None:
 
 def _zeros() -> Ragged:
     return Ragged(np.zeros(4, np.float32), BATCH.tokens.offsets)
+
+
+async def _encode(model: str | NewModel) -> None:
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    async with Run(RunConfig()) as run:
+        await (await run.spawn(Policy, PolicyConfig(model=model))).encode(Batch.of(messages=[turns]))
+
+
+async def dialogue_without_a_template() -> None:
+    await _encode(TINY)
+
+
+async def template_that_rewrites_turns() -> None:
+    await _save()
+    latest = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }}>{% endfor %}"
+    _write("tiny/chat_template.jinja", latest.encode())
+    await _encode("tiny")
