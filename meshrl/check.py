@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from meshrl.config import Config, Keys, dotted, nearest
@@ -99,7 +100,8 @@ def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int
     if isinstance(table, TeacherConfig) and policy:
         yield lambda: check_teacher(policy, table)
     if isinstance(table, RewardConfig) and table.backend == "function":
-        yield lambda: load_function(table.function)
+        for function in table.parts.values():
+            yield partial(load_function, function)
     if (
         isinstance(table, ModelConfig)
         and isinstance(model := table.model, str)

@@ -6,14 +6,16 @@ import importlib
 import importlib.util
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import SupportsFloat, TypeAlias, cast
+from typing import Self, SupportsFloat, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshrl import log
 from meshrl.config import nearest
@@ -42,6 +44,10 @@ class RewardConfig(RoleConfig):
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
+    functions: dict[str, str] = Field(default={})
+    """Several in place of `function`, each by a name of yours: `rewards` is their weighted sum."""
+    weights: dict[str, float] = Field(default={})
+    """Of `functions`, by the same names; 1 where none is given."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""
 
@@ -55,37 +61,77 @@ class RewardConfig(RoleConfig):
             )
         return backend
 
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.functions and "function" in self.model_fields_set:
+            raise ValueError("`function` is one reward and `functions` are several: leave one of them out")
+        for name in self.functions:
+            if not re.fullmatch(r"\w+", name) or name == "error":
+                raise ValueError(f"functions.{name}: a name is of letters, digits and _, and is not `error`")
+        for name, weight in self.weights.items():
+            if name not in self.functions:
+                near = nearest(name, self.functions)
+                has = f"did you mean {near!r}?" if near else f"there are {', '.join(self.functions) or 'none'}"
+                raise ValueError(f"weights.{name}: no reward of `functions` has this name; {has}")
+            if not math.isfinite(weight):
+                raise ValueError(f"weights.{name}: must be finite, not {weight}")
+        return self
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Each function by the name of its reward; "" is the one that has none."""
+        return self.functions or {"": self.function}
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    function: RewardFunction
+    shipped: bool
+    weight: float
+
 
 class FunctionReward(Reward):
-    """Calls the function once a row. What it raises is told on that row and costs only that row's reward."""
+    """Calls each function once a row. What one raises is told on that row and costs only that reward."""
 
     def __init__(self, config: RewardConfig) -> None:
-        self._function = load_function(config.function)
-        self._shipped = config.function in _SHIPPED
+        self._parts = [
+            _Part(name, load_function(function), function in _SHIPPED, config.weights.get(name, 1.0))
+            for name, function in config.parts.items()
+        ]
         self._concurrency = config.concurrency
         self._told: set[str] = set()
 
     async def score(self, batch: Batch) -> Batch:
-        """Add `rewards` and `reward_error`. The function's `row` is the task's, with `answer` as rendered."""
+        """Add `rewards` and `reward_error`; of `functions` also `reward_NAME`, float32, before its weight.
+
+        The `row` of a function is the task's, with `answer` as rendered.
+        """
         turns = asyncio.Semaphore(self._concurrency)
         prompts, completions = batch.objects("prompt"), batch.objects("completion")
         answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
         rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
 
-        async def one(index: int) -> tuple[float, str | None]:
+        async def one(part: _Part, index: int) -> tuple[float, str | None]:
             row = cast("Row", rows[index])
             # The user's function may do what it likes with its row; a batch is never written to.
-            row = dict(row) if self._shipped else copy.deepcopy(row)
+            row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
             async with turns:
-                value, error = await boundary(self._function, str(prompts[index]), str(completions[index]), row)
-            return value, self._first(error)
+                value, error = await boundary(part.function, str(prompts[index]), str(completions[index]), row)
+            text = self._first(error)
+            return value, f"{part.name}: {text}" if text and part.name else text
 
-        scored = await asyncio.gather(*map(one, range(len(batch))))
+        calls = [one(part, index) for index in range(len(batch)) for part in self._parts]
+        scored, size = await asyncio.gather(*calls), len(self._parts)
+        values = np.array([value for value, _ in scored], np.float64).reshape(len(batch), size)
+        errors = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
+        named = {f"reward_{part.name}": values[:, at].astype(np.float32) for at, part in enumerate(self._parts)}
         return batch.assign(
-            rewards=np.array([value for value, _ in scored], np.float32),
-            reward_error=[error for _, error in scored],
+            rewards=(values @ np.array([part.weight for part in self._parts])).astype(np.float32),
+            reward_error=["; ".join(texts) or None for texts in errors],
+            **({} if self._parts[0].name == "" else named),
         )
 
     def _first(self, error: Exception | SystemExit | None) -> str | None:

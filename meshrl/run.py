@@ -334,13 +334,18 @@ def _corrected(metrics: Metrics) -> dict[str, float]:
 
 async def _statistics(batch: Batch) -> dict[str, float]:
     """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there."""
-    if names := [name for name in ("rewards", "truncated", "reward_error", "staleness") if name in batch]:
+    rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
+    watched = ("rewards", "truncated", "reward_error", "staleness", "turns", *rewards)
+    if names := [name for name in watched if name in batch]:
         batch = await batch.load(*names)
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())
+        found |= {f"reward/{name.removeprefix('reward_')}": float(batch.row(name).mean()) for name in rewards}
+    if "turns" in batch and len(batch):
+        found["turns"] = float(batch.row("turns").mean())
     if "truncated" in batch and len(batch):
         found["truncated"] = float(batch.row("truncated").mean())
     if "staleness" in batch and len(batch):

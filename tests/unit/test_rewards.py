@@ -1,13 +1,17 @@
 """Rewards: the shipped functions, the boundary around users' own, and finding them by name."""
 
 import asyncio
+import json
+import math
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
+from meshrl import Metrics, Ragged, Run, RunConfig
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.rewards import FunctionReward, RewardConfig, boundary, load_function
@@ -153,6 +157,44 @@ async def test_rows_without_answers_or_rows(functions: str) -> None:
 
 async def test_no_rows() -> None:
     assert await scored("exact_match", rollouts()) == ([], [])
+
+
+async def test_named_rewards_are_summed_and_told_apart(functions: str) -> None:
+    named = {"correct": "exact_match", "length": f"{functions}:length", "picky": f"{functions}:picky"}
+    config = RewardConfig(functions=named, weights={"length": 0.5, "picky": -1.0})
+    with capture_logs():
+        done = await FunctionReward(config).score(rollouts("right", "bad", "a"))
+    assert done.rewards.tolist() == [1 + 2.5 - 1, 1.5, 0.5 - 1]
+    assert done.row("reward_correct").tolist() == [1, 0, 0]
+    assert done.row("reward_length").tolist() == [5, 3, 1]
+    assert done.row("reward_picky").tolist() == [1, 0, 1]
+    assert done.objects("reward_error") == (None, "picky: ValueError: cannot judge prompt 1", None)
+    assert (await FunctionReward(config).score(rollouts())).row("reward_length").dtype == np.float32
+
+
+async def test_named_rewards_are_recorded(functions: str, tmp_path: Path) -> None:
+    reward = FunctionReward(RewardConfig(functions={"correct": "exact_match", "length": f"{functions}:length"}))
+    batch = await reward.score(rollouts("right", "a").assign(tokens=Ragged.of([[1], [2]], np.int32)))
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        async for _ in run.steps(1):
+            await run.record(Metrics({}), batch)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert (line["reward"], line["reward/correct"], line["reward/length"]) == (3.5, 0.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"function": "exact_match", "functions": {"a": "exact_match"}}, "leave one of them out"),
+        ({"functions": {"short": "exact_match"}, "weights": {"shrt": 1.0}}, "weights.shrt: .* did you mean 'short'"),
+        ({"weights": {"short": 1.0}}, "there are none"),
+        ({"functions": {"error": "exact_match"}}, "is not `error`"),
+        ({"functions": {"a": "exact_match"}, "weights": {"a": math.inf}}, "must be finite"),
+    ],
+)
+def test_names_that_do_not_fit(table: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RewardConfig.model_validate(table)
 
 
 async def test_cancelling_is_no_error_of_the_function() -> None:
