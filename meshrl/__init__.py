@@ -16,6 +16,8 @@ from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import Resources
 from meshrl.engines.local import LocalEngine
+from meshrl.environment import Environment, EnvironmentConfig
+from meshrl.episodes import Episodes
 from meshrl.errors import (
     BackendError,
     ConfigError,
@@ -110,6 +112,9 @@ __all__ = [
     "CrossEntropy",
     "DataError",
     "EngineDied",
+    "Environment",
+    "EnvironmentConfig",
+    "Episodes",
     "FsdpConfig",
     "Gae",
     "Gather",

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from meshrl.config import Config, Keys, dotted, nearest
+from meshrl.environment import Environment, EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, MeshrlError, ModelError
 from meshrl.registry import backends, implementation
 from meshrl.rewards import RewardConfig, load_function
@@ -35,6 +36,7 @@ _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
     (SamplerConfig, Sampler),
     (RewardConfig, Reward),
     (RewardModelConfig, Reward),
+    (EnvironmentConfig, Environment),
 )
 
 
@@ -102,6 +104,8 @@ def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int
     if isinstance(table, RewardConfig) and table.backend == "function":
         for function in table.parts.values():
             yield partial(load_function, function)
+    if isinstance(table, EnvironmentConfig) and table.backend == "function":
+        yield lambda: load_environment(table)
     if (
         isinstance(table, ModelConfig)
         and isinstance(model := table.model, str)

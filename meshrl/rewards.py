@@ -7,11 +7,11 @@ import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Self, SupportsFloat, TypeAlias, cast
+from typing import Self, SupportsFloat, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,10 +25,12 @@ from meshrl.imports import import_file, where_raised
 from meshrl.roles import Reward, RoleConfig
 from meshrl.tasks import Row
 
+T = TypeVar("T")
+
 RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 """`reward(prompt, completion, row) -> float`, plain or async."""
 
-ROLES = {"Reward": "meshrl.rewards:FunctionReward"}
+ROLES = {"Reward": "meshrl.rewards:FunctionReward", "Environment": "meshrl.environment:FunctionEnvironment"}
 """What the backend `function` offers to the registry."""
 
 _HOLD_A_MODEL = ("torch", "fsdp")
@@ -107,24 +109,24 @@ class FunctionReward(Reward):
 
         The `row` of a function is the task's, with `answer` as rendered.
         """
-        turns = asyncio.Semaphore(self._concurrency)
         prompts, completions = batch.objects("prompt"), batch.objects("completion")
         answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
         rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
 
-        async def one(part: _Part, index: int) -> tuple[float, str | None]:
+        async def one(call: int) -> tuple[float, str | None]:
+            index, at = divmod(call, len(self._parts))
+            part = self._parts[at]
             row = cast("Row", rows[index])
             # The user's function may do what it likes with its row; a batch is never written to.
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
-            async with turns:
-                value, error = await boundary(part.function, str(prompts[index]), str(completions[index]), row)
+            value, error = await boundary(part.function, str(prompts[index]), str(completions[index]), row)
             text = self._first(error)
             return value, f"{part.name}: {text}" if text and part.name else text
 
-        calls = [one(part, index) for index in range(len(batch)) for part in self._parts]
-        scored, size = await asyncio.gather(*calls), len(self._parts)
+        size = len(self._parts)
+        scored = await gathered(one, len(batch) * size, self._concurrency)
         values = np.array([value for value, _ in scored], np.float64).reshape(len(batch), size)
         errors = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
         named = {f"reward_{part.name}": values[:, at].astype(np.float32) for at, part in enumerate(self._parts)}
@@ -155,12 +157,24 @@ async def boundary(
         value = function(prompt, completion, row)
         if inspect.isawaitable(value):
             value = await value
-        return _finite(value), None
+        return finite(value), None
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's function may raise anything; it is data
         return 0.0, error
 
 
-def _finite(value: object) -> float:
+async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: int) -> list[T]:
+    """What `one` gives for 0 to count - 1, in order, so many at a time."""
+    turns = asyncio.Semaphore(concurrency)
+
+    async def in_turn(index: int) -> T:
+        async with turns:
+            return await one(index)
+
+    return await asyncio.gather(*map(in_turn, range(count)))
+
+
+def finite(value: object) -> float:
+    """A number that a user's code returned as a reward; TypeError or ValueError where it is none."""
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"a reward must be a number, not {value!r}")
     number = float(value)
@@ -219,29 +233,38 @@ def load_function(name: str) -> RewardFunction:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
             raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
         return _SHIPPED[name]
+    function = load_name("reward function", name, _SHIPPED, inspect.isfunction)
+    if not callable(function):
+        raise ConfigError(f"reward function {name!r}: is {function!r}, not a function")
+    _check_parameters(name, function)
+    return cast("RewardFunction", function)
+
+
+def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[object], bool]) -> object:
+    """What `file.py:name` or `package.module:name` is; ConfigError, that says `what` it should be, where it is nothing.
+
+    `shipped` and those that `is_one` are what a misspelt name may have meant.
+    """
     module, colon, attribute = name.rpartition(":")
     if not colon:
-        near = nearest(name, _SHIPPED)
+        near = nearest(name, shipped)
         raise ConfigError(
-            f"reward function {name!r}: write {', '.join(_SHIPPED)}, file.py:name or package.module:name"
+            f"{what} {name!r}: write {', '.join((*shipped, 'file.py:name'))} or package.module:name"
             + (f"; did you mean {near!r}?" if near else "")
         )
     try:
         names = vars(import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module))
     except ConfigError as error:
-        raise ConfigError(f"reward function {name!r}: {error}") from error.__cause__
+        raise ConfigError(f"{what} {name!r}: {error}") from error.__cause__
     except Exception as error:  # importing a package runs it, and that may raise anything
-        raise ConfigError(f"reward function {name!r}: importing failed: {where_raised(error)}") from error
+        raise ConfigError(f"{what} {name!r}: importing failed: {where_raised(error)}") from error
     if attribute not in names:
-        functions = [key for key, value in names.items() if inspect.isfunction(value)]
-        near = nearest(attribute, functions)
-        has = f"did you mean {near!r}?" if near else f"it has {', '.join(functions) or 'no function'}"
-        raise ConfigError(f"reward function {name!r}: {module} has no {attribute!r}; {has}")
-    function: object = names[attribute]
-    if not callable(function):
-        raise ConfigError(f"reward function {name!r}: is {function!r}, not a function")
-    _check_parameters(name, function)
-    return cast("RewardFunction", function)
+        known = [key for key, value in names.items() if is_one(value)]
+        near = nearest(attribute, known)
+        has = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'none'}"
+        raise ConfigError(f"{what} {name!r}: {module} has no {attribute!r}; {has}")
+    found: object = names[attribute]
+    return found
 
 
 def _check_parameters(name: str, function: Callable[..., object]) -> None:

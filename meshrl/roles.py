@@ -338,6 +338,10 @@ class Sampler(Actor, ABC):
         `temperature`, `truncated` and `aborted`. Rows that have `tokens`, `loss_mask`, `sampler_logprobs` and
         `versions` already, as aborted ones do, go on after them: `max_tokens` counts the whole completion, and one that
         has ended is yielded as it is.
+
+        Such rows may have `observation`, text or None, whose tokens come first and are no part of the completion, which
+        begins after them where `loss_mask` is False throughout. One with no room for it and a token more is yielded as
+        it is, `truncated`; others draw as many as there is room for.
         """
 
     @endpoint

@@ -12,6 +12,7 @@ from meshrl.errors import DataError
 from meshrl.ragged import Source
 from meshrl.roles import Sampling
 from meshrl.sharding import Array
+from meshrl_hf.observations import observed
 from meshrl_hf.packing import runs
 from meshrl_hf.text import Words, decode, encode_prompts, texts_of
 
@@ -92,9 +93,12 @@ class Rollouts:
         """DataError for a row that cannot be read, or is too long with all its new tokens."""
         self._words = words
         self._sampling = sampling
-        self.rows: Final = prompts.repeat(sampling.n)
+        rows = prompts.repeat(sampling.n)
+        self._continued = all(name in rows for name in _PREFIX)
+        self._answered = self._continued and "observation" in rows
+        rows, self._full = observed(words, rows) if self._answered else (rows, np.zeros(len(rows), np.bool_))
+        self.rows: Final = rows
         """`n` rows for each of the prompts."""
-        self._continued = all(name in self.rows for name in _PREFIX)
         request, ended = self._read()
         self.request: Final = request
         """The rows that are to be decoded."""
@@ -136,6 +140,8 @@ class Rollouts:
         if len(limits) and limits.min() < 1:
             row = int(limits.argmin())
             raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion has at least 1 token")
+        if self._answered:
+            limits = np.minimum(limits, self._words.max_tokens - starts)
         totals = np.maximum(starts + limits, lengths)
         if len(totals):
             row = int(totals.argmax())
@@ -148,7 +154,7 @@ class Rollouts:
         if not self._continued or not len(rows):
             return request, NONE
         stopped = self._stopped(request)
-        done = stopped | (lengths - starts >= limits)
+        done = stopped | self._full | (lengths - starts >= limits)
         return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
 
     def _prompts(self) -> tuple[list[list[int]], Ints, Ints]:

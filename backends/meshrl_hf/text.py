@@ -93,6 +93,11 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], c
     return tokens
 
 
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of texts that stand inside a row, with nothing before or after; DataError for one it does not know."""
+    return _encode(tokenizer, list(texts), special=False)
+
+
 def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence[str]) -> list[list[int]]:
     """The tokens of each completion and the end-of-text token."""
     end = end_token(tokenizer)

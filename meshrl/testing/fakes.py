@@ -175,11 +175,17 @@ class FakeSampler(Sampler):
 
     def _finished(self, row: Batch, number: int, answer: str, sampling: Sampling) -> Batch:
         completion = self._complete(row, number, answer, sampling)[: sampling.max_tokens]
-        row = _encoded(_anew(row).assign(completion=[completion]), [completion])
-        return _described(row, self.weights.version, aborted=False)
+        had = row if "observation" in row and "tokens" in row else None
+        done = _encoded(_anew(row).assign(completion=[completion]), [completion])
+        if had is not None:
+            done = _after(had, completion).assign(completion=[completion])
+        done = _described(done, self.weights.version, aborted=False)
+        return done if had is None else done.assign(versions=_kept(done.versions, had.versions))
 
     def _complete(self, row: Batch, number: int, answer: str, sampling: Sampling) -> str:
-        key = (self.seed, sampling.seed, self.weights.version, number, row.objects("prompt")[0])
+        key: tuple[object, ...] = (self.seed, sampling.seed, self.weights.version, number, row.objects("prompt")[0])
+        if "tokens" in row and "observation" in row:
+            key += (int(row.tokens.lengths[0]),)  # another turn is another draw
         draw = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest()) / 2**32
         skill = float(self.weights.tensors[_SKILL][0])
         right = skill >= 0.5 if sampling.temperature == 0 else draw < skill
@@ -237,6 +243,19 @@ def _ended(rows: Batch) -> NDArray[np.bool_]:
     if not all(name in rows for name in _TOKENS):
         return np.zeros(len(rows), np.bool_)
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
+
+
+def _after(row: Batch, completion: str) -> Batch:
+    """A row with its observation and a completion after the tokens that it has, of which none is learnt."""
+    had = [*row.tokens.values.tolist(), *map(ord, str(row.objects("observation")[0] or ""))]
+    new = [*map(ord, completion), 0]
+    mask = [False] * len(had) + [True] * len(new)
+    return _anew(row).assign(tokens=Ragged.of([[*had, *new]], np.int32), loss_mask=Ragged.of([mask], np.bool_))
+
+
+def _kept(versions: Ragged, had: Ragged) -> Ragged:
+    """The versions of one row's tokens, the first of which are known."""
+    return Ragged(np.concatenate([had.values, versions.values[len(had.values) :]]), versions.offsets)
 
 
 def _anew(rows: Batch) -> Batch:

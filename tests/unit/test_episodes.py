@@ -1,0 +1,326 @@
+"""Episodes: masks, token ids, versions, broken environments, aborts and room, on the torch sampler and on fakes."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    ConfigError,
+    DataError,
+    Environment,
+    EnvironmentConfig,
+    Episodes,
+    NewModel,
+    Policy,
+    PolicyConfig,
+    Ragged,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Weights,
+    publish,
+    rollout,
+    rollouts,
+)
+from meshrl.environment import FunctionEnvironment, load_environment
+from meshrl.generation import SwapMode
+from meshrl.testing import FakeSampler
+
+GAMES = """
+import asyncio
+
+live = set()
+closed = 0
+
+class Count:
+    '''Over after `rounds` turns; says b after each and rewards each a.'''
+    def __init__(self, rounds=3):
+        self.rounds = rounds
+    def reset(self, row):
+        live.add(self)
+        return row["prompt"] + ">"
+    async def step(self, completion):
+        await asyncio.sleep(0)
+        self.rounds -= 1
+        return "bb", float(completion.count("a")), self.rounds == 0
+    def close(self):
+        global closed
+        closed += 1
+        live.discard(self)
+
+class Endless(Count):
+    def step(self, completion):
+        return "bbbb", 1.0, False
+
+class Broken(Count):
+    def reset(self, row):
+        if row["prompt"] == "aa":
+            raise ValueError("no such word")
+        return super().reset(row)
+    async def step(self, completion):
+        if self.rounds == 2:
+            raise RuntimeError("the game crashed")
+        await super().step(completion)
+        return "b", 1.0, False
+
+class Odd(Count):
+    def step(self, completion):
+        return "b", 1.0
+
+class NoStep:
+    def reset(self, row):
+        return ""
+
+constant = 3
+"""
+
+MODEL = NewModel(characters="abc>", hidden_size=16, ffn_size=16, layers=1, heads=2, max_tokens=64)
+PROMPTS = Batch.of(
+    prompt=["a", "aa", "abc"], answer=["x", "y", "z"], row=[{}, {}, {}], groups=np.arange(3, dtype=np.int64)
+)
+
+
+@pytest.fixture
+def games(tmp_path: Path) -> str:
+    path = tmp_path / "my_games.py"
+    path.write_text(GAMES, "utf-8")
+    return str(path)
+
+
+async def made(run: Run, config: EnvironmentConfig, max_tokens: int = 64) -> tuple[Policy, Episodes]:
+    model = MODEL.model_copy(update={"max_tokens": max_tokens})
+    policy = await run.spawn(Policy, PolicyConfig(model=model))
+    sampler = await run.spawn(Sampler, SamplerConfig(model=model))
+    await publish(policy, sampler)
+    return policy, Episodes(sampler, await run.spawn(Environment, config), config)
+
+
+def turns_of(batch: Batch, row: int) -> list[tuple[bool, list[int]]]:
+    """The stretches of one row's tokens that are learnt, and those that are not."""
+    found: list[tuple[bool, list[int]]] = []
+    for token, learnt in zip(batch.tokens[row].tolist(), batch.loss_mask[row].tolist(), strict=True):
+        if not found or found[-1][0] != learnt:
+            found.append((learnt, []))
+        found[-1][1].append(token)
+    return found
+
+
+async def test_what_the_environment_wrote_is_not_learnt(games: str, tmp_path: Path) -> None:
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        policy, episodes = await made(run, EnvironmentConfig(source=f"{games}:Count"))
+        batch = await rollout(episodes, PROMPTS, Sampling(n=4, max_tokens=5))
+        logprobs = (await (await policy.logprobs(batch)).load()).ragged("logprobs")
+    assert batch.groups.tolist() == np.repeat(np.arange(3), 4).tolist()
+    assert batch.objects("prompt") == tuple(text + ">" for text in ("a", "aa", "abc") for _ in range(4))
+    assert batch.row("turns").tolist() == [3] * 12
+    for row in range(len(batch)):
+        stretches = turns_of(batch, row)
+        assert [learnt for learnt, _ in stretches] == [False, True] * 3
+        assert [tokens for learnt, tokens in stretches if not learnt][1:] == [[3, 3]] * 2
+        text = "bb".join(
+            "".join(" $abc>"[token] for token in tokens if token > 1) for learnt, tokens in stretches if learnt
+        )
+        assert batch.objects("completion")[row] == text
+        mask = np.asarray(batch.loss_mask[row], np.bool_)
+        assert ((batch.versions[row] == 0) == mask).all()
+        assert (batch.versions[row][~mask] == -1).all()
+        assert (batch.sampler_logprobs[row][~mask] == 0).all()
+        # To the trainer, which reads the whole row at once, each turn has the log-probs that it was drawn with.
+        drawn, scored = (np.asarray(column[row], np.float32)[mask] for column in (batch.sampler_logprobs, logprobs))
+        np.testing.assert_allclose(drawn, scored, atol=1e-4)
+        assert batch.rewards[row] == text.count("a")
+    assert set(batch.row("oldest_version").tolist()) == {0}
+    assert batch.objects("reward_error") == (None,) * 12
+
+
+class Scripted(Sampler):
+    """Draws two tokens that stand for one character together, which no tokenizer would give again."""
+
+    def __init__(self) -> None:
+        self.asked: list[Batch] = []
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        self.asked.append(prompts)
+        version = len(self.asked)
+        rows: list[list[int]] = []
+        for index in range(len(prompts)):
+            had = prompts.tokens[index].tolist() if "tokens" in prompts else [1]
+            rows.append([*had, *([50] if "tokens" in prompts else []), 70, 71])
+        masks = [[False] * (len(row) - 2) + [True] * 2 for row in rows]
+        versions = [[-1] * (len(row) - 2) + [version] * 2 for row in rows]
+        if "tokens" in prompts:
+            for row, had in zip(versions, prompts.versions, strict=True):
+                row[: len(had)] = had.tolist()
+        zeros = Ragged.of([[0.0] * len(row) for row in rows], np.float32)
+        yield prompts.assign(
+            tokens=Ragged.of(rows, np.int32),
+            loss_mask=Ragged.of(masks, np.bool_),
+            versions=Ragged.of(versions, np.int32),
+            sampler_logprobs=zeros,
+            oldest_version=np.full(len(rows), version, np.int32),
+            completion=["a"] * len(rows),
+            temperature=np.ones(len(rows), np.float32),
+            truncated=np.zeros(len(rows), np.bool_),
+            aborted=np.zeros(len(rows), np.bool_),
+        )
+
+    async def load(self, weights: Weights) -> Batch:
+        raise NotImplementedError
+
+    async def replay(self, record: Batch) -> None:
+        raise NotImplementedError
+
+    async def abort(self) -> None:
+        raise NotImplementedError
+
+
+async def test_tokens_are_kept_as_they_were_drawn_with_their_versions(games: str) -> None:
+    config = EnvironmentConfig(source=f"{games}:Count")
+    sampler = Scripted()
+    batch = await rollout(Episodes(sampler, FunctionEnvironment(config), config), PROMPTS, Sampling())
+    assert batch.tokens[0].tolist() == [1, 70, 71, 50, 70, 71, 50, 70, 71]
+    assert batch.versions[0].tolist() == [-1, 1, 1, -1, 2, 2, -1, 3, 3]
+    assert batch.loss_mask[0].tolist() == [False, True, True, False, True, True, False, True, True]
+    assert batch.row("oldest_version").tolist() == [1, 1, 1]
+    assert [asked.objects("observation")[0] for asked in sampler.asked] == [None, "bb", "bb"]
+    assert not any(asked.loss_mask.values.any() for asked in sampler.asked[1:])
+    assert batch.rewards.tolist() == [3, 3, 3]
+
+
+async def test_a_broken_environment_is_data_on_its_row(games: str, tmp_path: Path) -> None:
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        config = EnvironmentConfig(source=f"{games}:Broken", options={"rounds": 3})
+        _, episodes = await made(run, config)
+        with capture_logs() as logs:
+            batch = await rollout(episodes, PROMPTS, Sampling(n=2, max_tokens=3))
+    crashed = "RuntimeError: the game crashed"
+    assert batch.objects("reward_error") == (crashed, crashed, *["ValueError: no such word"] * 2, crashed, crashed)
+    assert batch.rewards.tolist() == [0] * 6
+    assert batch.row("turns").tolist() == [2, 2, 0, 0, 2, 2]
+    assert all(mask.any() for mask in batch.loss_mask)
+    assert [log["error"] for log in logs] == ["ValueError: no such word", crashed]
+
+
+async def test_the_limit_of_turns_and_what_is_let_go(games: str, tmp_path: Path) -> None:
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        _, episodes = await made(run, EnvironmentConfig(source=f"{games}:Endless", turns=2, template="c{observation}c"))
+        batch = await rollout(episodes, PROMPTS, Sampling(n=2, max_tokens=3))
+    assert batch.row("turns").tolist() == [2] * 6
+    assert batch.row("truncated").all()
+    assert batch.rewards.tolist() == [2] * 6
+    assert turns_of(batch, 0)[2] == (False, [4, 3, 3, 3, 3, 4])
+    module = sys.modules["meshrl_file_my_games"]
+    assert (vars(module)["closed"], vars(module)["live"]) == (6, set())
+
+
+async def test_an_episode_ends_where_the_model_has_no_room(games: str, tmp_path: Path) -> None:
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        _, episodes = await made(run, EnvironmentConfig(source=f"{games}:Endless", turns=50), max_tokens=24)
+        batch = await rollout(episodes, PROMPTS, Sampling(n=2, max_tokens=6))
+    assert batch.lengths.max() <= 24
+    assert batch.row("truncated").all()
+    assert (batch.row("turns") > 1).all()
+    assert batch.rewards.tolist() == batch.row("turns").tolist()
+    module = sys.modules["meshrl_file_my_games"]
+    assert vars(module)["live"] == set()
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("swap", ["in_flight", "abort"])
+async def test_episodes_stream(games: str, tmp_path: Path, ahead: int, swap: SwapMode) -> None:
+    batches = [PROMPTS.assign(groups=np.arange(3, dtype=np.int64) + 3 * number) for number in range(6)]
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        policy, episodes = await made(run, EnvironmentConfig(source=f"{games}:Count"))
+        async with rollouts(episodes, batches, Sampling(n=2, max_tokens=8), ahead=ahead, swap=swap) as stream:
+            seen: list[int] = []
+            async for batch in stream:
+                seen += batch.groups.tolist()
+                await asyncio.sleep(0.02)
+                assert batch.row("staleness").max() <= ahead
+                assert batch.row("turns").tolist() == [3] * 6
+                mask = np.asarray(batch.loss_mask.values, np.bool_)
+                assert (np.asarray(batch.versions.values)[mask] >= 0).all()
+                assert (np.asarray(batch.versions.values)[~mask] == -1).all()
+                assert all(len(turns_of(batch, row)) == 6 for row in range(6))
+                newer = (await policy.weights()).with_version(stream.ledger.version + 1)
+                async with asyncio.timeout(30):
+                    with stream.announced():
+                        await stream.load(newer)
+    assert sorted(seen) == np.repeat(np.arange(18), 2).tolist()
+    module = sys.modules["meshrl_file_my_games"]
+    assert vars(module)["live"] == set()
+
+
+async def test_ahead_0_is_the_synchronous_run(games: str, tmp_path: Path) -> None:
+    async with Run(RunConfig(folder=str(tmp_path))) as run:
+        config = EnvironmentConfig(source=f"{games}:Count")
+        _, first = await made(run, config)
+        whole = await rollout(first, PROMPTS, Sampling(n=2, max_tokens=8))
+        _, second = await made(run, config)
+        async with rollouts(second, [PROMPTS], Sampling(n=2, max_tokens=8)) as stream:
+            batch = await anext(stream)
+    assert batch.drop("staleness") == whole.drop("aborted")
+
+
+async def test_on_fakes_with_several_ranks_of_the_environment(games: str, tmp_path: Path) -> None:
+    meshes = {"games": {"ranks": 2}}
+    async with Run(RunConfig.model_validate({"folder": str(tmp_path), "meshes": meshes})) as run:
+        config = EnvironmentConfig(source=f"{games}:Count", mesh="games")
+        sampler = FakeSampler(SamplerConfig(model="none"))
+        episodes = Episodes(sampler, await run.spawn(Environment, config), config)
+        batch = await rollout(episodes, PROMPTS, Sampling(n=3))
+    assert batch.row("turns").tolist() == [3] * 9
+    assert batch.objects("completion")[0] == "a>bba>bba>"
+    assert "".join(map(chr, batch.tokens[0].tolist())) == "a>a>\0bba>\0bba>\0"
+    assert batch.rewards.tolist() == [3] * 3 + [6] * 3 + [3] * 3
+
+
+async def test_no_rows(games: str) -> None:
+    config = EnvironmentConfig(source=f"{games}:Count")
+    episodes = Episodes(FakeSampler(SamplerConfig(model="none")), FunctionEnvironment(config), config)
+    assert len(await rollout(episodes, PROMPTS.select([]), Sampling(n=3))) == 0
+
+
+async def test_a_reward_function_is_an_environment_of_one_turn() -> None:
+    config = EnvironmentConfig(source="reward:exact_match")
+    environment = FunctionEnvironment(config)
+    begun = await environment.reset(PROMPTS.assign(episode=np.arange(3)))
+    told = await environment.step(begun.assign(completion=["x", "no", "z"]))
+    assert begun.objects("prompt") == PROMPTS.objects("prompt")
+    assert (told.rewards.tolist(), told.row("done").tolist()) == ([1, 0, 1], [True] * 3)
+    with pytest.raises(DataError, match="episode 0 has no environment on this rank"):
+        await environment.step(begun.assign(completion=["x", "no", "z"]))
+
+
+async def test_a_step_that_returns_something_else(games: str) -> None:
+    environment = FunctionEnvironment(EnvironmentConfig(source=f"{games}:Odd"))
+    begun = await environment.reset(PROMPTS.assign(episode=np.arange(3)))
+    with capture_logs():
+        told = await environment.step(begun.assign(completion=["x", "no", "z"]))
+    assert told.objects("reward_error")[0] == "TypeError: step must return (observation, reward, done), not ('b', 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("retri", {}, "did you mean 'retry'"),
+        ("FILE:Cuont", {}, "has no 'Cuont'; did you mean 'Count'"),
+        ("FILE:constant", {}, "is 3, not a class"),
+        ("FILE:NoStep", {}, "has no step: it needs reset"),
+        ("FILE:Count", {"round": 3}, "options {'round': 3} do not fit"),
+        ("reward:exact_mtch", {}, "did you mean 'exact_match'"),
+    ],
+)
+def test_a_source_that_is_no_environment(games: str, source: str, options: dict[str, int], message: str) -> None:
+    config = EnvironmentConfig.model_validate({"source": source.replace("FILE", games), "options": options})
+    with pytest.raises(ConfigError) as caught:
+        load_environment(config)
+    assert message in str(caught.value)
