@@ -111,7 +111,7 @@ class Episodes(Sampler):
         asked = Batch(dict(live.columns))  # without the origins, which a batch that is repeated each turn outgrows
         if "tokens" in live:
             this_turn = _places(live.tokens) >= np.repeat(live.row("turn_start"), live.tokens.lengths)
-            asked = asked.assign(loss_mask=Ragged(live.loss_mask.values & this_turn, live.tokens.offsets))
+            asked = asked.assign(loss_mask=Ragged(_bools(live.loss_mask.values) & this_turn, live.tokens.offsets))
         asked = asked.part(np.arange(len(asked)))
         drawn = Batch.join([chunk async for chunk in self._sampler.generate(asked, sampling)])
         if len(drawn) != len(live):
@@ -121,7 +121,7 @@ class Episodes(Sampler):
         starts = [int(row.argmax()) if row.any() else len(row) for row in drawn.loss_mask]
         if "tokens" in live:
             had = _places(tokens) < np.repeat(live.tokens.lengths, tokens.lengths)
-            mask[had] |= live.loss_mask.values
+            mask[had] |= _bools(live.loss_mask.values)
         return live.assign(
             tokens=tokens,
             loss_mask=Ragged(mask, tokens.offsets),
@@ -144,9 +144,9 @@ class Episodes(Sampler):
         asked = live.select(asks)
         told = await self._on_its_rank(self._environment.step, asked.assign(completion=list(asked.objects("said"))))
         done, rewards = np.ones(len(live), np.bool_), np.array(live.rewards)
-        done[asks] = told.row("done")
+        done[asks] = _bools(told.row("done"))
         rewards[asks] += told.rewards
-        turns = np.array(live.row("turns"))
+        turns = np.array(live.row("turns"), np.int32)
         turns[asks] += 1
         errors, shown = list(live.objects("reward_error")), [""] * len(live)
         for row, error, text in zip(
@@ -160,7 +160,7 @@ class Episodes(Sampler):
             rewards=rewards,
             reward_error=errors,
             turns=turns,
-            truncated=live.row("truncated") | late,
+            truncated=_bools(live.row("truncated")) | late,
             completion=[f"{before}{said}{'' if end else answer}" for before, said, answer, end in texts],
             observation=shown,
             turn_start=live.tokens.lengths,
@@ -178,6 +178,10 @@ class Episodes(Sampler):
             )
         owners = np.asarray(asked.row("episode"), np.int64) % parts(call)
         return await (await divided(call, owners)(asked)).load()
+
+
+def _bools(values: Array) -> NDArray[np.bool_]:
+    return np.asarray(values, np.bool_)
 
 
 def _places(column: Ragged) -> NDArray[np.int64]:

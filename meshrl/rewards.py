@@ -23,6 +23,7 @@ from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.imports import import_file, where_raised
 from meshrl.roles import Reward, RoleConfig
+from meshrl.sandbox import code_tests
 from meshrl.tasks import Row
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class RewardConfig(RoleConfig):
 
     backend: str = "function"
     function: str = "exact_match"
-    """`exact_match`, `reasoning_gym` (the dataset's own scorer), `file.py:name` or `package.module:name`.
+    """`exact_match`, `reasoning_gym` (the dataset's own scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or
+    `package.module:name`.
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
@@ -221,7 +223,11 @@ def _scorer(dataset: str) -> Callable[[str, Row], float]:
     return cast("Callable[[str, Row], float]", package.get_score_answer_fn(dataset))
 
 
-_SHIPPED: dict[str, RewardFunction] = {"exact_match": exact_match, "reasoning_gym": reasoning_gym}
+_SHIPPED: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "reasoning_gym": reasoning_gym,
+    "code_tests": code_tests,
+}
 
 
 # --- finding a function by name ------------------------------------------------------------------

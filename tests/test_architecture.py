@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    {"errors", "sharding", "actor", "held", "events", "log", "report", "report.intervals"},
+    {"errors", "sharding", "actor", "held", "events", "log", "report", "report.intervals", "sandboxed"},
     {
         "ledger",
         "position",
@@ -40,6 +40,7 @@ LAYERS = (
         "scripts",
         "engines.ray.wire",
         "losses.normalise",
+        "sandbox",
     },
     {
         "weights",

@@ -1,0 +1,160 @@
+"""The sandbox: what code may do to itself, and what it may not do to us."""
+
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl import Batch, RewardConfig
+from meshrl.rewards import FunctionReward
+from meshrl.sandbox import Enforced, Limits, code_of, enforced, run_tests
+
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+LONG = Limits(seconds=30.0, memory_mib=128, processes=8, output_bytes=4096)
+SHORT = LONG.model_copy(update={"seconds": 0.5})
+
+
+def left_running(mark: str) -> int:
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            found += mark.encode() in (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+def zombies() -> int:
+    """Children of ours that ended and were not waited for."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (process / "stat").read_text().rpartition(") ")[2].split()[:2]
+        except OSError:
+            continue
+        found += (state, parent) == ("Z", str(os.getpid()))
+    return found
+
+
+async def test_code_that_passes_fails_and_raises() -> None:
+    assert (await run_tests(ADD, TESTS)).outcome == "passed"
+    wrong = await run_tests(ADD.replace("+", "-"), TESTS)
+    assert wrong.outcome == "failed"
+    assert "AssertionError" in wrong.output
+    assert "SyntaxError" in (await run_tests("def add(", TESTS)).output
+    assert "NameError" in (await run_tests("", TESTS)).output
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit(0)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+        "import glob, os\nfor name in ['result', *glob.glob('*')]: open(name, 'w').write('[1, 2]')\nos._exit(0)",
+        "print('passed'); import os; os.closerange(0, 100)",
+    ],
+)
+async def test_ending_early_is_no_success(trick: str) -> None:
+    assert (await run_tests(trick, ["assert False"], LONG)).outcome == "failed"
+
+
+async def test_time() -> None:
+    asleep = await run_tests("import time; time.sleep(60)", ["pass"], SHORT)
+    assert asleep.outcome == "timeout"
+    assert (await run_tests("while True: pass", ["pass"], SHORT)).outcome == "timeout"
+
+
+async def test_memory() -> None:
+    assert (await run_tests("x = bytearray(1 << 30)", ["pass"], LONG)).outcome == "memory"
+    assert (await run_tests("x = [0]\nwhile True: x = x + x", ["pass"], LONG)).outcome == "memory"
+
+
+async def test_output_is_bounded() -> None:
+    flood = await run_tests("while True: print('x' * 1000)", ["pass"], LONG)
+    assert flood.outcome == "failed"
+    assert len(flood.output) == 4096
+    assert (await run_tests("open('big', 'wb').write(bytes(1 << 20))", ["pass"], LONG)).outcome == "failed"
+
+
+async def test_the_environment_is_empty_and_the_folder_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_MINE", "1")
+    code = "import os, sys\nnames, here, back = dict(os.environ), os.getcwd(), sys.stdin.read()"
+    tests = ["assert 'SECRET_OF_MINE' not in names", "assert os.listdir(here) == []", "assert back == ''"]
+    done = await run_tests(code, tests)
+    assert done.outcome == "passed", done.output
+    wrote = await run_tests(
+        "open('a', 'w').write('b')\nimport os; print(os.getcwd())", ["assert open('a').read() == 'b'"]
+    )
+    assert wrote.outcome == "passed", wrote.output
+    assert not Path(wrote.output.strip()).exists()
+
+
+async def test_no_network() -> None:
+    if not enforced().network:
+        pytest.skip("no namespaces on this machine")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"
+        done = await run_tests(code, ["pass"], LONG)
+    assert done.outcome == "failed"
+    assert "OSError" in done.output or "ConnectionRefused" in done.output
+
+
+async def test_processes_are_bounded_and_none_is_left() -> None:
+    if not enforced().processes:
+        pytest.skip("no namespaces on this machine")
+    mark = f"meshrl-left-{os.getpid()}"
+    code = (
+        "import os, subprocess, sys\n"
+        f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', '{mark}'], start_new_session=True)\n"
+        "count = 0\n"
+        "try:\n"
+        "    while True:\n"
+        "        if os.fork() == 0:\n"
+        "            os.setsid(); import time; time.sleep(60); os._exit(0)\n"
+        "        count += 1\n"
+        "except OSError:\n"
+        "    pass\n"
+    )
+    done = await run_tests(code, ["assert 1 <= count <= 8, count"], LONG)
+    assert done.outcome == "passed", done.output
+    assert left_running(mark) == 0
+    bomb = await run_tests("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", ["pass"], SHORT)
+    assert bomb.outcome == "timeout"
+    assert zombies() == 0
+
+
+async def test_without_namespaces_it_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.sandbox.enforced", lambda: Enforced(()))
+    assert (await run_tests(ADD, TESTS)).outcome == "passed"
+    assert (await run_tests("import time; time.sleep(60)", ["pass"], SHORT)).outcome == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("I think:\n```python\nx = 1\n```\nand\n```python\nx = 2\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1", "x = 1"),
+        ("x = 1", "x = 1"),
+    ],
+)
+def test_code_of(completion: str, code: str) -> None:
+    assert code_of(completion) == code
+
+
+async def test_as_a_reward() -> None:
+    reward = FunctionReward(RewardConfig(function="code_tests"))
+    rows: list[object] = [{"tests": TESTS}, {"tests": TESTS[0]}, {"tests": []}, {}]
+    completions = [f"```python\n{ADD}```", "def add(a, b): return 0", ADD, ADD]
+    scored = await reward.score(Batch.of(prompt=["add"] * 4, completion=completions, row=rows))
+    assert scored.rewards.tolist() == [1, 0, 0, 0]
+    assert scored.rewards.dtype == np.float32
+    errors = scored.objects("reward_error")
+    assert errors[:2] == (None, None)
+    assert str(errors[3]).startswith("ValueError: the row has no `tests` to run")
