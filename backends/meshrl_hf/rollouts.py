@@ -96,7 +96,9 @@ class Rollouts:
         rows = prompts.repeat(sampling.n)
         self._continued = all(name in rows for name in _PREFIX)
         self._answered = self._continued and "observation" in rows
-        rows, self._full = observed(words, rows) if self._answered else (rows, np.zeros(len(rows), np.bool_))
+        self._full = np.zeros(len(rows), np.bool_)
+        if self._answered:
+            rows, self._full = observed(words, rows)
         self.rows: Final = rows
         """`n` rows for each of the prompts."""
         request, ended = self._read()

@@ -1,0 +1,95 @@
+"""Mistakes in an environment, and in rewards that are several or run code."""
+
+from pathlib import Path
+
+import numpy as np
+
+from meshrl import Batch, EnvironmentConfig
+from meshrl.config import validate
+from meshrl.environment import FunctionEnvironment
+from meshrl.rewards import FunctionReward, RewardConfig
+
+GAMES = """
+class Guess:
+    def __init__(self, highest=9):
+        self.highest = highest
+    def reset(self, row):
+        return row["question"]
+    def step(self, completion):
+        return "wrong", 0.0
+class Oracle:
+    def ask(self, row):
+        return ""
+def play(row):
+    return ""
+"""
+
+
+def _environment(source: str, **options: int) -> FunctionEnvironment:
+    Path("games.py").write_text(GAMES, "utf-8")
+    table = {"source": source, "options": options}
+    return FunctionEnvironment(validate(EnvironmentConfig, table, "environment"))
+
+
+async def _told(*turns: str, **columns: list[object]) -> str:
+    environment = _environment("games.py:Guess")
+    batch = await environment.reset(Batch.of(prompt=["1 to 9>"], episode=np.zeros(1, np.int64), **columns))
+    for turn in turns:
+        batch = await environment.step(batch.assign(completion=[turn]))
+    return str(batch.objects("reward_error")[0])
+
+
+def two_kinds_of_rewards() -> None:
+    validate(RewardConfig, {"function": "exact_match", "functions": {"short": "rewards.py:short"}}, "mine.toml")
+
+
+def weight_of_no_reward() -> None:
+    table = {"functions": {"correct": "exact_match"}, "weights": {"corect": 2.0}}
+    validate(RewardConfig, table, "mine.toml")
+
+
+def reward_without_a_name() -> None:
+    validate(RewardConfig, {"functions": {"error": "exact_match"}}, "mine.toml")
+
+
+async def reward_that_runs_no_tests() -> str:
+    scored = await FunctionReward(RewardConfig(function="code_tests")).score(
+        Batch.of(prompt=["add"], completion=["def add(a, b): return a + b"], row=[{"test": "assert add(1, 2) == 3"}])
+    )
+    return str(scored.objects("reward_error")[0])
+
+
+def unknown_environment() -> None:
+    _environment("retri")
+
+
+def environment_not_in_the_file() -> None:
+    _environment("games.py:Gess")
+
+
+def environment_that_is_no_class() -> None:
+    _environment("games.py:play")
+
+
+def environment_without_methods() -> None:
+    _environment("games.py:Oracle")
+
+
+def environment_of_other_options() -> None:
+    _environment("games.py:Guess", most=9)
+
+
+def template_without_the_observation() -> None:
+    validate(EnvironmentConfig, {"source": "retry", "template": "{text}"}, "mine.toml")
+
+
+async def environment_that_raises() -> str:
+    return await _told(row=[{"word": "cat"}])
+
+
+async def step_without_done() -> str:
+    return await _told("5", row=[{"question": "1 to 9>"}])
+
+
+async def step_after_the_end() -> None:
+    await _told("5", "5", row=[{"question": "1 to 9>"}])
