@@ -110,7 +110,9 @@ class Episodes(Sampler):
         """A turn of each row, its text in `said`; the sampler is shown all that came before as a prompt."""
         asked = Batch(dict(live.columns))  # without the origins, which a batch that is repeated each turn outgrows
         if "tokens" in live:
-            this_turn = _places(live.tokens) >= np.repeat(live.row("turn_start"), live.tokens.lengths)
+            this_turn = _places(live.tokens) >= np.repeat(
+                np.asarray(live.row("turn_start"), np.int64), live.tokens.lengths
+            )
             asked = asked.assign(loss_mask=Ragged(_bools(live.loss_mask.values) & this_turn, live.tokens.offsets))
         asked = asked.part(np.arange(len(asked)))
         drawn = Batch.join([chunk async for chunk in self._sampler.generate(asked, sampling)])
