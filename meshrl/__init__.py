@@ -199,8 +199,6 @@ __all__ = [
     "mismatched_kl",
     "pair_margins",
     "pair_metrics",
-    "publish",
-    "ranks",
     "rejected_answers",
     "respawn",
     "rewards_to_go",

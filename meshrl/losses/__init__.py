@@ -34,7 +34,6 @@ __all__ = [
     "ReinforceLoss",
     "SequenceLoss",
     "PairForm",
-    "Predicts",
     "PreferenceLoss",
     "ReverseKl",
     "TokenLoss",
