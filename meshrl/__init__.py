@@ -37,9 +37,9 @@ from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.distillation import ReverseKl
 from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
+from meshrl.losses.preference import KtoLoss, PreferenceLoss
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
 from meshrl.losses.sequence import SequenceLoss
-from meshrl.losses.preference import KtoLoss, PreferenceLoss
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss
 from meshrl.losses.value import ValueLoss, explained_variance
@@ -191,15 +191,15 @@ __all__ = [
     "leave_one_out",
     "log_ratios",
     "minibatches",
+    "mismatched_kl",
     "optimal_advantages",
     "overlong_penalty",
-    "publish",
-    "ranks",
-    "rescaled_advantages",
-    "mismatched_kl",
     "pair_margins",
     "pair_metrics",
+    "publish",
+    "ranks",
     "rejected_answers",
+    "rescaled_advantages",
     "respawn",
     "rewards_to_go",
     "rollout",

@@ -122,11 +122,6 @@ def encode_dialogues(
     return _encode(tokenizer, texts, special=False)
 
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of each text, without what the tokenizer puts around one; DataError for one it cannot encode."""
-    return _encode(tokenizer, list(texts), special=False)
-
-
 def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:
     """The text of each row of tokens, without special tokens."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):  # one call for all rows: twice as fast

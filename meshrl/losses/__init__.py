@@ -11,9 +11,9 @@ from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
 from meshrl.losses.likelihood import CrossEntropy, cross_entropy
 from meshrl.losses.loss import Loss, Normalised, Penalised, Predicts, TokenLoss, check_predicts
 from meshrl.losses.normalise import Normalise, token_weights
+from meshrl.losses.preference import KtoLoss, PairForm, PreferenceLoss, dpo_loss, hinge_loss, ipo_loss, kto_utility
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
 from meshrl.losses.sequence import SequenceLoss, sequence_ratios
-from meshrl.losses.preference import KtoLoss, PairForm, PreferenceLoss, dpo_loss, hinge_loss, ipo_loss, kto_utility
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.value import ValueLoss, explained_variance
@@ -29,13 +29,13 @@ __all__ = [
     "Loss",
     "Normalise",
     "Normalised",
+    "PairForm",
     "Penalised",
     "Predicts",
-    "ReinforceLoss",
-    "SequenceLoss",
-    "PairForm",
     "PreferenceLoss",
+    "ReinforceLoss",
     "ReverseKl",
+    "SequenceLoss",
     "TokenLoss",
     "ValueLoss",
     "check_predicts",
@@ -51,8 +51,8 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
-    "sequence_ratios",
     "kto_utility",
     "reverse_kl",
+    "sequence_ratios",
     "token_weights",
 ]
