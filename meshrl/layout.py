@@ -30,6 +30,8 @@ class MegatronConfig(Config):
     """Split activations along the axis `tp` between its matrices too."""
     virtual_stages: int = Field(default=1, gt=0)
     """Stages of the pipeline that each rank along `pp` holds."""
+    experts: int = Field(default=1, gt=0)
+    """Neighbours along `dp` that divide the experts of a mixture among them, each with its ranks along `tp`."""
 
 
 class VllmConfig(Config):

@@ -35,7 +35,8 @@ class Balance:
     def of(cls, shape: Decoder, stages: int) -> "Balance":
         """For a decoder in so many stages."""
         inner = shape.heads * shape.head_dim
-        matrices = shape.hidden * (2 * inner + 2 * shape.groups * shape.head_dim + 3 * shape.ffn)
+        ffn = shape.ffn * max(shape.chosen, 1)  # of all experts that a token goes to
+        matrices = shape.hidden * (2 * inner + 2 * shape.groups * shape.head_dim + 3 * ffn)
         return cls(2.0 * matrices, 4.0 * inner, _FILLED * stages if stages > 1 else 1)
 
     def __call__(self, tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:

@@ -32,6 +32,8 @@ _KNOWN: Final = (
     ("`torch.jit.script", DeprecationWarning),
     ("full scope is deprecated", UserWarning),
     ("MLP requires ffn_hidden_size", DeprecationWarning),
+    ("Using a large number of experts", UserWarning),
+    ("`sequence_parallel` is set to `True`, but tensor model parallel size is 1", UserWarning),
     ("The .grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
     (r"`torch.distributed.\w+_tensor` is deprecated", FutureWarning),
 )
@@ -79,6 +81,9 @@ with quiet():
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -90,6 +95,8 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "MLPSubmodules",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "OptimizerConfig",
     "P2PCommunicator",
@@ -98,6 +105,8 @@ __all__ = [
     "RowParallelLinear",
     "SelfAttention",
     "SelfAttentionSubmodules",
+    "SequentialMLP",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",

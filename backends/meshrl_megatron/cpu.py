@@ -29,6 +29,7 @@ _FORMS: Final = {
     "get_rng_state": "(lambda *_: torch.get_rng_state())",
     "set_rng_state": "(lambda state, *_: torch.set_rng_state(state))",
     "manual_seed": "torch.manual_seed",
+    "Stream": "torch.cpu.Stream",
     "FloatTensor": "torch.FloatTensor",
     "HalfTensor": "torch.HalfTensor",
     "BFloat16Tensor": "torch.BFloat16Tensor",
@@ -38,11 +39,19 @@ _FORMS: Final = {
 _BODIES: Final = {
     "_get_cuda_rng_state": "return torch.get_rng_state()",
     "_set_cuda_rng_state": "torch.set_rng_state(new_state)",
+    "_maybe_dtoh_and_synchronize": """
+if point == self.cuda_dtoh_point:
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        if torch.is_tensor(getattr(self, name)):
+            setattr(self, name, getattr(self, name).numpy())
+return tokens_per_expert
+""",
 }
-"""Functions of Megatron-Core with another body: recomputed layers save and restore the one generator that there is."""
+"""Functions of Megatron-Core with another body: recomputed layers save and restore the one generator that there is, and
+what tells which tokens go to which expert need not be copied to the host."""
 
 _GRAPHS: Final = {"CUDAGraph", "CUDAPluggableAllocator", "MemPool", "graph", "graph_pool_handle", "use_mem_pool"}
-_STREAMS: Final = {"Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"}
+_STREAMS: Final = {"Event", "current_stream", "default_stream", "set_stream", "stream"}
 _GAUGES: Final = {
     "clock_rate",
     "get_device_capability",

@@ -11,6 +11,9 @@ from meshrl_megatron.core import ProcessGroupCollection
 AXES: Final = ("dp", "pp", "cp", "tp")
 """What a mesh may have, from the outside in."""
 
+_PLACES: Final = ("apart", "ep", *AXES[1:])
+"""The same, with dp in two: ranks along `ep` divide experts among them, those along `apart` have the same ones."""
+
 _groups: Final[dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
 """By ranks, those of other ranks too, as None: so that no rank makes one again."""
 _world: dist.ProcessGroup | None = None
@@ -20,24 +23,33 @@ _world: dist.ProcessGroup | None = None
 class Grid:
     """The ranks of a mesh by their places along the axes, and this rank's place."""
 
-    def __init__(self, shape: Mapping[str, int], rank: int) -> None:
-        """`shape`: the mesh's axes, the last one fastest, all of them in `AXES`; `rank`: this one's number."""
+    def __init__(self, shape: Mapping[str, int], rank: int, experts: int = 1) -> None:
+        """`shape`: the mesh's axes, the last one fastest, all of them in `AXES`; `rank`: this one's number.
+
+        `experts`: neighbours along dp that divide the experts among them. It divides dp.
+        """
         numbers = torch.arange(_count(shape)).reshape(tuple(shape.values()))
         order = [list(shape).index(axis) for axis in AXES if axis in shape]
         sizes = [shape.get(axis, 1) for axis in AXES]
         self._ranks: Final = numbers.permute(*order).reshape(sizes)
+        self._places: Final = self._ranks.reshape(sizes[0] // experts, experts, *sizes[1:])
         self.sizes: Final[Mapping[str, int]] = dict(zip(AXES, sizes, strict=True))
+        self.experts: Final = experts
         here = (self._ranks == rank).nonzero()[0].tolist()
         self.place: Final[Mapping[str, int]] = dict(zip(AXES, map(int, here), strict=True))
 
     def along(self, *axes: str) -> list[list[int]]:
-        """The ranks that differ in these axes alone, one list for each place on the others."""
-        inner = [AXES.index(axis) for axis in AXES if axis in axes]
-        outer = [index for index in range(len(AXES)) if index not in inner]
-        ranks = self._ranks.permute(*outer, *inner)
+        """The ranks that differ in these axes alone, one list for each place on the others.
+
+        Beside `AXES` there are `ep` and `apart`, which make up dp.
+        """
+        wanted = {*axes, *(_PLACES[:2] if "dp" in axes else ())}
+        inner = [index for index, axis in enumerate(_PLACES) if axis in wanted]
+        outer = [index for index in range(len(_PLACES)) if index not in inner]
+        ranks = self._places.permute(*outer, *inner)
         count = 1
         for index in inner:
-            count *= self._ranks.shape[index]
+            count *= self._places.shape[index]
         return [list(map(int, each)) for each in ranks.reshape(-1, count).tolist()]
 
     def rank(self, **place: int) -> int:
@@ -55,7 +67,8 @@ class Grid:
         inside = [[each] for pipeline in pipelines for each in pipeline[1:-1]]
         data = own(self.along("dp", "cp"))
         model = own(self.along("pp", "tp"))
-        tensors, alone, everyone = own(self.along("tp")), own(self.along()), own(self.along(*AXES))
+        tensors, experts, everyone = own(self.along("tp")), own(self.along("ep", "tp")), own(self.along(*AXES))
+        copies = own(self.along("apart", "cp"))  # of experts
         return ProcessGroupCollection(
             tp=tensors,
             pp=own(pipelines),
@@ -70,12 +83,12 @@ class Grid:
             intra_dp_cp=data,
             intra_dist_opt=everyone,
             inter_dist_opt=None,
-            ep=alone,
-            expt_tp=tensors,
-            tp_ep=tensors,
-            tp_ep_pp=model,
-            expt_dp=data,
-            intra_expt_dp=data,
+            ep=experts,
+            expt_tp=own(self.along()),
+            tp_ep=experts,
+            tp_ep_pp=own(self.along("ep", "pp", "tp")),
+            expt_dp=copies,
+            intra_expt_dp=copies,
         )
 
 

@@ -14,11 +14,15 @@ from meshrl_megatron.core import (
     ColumnParallelLinear,
     MLPSubmodules,
     ModuleSpec,
+    MoELayer,
+    MoESubmodules,
     PackedSeqParams,
     ProcessGroupCollection,
     RowParallelLinear,
     SelfAttention,
     SelfAttentionSubmodules,
+    SequentialMLP,
+    TopKRouter,
     TransformerConfig,
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -121,6 +125,29 @@ def _rotated(states: Tensor, packing: Packing) -> Tensor:
     return states * cos + torch.cat([-second, first], -1) * sin
 
 
+class Router(TopKRouter):
+    """Megatron's choice of each token's experts, with its weights on the device where they are used."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def gating(self, input: Tensor) -> Tensor:  # noqa: A002 -- Megatron's name
+        """Each expert's logit [tokens, 1, experts]. Megatron's own fails without Transformer Engine."""
+        return functional.linear(input, self.weight)
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Nothing: there is none, and Megatron's own would be compiled to find that out."""
+
+
+def _mlp(config: TransformerConfig) -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if not config.num_moe_experts:
+        return ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
+    experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+
+
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """A decoder's layer of these."""
     norm = RmsNorm if config.qk_layernorm else None
@@ -138,11 +165,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
             self_attention=ModuleSpec(module=PackedAttention, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RmsNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                params={"ffn_hidden_size": config.ffn_hidden_size},
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
+            mlp=_mlp(config),
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -1,9 +1,10 @@
 """A model's stages on this rank: built, filled from files, and told by Hugging Face's names."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
@@ -18,12 +19,13 @@ from meshrl_hf.boxes import Box, Boxes
 from meshrl_hf.loading import load, outline
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.value_head import with_head
-from meshrl_megatron.core import TransformerConfig
+from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.naming import Piece, Place, pieces
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Stage
 from meshrl_megatron.world import World
 
+_EXPERT: Final = ".local_experts."
 _LM_HEAD: Final = "lm_head.weight"
 
 
@@ -40,6 +42,11 @@ class Held:
     """Whether the ranks along tp have different parts."""
     is_copy: bool
     """Whether another stage tells it: the embeddings, which the last stage has too."""
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is one of a layer's experts, which neighbours along dp may divide among them."""
+        return _EXPERT in self.name
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,23 @@ class Model:
             for name, parameter in stage.named_parameters()
         ]
 
-    def pieces(self, held: Held, tp: int | None = None) -> list[Piece]:
-        """Which parts of Hugging Face's tensors a parameter is, on this rank or on another one along tp."""
-        grid = self.world.grid
-        place = Place(grid.place["tp"] if tp is None else tp, grid.sizes["tp"], held.first_layer)
+    def pieces(self, held: Held, rank: int | None = None) -> list[Piece]:
+        """Which parts of Hugging Face's tensors a parameter is, on this rank or on another one of `dividing`."""
+        group = self.dividing(held)
+        rank = group.rank() if rank is None else rank
+        if held.is_expert:
+            place = Place(0, 1, held.first_layer, rank * self.shape.experts // group.size())
+        else:
+            place = Place(rank, group.size(), held.first_layer)
         return pieces(held.name, self.shape, place)
+
+    def dividing(self, held: Held) -> dist.ProcessGroup:
+        """The ranks that divide among them what a parameter is a part of: those along tp; of experts, further ones."""
+        return self.world.groups.ep if held.is_expert else self.world.groups.tp
+
+    def sharing(self, held: Held) -> dist.ProcessGroup:
+        """The ranks that hold the same part of a parameter, whose gradients are one."""
+        return self.world.groups.expt_dp if held.is_expert else self.world.groups.dp_cp
 
     def boxes(self, held: Held, whole: Tensor, prefix: str = "") -> list[Box]:
         """The same with their numbers, from a tensor of the parameter's shape."""
@@ -91,17 +110,15 @@ class Model:
 
         All ranks at the same time; together they tell each tensor once, but for those that are unused.
         """
-        group, size = self.world.groups.tp, self.world.grid.sizes["tp"]
-        for number, held in enumerate(self.held):
-            if not self._keeps(held):
+        for number, together in enumerate(self._together):
+            if not self._keeps(together[0]):
                 continue
-            own = held.parameter.detach()
-            parts = [own]
-            if held.is_split and size > 1:
-                parts = [torch.empty_like(own) for _ in range(size)]
-                dist.all_gather(parts, own.contiguous(), group=group)
-            if number % size == self.world.grid.place["tp"]:
-                yield from self._assembled(held, parts).items()
+            group, whole = self.dividing(together[0]), dict[str, Tensor]()
+            for held in together:
+                parts = self._gathered(held)
+                if number % group.size() == group.rank():
+                    self._assemble(held, parts, whole)
+            yield from whole.items()
 
     def take(self, tensors: Mapping[str, Tensor], of: Iterable[Held]) -> None:
         """Copy this rank's parts of some parameters out of whole tensors, by Hugging Face's names."""
@@ -111,34 +128,48 @@ class Model:
                     box.tensor.copy_(_part(tensors[box.name], box.offsets, box.tensor.shape))
 
     def _keeps(self, held: Held) -> bool:
-        """Whether this rank's place along dp and cp is the one that tells a parameter."""
-        return not held.is_copy and self._keepers[held.first_layer, held.name] == self._replica
-
-    @property
-    def _replica(self) -> int:
-        """This rank's number among those along dp and cp, which hold the same parts."""
-        place, sizes = self.world.grid.place, self.world.grid.sizes
-        return place["dp"] * sizes["cp"] + place["cp"]
+        """Whether this rank's place along dp and cp is one of those that tell a parameter."""
+        place = self.world.grid.place["dp"], self.world.grid.place["cp"]
+        return not held.is_copy and place in self._keepers[_key(held)]
 
     @cached_property
-    def _keepers(self) -> Mapping[tuple[int, str], int]:
-        """By stage and name, which of the replicas tells a parameter: each about as many numbers."""
-        loads = [0] * (self.world.grid.sizes["dp"] * self.world.grid.sizes["cp"])
-        keepers: dict[tuple[int, str], int] = {}
-        for each in self.held:
-            keepers[each.first_layer, each.name] = lightest = loads.index(min(loads))
-            loads[lightest] += each.parameter.numel()
+    def _together(self) -> Sequence[Sequence[Held]]:
+        """The parameters, those together that lie in one tensor: one of all experts of a layer."""
+        found: dict[tuple[int, str], list[Held]] = {}
+        for held in self.held:
+            found.setdefault(_key(held), []).append(held)
+        return list(found.values())
+
+    @cached_property
+    def _keepers(self) -> Mapping[tuple[int, str], Container[tuple[int, int]]]:
+        """By what `_together` has, which places along dp and cp tell it: each about as many numbers."""
+        grid = self.world.grid
+        loads = dict.fromkeys(product(range(grid.sizes["dp"]), range(grid.sizes["cp"])), 0)
+        keepers: dict[tuple[int, str], Container[tuple[int, int]]] = {}
+        for each in self._together:
+            span = grid.experts if each[0].is_expert else 1
+            first, cp = min((place for place in loads if place[0] % span == 0), key=lambda place: loads[place])
+            keepers[_key(each[0])] = places = [(first + number, cp) for number in range(span)]
+            for place in places:
+                loads[place] += sum(held.parameter.numel() for held in each)
         return keepers
 
-    def _assembled(self, held: Held, parts: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        for tp, part in enumerate(parts):
-            for piece in self.pieces(held, tp):
+    def _gathered(self, held: Held) -> Sequence[Tensor]:
+        """The parts of a parameter, of all ranks that divide it."""
+        own, group = held.parameter.detach(), self.dividing(held)
+        if group.size() == 1 or not (held.is_split or held.is_expert):
+            return [own]
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return parts
+
+    def _assemble(self, held: Held, parts: Sequence[Tensor], whole: dict[str, Tensor]) -> None:
+        for rank, part in enumerate(parts):
+            for piece in self.pieces(held, rank):
                 if piece.name not in whole:
                     whole[piece.name] = torch.empty(piece.size, dtype=part.dtype, device=part.device)
                 view = piece.view(part)
                 _part(whole[piece.name], piece.offsets, view.shape).copy_(view)
-        return whole
 
 
 def build(
@@ -149,26 +180,21 @@ def build(
     `valued`: with a value head in place of its own. ConfigError where it cannot be divided over the mesh, ModelError
     where it cannot be read or is of an architecture that this backend does not know; on all ranks.
     """
-    world = World.of(rank, layout.virtual_stages)
+    world = World.of(rank, layout.virtual_stages, layout.experts)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     kept: list[tuple[_Source, Decoder]] = []
 
     def read() -> None:
         source = _Source.of(config)
         shape = Decoder.of(source.words.network.config.get_text_config(), valued)
-        shape.check(world.grid.sizes, layout.virtual_stages)
+        shape.check(world.grid.sizes, layout)
         kept.append((source, shape))
 
     world.agree(read)
     source, shape = kept[0]
-    told = shape.configuration(
-        world.grid.sizes,
-        dtype,
-        virtual_stages=layout.virtual_stages,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=recompute,
-    )
-    stages = _stages(source, shape, told, world, layout.virtual_stages, valued)
+    with quiet():
+        told = shape.configuration(world.grid.sizes, dtype, layout, recompute=recompute)
+        stages = _stages(source, shape, told, world, layout.virtual_stages, valued)
     unused = (lambda: source.named([_LM_HEAD])) if valued and not _is_tied(source) else dict
     model = Model(source.words, shape, told, world, stages, unused)
     world.agree(lambda: _fill(model, source, config))
@@ -249,6 +275,15 @@ def _fill(model: Model, source: _Source, config: ModelConfig) -> None:
         Boxes(source.files).read(box for held in body for box in model.boxes(held, held.parameter))
         return
     model.take(source.tensors or {}, body)
+
+
+def _key(held: Held) -> tuple[int, str]:
+    """Of the tensor that a parameter lies in: the same for all experts of a layer."""
+    name = held.name
+    if held.is_expert:
+        layer, _, expert = name.partition(_EXPERT)
+        name = layer + expert.partition(".")[2]
+    return held.first_layer, name
 
 
 def _part(whole: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:

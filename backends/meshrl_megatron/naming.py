@@ -7,7 +7,7 @@ told as rectangles, so that nothing has to be whole to be read or written.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from meshrl.errors import ModelError
 
 _LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT: Final = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,13 @@ class Shape:
     """Heads of keys and values; each serves heads / groups of the queries'."""
     head_dim: int
     ffn: int
+    """Of each expert, where there are some."""
     vocabulary: int
     """Rows of the embedding in files, without padding."""
     tied: bool
     """Whether the last layer is the embedding."""
+    experts: int = field(default=0, kw_only=True)
+    """Of each layer; 0 in a model that has none."""
 
     def padded(self, tp_size: int) -> int:
         """Rows of the embedding on all ranks of the axis tp together: the least multiple that holds the vocabulary."""
@@ -48,6 +52,8 @@ class Place:
     tp_size: int
     first_layer: int
     """The number, in the whole model, of its stage's first layer."""
+    first_expert: int = 0
+    """The number, in the whole model, of the first expert that it has of each layer."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,19 @@ def pieces(name: str, shape: Shape, place: Place) -> list[Piece]:
     """The rectangles that make up a parameter of a stage, by its name there; padding is in none of them.
 
     The heads, groups and ffn must be divisible by `tp_size`. A parameter that ranks hold alike is whole on each.
-    ModelError for a parameter that no Llama-shaped model has.
+    An expert is whole on its rank. ModelError for a parameter that no Llama-shaped model has.
     """
     layer = _LAYER.fullmatch(name)
-    make = _OF_A_LAYER.get(layer[2]) if layer else _OF_THE_ENDS.get(name)
+    expert = _EXPERT.fullmatch(layer[2]) if layer else None
+    if expert:
+        make = _OF_AN_EXPERT.get(expert[2])
+        place = replace(place, first_expert=place.first_expert + int(expert[1]))
+    else:
+        make = _OF_A_LAYER.get(layer[2]) if layer else _OF_THE_ENDS.get(name)
     if make is None:
         raise ModelError(
             f"the backend 'megatron' knows no Hugging Face tensor for the parameter `{name}`: it reads and writes "
-            "Llama, Qwen2 and Qwen3 decoders"
+            "Llama, Qwen2, Qwen3 and Qwen3-MoE decoders"
         )
     found = make(shape, place)
     if not layer:
@@ -89,6 +100,11 @@ _Make: TypeAlias = Callable[[Shape, Place], list[Piece]]
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """One expert's matrix, in a tensor of several experts'."""
+    return tensor[None]
 
 
 def _rows(start: int, count: int) -> Callable[[Tensor], Tensor]:
@@ -128,6 +144,18 @@ def _gate_up(shape: Shape, place: Place) -> list[Piece]:
     ]
 
 
+def _expert_gate_up(shape: Shape, place: Place) -> list[Piece]:
+    """[2 * ffn, hidden], of one expert: its gate and then up, as they lie in the tensor of all experts."""
+    size = (shape.experts, 2 * shape.ffn, shape.hidden)
+    return [Piece("mlp.experts.gate_up_proj", size, (place.first_expert, 0, 0), _alone)]
+
+
+def _expert_down(shape: Shape, place: Place) -> list[Piece]:
+    """[hidden, ffn], of one expert."""
+    size = (shape.experts, shape.hidden, shape.ffn)
+    return [Piece("mlp.experts.down_proj", size, (place.first_expert, 0, 0), _alone)]
+
+
 def _qkv(kind: str, shape: Shape, place: Place) -> list[Piece]:
     """[groups / tp * (heads / groups + 2) * head_dim, hidden]: each group's queries, its keys, its values."""
     tail = (shape.hidden,) if kind == "weight" else ()
@@ -155,6 +183,11 @@ _OF_A_LAYER: Final[Mapping[str, _Make]] = {
     "pre_mlp_layernorm.weight": _whole("post_attention_layernorm.weight", lambda shape: (shape.hidden,)),
     "mlp.linear_fc1.weight": _gate_up,
     "mlp.linear_fc2.weight": _columns("mlp.down_proj.weight", lambda shape: shape.ffn),
+    "mlp.router.weight": _whole("mlp.gate.weight", lambda shape: (shape.experts, shape.hidden)),
+}
+_OF_AN_EXPERT: Final[Mapping[str, _Make]] = {
+    "linear_fc1.weight": _expert_gate_up,
+    "linear_fc2.weight": _expert_down,
 }
 _OF_THE_ENDS: Final[Mapping[str, _Make]] = {
     "embedding.word_embeddings.weight": partial(_vocabulary, "model.embed_tokens.weight"),

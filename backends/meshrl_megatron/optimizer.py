@@ -138,11 +138,12 @@ class Trained:
         return {kind: self._whole(name, kind) for kind in MOMENTS}
 
     def _whole(self, name: str, kind: str) -> Tensor:
-        parameter = self._held[name].parameter
+        held = self._held[name]
+        parameter = held.parameter
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         if own := self._range(parameter):
             whole[own.start : own.end] = own.kept(kind).view(-1)
-        dist.all_reduce(whole, group=self._model.world.groups.dp_cp)
+        dist.all_reduce(whole, group=self._model.sharing(held))
         return whole.view(parameter.shape)
 
     def begin(self, steps: int) -> None:

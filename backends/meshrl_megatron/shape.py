@@ -1,7 +1,7 @@
 """What a Hugging Face configuration says of a decoder, as Megatron takes it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 import torch
@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError, ModelError
+from meshrl.layout import MegatronConfig
 from meshrl_megatron.core import TransformerConfig
 from meshrl_megatron.naming import Shape
 
@@ -16,6 +17,7 @@ _KNOWN: Final[Mapping[str, tuple[bool, bool]]] = {
     "llama": (False, False),
     "qwen2": (True, False),
     "qwen3": (False, True),
+    "qwen3_moe": (False, True),
 }
 """By `model_type`: whether queries, keys and values have a bias, and whether queries and keys are normalised."""
 _ROPES: Final = ("default", "linear", "llama3", "yarn")
@@ -30,6 +32,10 @@ class Decoder(Shape):
     qkv_bias: bool
     qk_norm: bool
     eps: float
+    chosen: int = field(default=0, kw_only=True)
+    """Experts that each token goes to; 0 in a model that has none."""
+    weighs_all: bool = field(default=False, kw_only=True)
+    """Whether the chosen experts' weights are shares of all experts', and not of each other's, which make 1."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, valued: bool) -> "Decoder":
@@ -49,6 +55,7 @@ class Decoder(Shape):
             "attention_bias": bool(getattr(config, "attention_bias", False)),
             "mlp_bias": bool(getattr(config, "mlp_bias", False)),
             "layer_types": any(each != "full_attention" for each in getattr(config, "layer_types", None) or ()),
+            **(_strange_experts(config) if kind == "qwen3_moe" else {}),
         }
         told = [f"{name} = {getattr(config, name)!r}" for name, is_wrong in wrong.items() if is_wrong]
         rope = cast("Mapping[str, object]", getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -66,20 +73,38 @@ class Decoder(Shape):
             heads=heads,
             groups=int(config.num_key_value_heads),
             head_dim=int(getattr(config, "head_dim", None) or hidden // heads),
-            ffn=int(config.intermediate_size),
+            ffn=int(config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size),
             vocabulary=int(config.vocab_size),
             tied=bool(config.tie_word_embeddings) and not valued,
             qkv_bias=bias,
             qk_norm=norm,
             eps=float(config.rms_norm_eps),
+            experts=int(config.num_experts) if kind == "qwen3_moe" else 0,
+            chosen=int(config.num_experts_per_tok) if kind == "qwen3_moe" else 0,
+            weighs_all=kind == "qwen3_moe" and not config.norm_topk_prob,
         )
 
-    def check(self, sizes: Mapping[str, int], stages: int) -> None:
-        """ConfigError where the model cannot be divided over axes of these sizes, with so many stages a rank."""
-        tp, pp = sizes["tp"], sizes["pp"]
-        for what, count in (("attention heads", self.heads), ("key-value heads", self.groups), ("ffn dims", self.ffn)):
+    def check(self, sizes: Mapping[str, int], layout: MegatronConfig) -> None:
+        """ConfigError where the model cannot be divided over axes of these sizes in this way."""
+        tp, pp, stages = sizes["tp"], sizes["pp"], layout.virtual_stages
+        parts = [("attention heads", self.heads), ("key-value heads", self.groups)]
+        for what, count in parts if self.experts else [*parts, ("ffn dims", self.ffn)]:
             if count % tp:
                 raise ConfigError(f"the model has {count} {what}, which the mesh's tp = {tp} does not divide")
+        if layout.experts > 1 and not self.experts:
+            raise ConfigError(
+                f"megatron.experts = {layout.experts}, and the model has no experts to divide: leave it out"
+            )
+        if self.experts % (layout.experts * tp):
+            raise ConfigError(
+                f"the model has {self.experts} experts in each layer, which do not divide among {layout.experts * tp} "
+                f"ranks (megatron.experts = {layout.experts}, tp = {tp})"
+            )
+        if self.experts and tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"experts are divided among ranks along tp (here {tp}) by the tokens that each has: leave out "
+                "megatron.sequence_parallel = false, or tp"
+            )
         if self.layers % (pp * stages):
             raise ConfigError(
                 f"the model has {self.layers} layers, which do not divide into {pp * stages} equal stages (pp = {pp}, "
@@ -92,12 +117,12 @@ class Decoder(Shape):
         self,
         sizes: Mapping[str, int],
         dtype: torch.dtype,
+        layout: MegatronConfig,
         *,
-        virtual_stages: int,
-        sequence_parallel: bool,
         recompute: bool,
     ) -> TransformerConfig:
         """What Megatron is told."""
+        virtual_stages = layout.virtual_stages
         return TransformerConfig(
             num_layers=self.layers,
             hidden_size=self.hidden,
@@ -125,15 +150,33 @@ class Decoder(Shape):
             tensor_model_parallel_size=sizes["tp"],
             pipeline_model_parallel_size=sizes["pp"],
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
-            sequence_parallel=sequence_parallel and sizes["tp"] > 1,
+            sequence_parallel=layout.sequence_parallel and sizes["tp"] > 1,
             variable_seq_lengths=True,
             # Of two ranks each is the other's next and its last: their messages are told apart one by one alone.
             overlap_p2p_comm=virtual_stages > 1,
             batch_p2p_comm=virtual_stages == 1,
             moe_token_dispatcher_type="alltoall",
             calculate_per_token_loss=True,
+            # Experts as transformers computes them: none is dropped, and nothing balances them.
+            num_moe_experts=self.experts or None,
+            moe_ffn_hidden_size=self.ffn if self.experts else None,
+            moe_router_topk=self.chosen,
+            moe_router_pre_softmax=self.weighs_all,
+            moe_router_load_balancing_type="none",
+            expert_model_parallel_size=layout.experts * sizes["tp"] if self.experts else 1,
+            expert_tensor_parallel_size=1 if self.experts else None,
             cuda_graph_scope=[],
             recompute_granularity="full" if recompute else None,
             recompute_method="uniform" if recompute else None,
             recompute_num_layers=1 if recompute else None,
         )
+
+
+def _strange_experts(config: PretrainedConfig) -> dict[str, bool]:
+    """What of a mixture's configuration cannot be computed."""
+    return {
+        "mlp_only_layers": bool(config.mlp_only_layers),
+        "decoder_sparse_step": config.decoder_sparse_step != 1,
+        "sliding_window": config.sliding_window is not None,
+        "num_experts_per_tok": config.norm_topk_prob and config.num_experts_per_tok == 1,
+    }

@@ -25,15 +25,20 @@ class World(Ranks):
     """Passes come in multiples of this number: with virtual stages the pipeline's length, else 1."""
 
     @classmethod
-    def of(cls, rank: Rank, virtual_stages: int) -> "World":
-        """Meet the other ranks. ConfigError where the mesh's axes are unknown."""
+    def of(cls, rank: Rank, virtual_stages: int, experts: int) -> "World":
+        """Meet the other ranks. ConfigError where the mesh's axes are unknown, or `experts` does not divide dp."""
         unknown = {axis: size for axis, size in rank.shape.items() if axis not in AXES and size > 1}
         if unknown:
             raise ConfigError(f"the backend 'megatron' knows the axes {', '.join(AXES)}, and its mesh has {unknown}")
+        shape = {axis: size for axis, size in rank.shape.items() if axis in AXES} or {"dp": 1}
+        if shape.get("dp", 1) % experts:
+            raise ConfigError(
+                f"megatron.experts = {experts} does not divide the mesh's dp = {shape.get('dp', 1)}: experts are "
+                "divided among that many neighbours along dp"
+            )
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         join(rank, device, "megatron")
-        shape = {axis: size for axis, size in rank.shape.items() if axis in AXES} or {"dp": 1}
-        grid = Grid(shape, rank.index)
+        grid = Grid(shape, rank.index, experts)
         multiple = grid.sizes["pp"] if virtual_stages > 1 else 1
         groups = grid.collection(rank.index)
         return cls(grid.sizes["dp"], (grid.place["dp"],), grid, groups, device, multiple)

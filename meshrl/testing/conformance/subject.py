@@ -237,7 +237,7 @@ class Bench:
     async def run(self, check: Check, model: str | None = None) -> None:
         """Run one check. Raises what it raises, and `PromiseBroken` where it does not end in time."""
         if not self._started:  # what comes once is no part of the check's time
-            await asyncio.wait_for(self._run(_begin, None), _START)
+            await asyncio.wait_for(self._run(_begin, model), _START)
             self._started = True
         task = asyncio.ensure_future(self._run(check, model))
         try:

@@ -1,0 +1,87 @@
+"""Mixtures of experts in the Megatron backend, against the torch backend's numbers."""
+
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from meshrl import PolicyConfig
+from meshrl.testing.conformance import Bench, Check, Subject, checkpoints, name_of, numbers, state
+from meshrl.testing.conformance.material import SMALL
+from meshrl_torch.policy import TorchPolicy
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ONE = Subject("megatron")
+EXPERTS = Subject("megatron", {"dp": 2}, "ray", {"megatron": {"experts": 2}})
+COPIES = Subject("megatron", {"dp": 2}, "ray")
+PIPELINE = Subject("megatron", {"dp": 1, "pp": 2}, "ray")
+SPLIT = Subject("megatron", {"dp": 1, "tp": 2}, "ray")
+FOUR = Subject("megatron", {"dp": 2, "tp": 2}, "ray", {"megatron": {"experts": 2}})
+
+CHECKS = [
+    *numbers.POLICY[:1],
+    numbers.uneven_rows,
+    numbers.log_probs,
+    numbers.critic_updates,
+    numbers.a_reference_takes_weights,
+    state.weights,
+    state.saving,
+    checkpoints.a_policy_goes_on,
+]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of two layers, with two of four experts for each token."""
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    TorchPolicy(PolicyConfig(model=SMALL))._model.tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    network = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=11,
+            hidden_size=32,
+            moe_intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            max_position_embeddings=40,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=1,
+            initializer_range=0.15,
+        )
+    )
+    network.save_pretrained(folder)
+    return str(folder)
+
+
+def pairs(checks: Iterable[Check], *subjects: Subject) -> list[object]:
+    return [
+        pytest.param(subject, check, id=f"{subject}-{name_of(check)}", marks=[pytest.mark.slow] * (subject is not ONE))
+        for subject in subjects
+        for check in checks
+    ]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bench(request: pytest.FixtureRequest, mixture: str) -> AsyncGenerator[Bench]:
+    subject: Subject = replace(request.param, keys={**request.param.keys, "model": mixture})
+    if subject.engine == "ray":
+        request.getfixturevalue("ray_cluster")
+    async with Bench(subject) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("bench", "check"), pairs(CHECKS, ONE, EXPERTS, COPIES, PIPELINE, SPLIT, FOUR), indirect=["bench"]
+)
+async def test_a_mixture_conforms(bench: Bench, mixture: str, check: Check) -> None:
+    await bench.run(check, mixture)
