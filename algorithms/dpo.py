@@ -57,7 +57,7 @@ async def dpo(run: Run, config: DpoConfig) -> None:
         batch = next(rows)
         pairs = await policy.encode(answer_pairs(batch, rejected_answers(batch, config.rejected)))
         pairs = await with_margins(policy, reference, pairs)
-        await run.record(await policy.update(pairs, config.loss), **pair_metrics(pairs))
+        await run.record(await policy.update(pairs, config.loss), None, **pair_metrics(pairs))
 
     await publish(policy, sampler)
     after = await evaluate(sampler, task.held_out, config.sampling)

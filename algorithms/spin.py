@@ -59,7 +59,7 @@ async def spin(run: Run, config: SpinConfig) -> None:
         drawn = await (await rollout(sampler, batch, sampling)).load("completion")
         pairs = await policy.encode(answer_pairs(batch, drawn.objects("completion")))
         pairs = await with_margins(policy, reference, pairs)
-        await run.record(await policy.update(pairs, config.loss), **pair_metrics(pairs))
+        await run.record(await policy.update(pairs, config.loss), None, **pair_metrics(pairs))
 
     await publish(policy, sampler)
     after = await evaluate(sampler, task.held_out, sampling)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 import pytest
 import pytest_asyncio
 
+import meshrl_megatron.core  # noqa: F401 -- here, and not in a rank's thread while pytest parses sources too
 from meshrl import RankFailed
 from meshrl.testing.conformance import CHECKS, Bench, Check, Subject, checkpoints, name_of, numbers, state
 

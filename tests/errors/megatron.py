@@ -23,7 +23,7 @@ def _divide(model: NewModel, **sizes: int) -> None:
     from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
 
     config = load(PolicyConfig(model=model)).network.config
-    Decoder.of(config, valued=False).check({**ALONE, **sizes}, stages=1)
+    Decoder.of(config, valued=False).check({**ALONE, **sizes}, MegatronConfig())
 
 
 async def axis_that_megatron_does_not_know() -> None:
