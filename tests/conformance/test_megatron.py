@@ -1,15 +1,17 @@
 """The Megatron backend in every kind of layout, against the suite that each backend must pass."""
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from importlib import import_module
 
 import pytest
 import pytest_asyncio
 
-import meshrl_megatron.core  # noqa: F401 -- here, and not in a rank's thread while pytest parses sources too
 from meshrl import RankFailed
 from meshrl.testing.conformance import CHECKS, Bench, Check, Subject, checkpoints, name_of, numbers, state
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
+
+import_module("meshrl_megatron.core")  # here, and not in a rank's thread while pytest parses sources too
 
 ONE = Subject("megatron")
 SPLIT = Subject("megatron", {"dp": 1, "tp": 2}, "ray")
