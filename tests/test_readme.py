@@ -1,4 +1,8 @@
-"""The Python blocks of the README and of docs/ run as they stand, those of one page one after another."""
+"""The Python blocks of the README and of docs/ run as they stand, those of one page one after another.
+
+A block whose first line is a comment with the name of a file, such as `# mine.py` or `# mine.toml`, is there as that
+file, too.
+"""
 
 import ast
 import asyncio
@@ -14,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^```(?:python|toml)\n(# (\w+\.(?:py|toml))\n.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path) -> list[CodeType]:
@@ -25,6 +30,13 @@ def blocks(page: Path) -> list[CodeType]:
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         found.append(compile(above + match[1], str(page), "exec", flags=flags, dont_inherit=True))
     return found
+
+
+def write_files(page: Path, folder: Path) -> list[Path]:
+    texts = {folder / match[2]: match[1] for match in FILE.finditer(page.read_text("utf-8"))}
+    for path, text in texts.items():
+        path.write_text(text, "utf-8")
+    return list(texts)
 
 
 def run(page: Path, module: ModuleType) -> None:
@@ -41,7 +53,11 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tm
     vars(module)["__builtins__"] = builtins
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    files = write_files(page, tmp_path)
     run(page, module)
+    for file in files:
+        sys.modules.pop(file.stem, None)  # another page may have one of this name
 
 
 def test_the_readme_shows_code() -> None:
