@@ -7,18 +7,18 @@ import pytest_asyncio
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from meshrl import PolicyConfig
+from meshrl import PolicyConfig, Resources
 from meshrl.testing.conformance import Bench, Check, Subject, checkpoints, name_of, numbers, state
 from meshrl.testing.conformance.material import SMALL
 from meshrl_torch.policy import TorchPolicy
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
 ONE = Subject("megatron")
 EXPERTS = Subject("megatron", {"dp": 2}, "ray", {"megatron": {"experts": 2}})
 PIPELINE = Subject("megatron", {"dp": 1, "pp": 2}, "ray")
 SPLIT = Subject("megatron", {"dp": 1, "tp": 2}, "ray")
-FOUR = Subject("megatron", {"dp": 2, "tp": 2}, "ray", {"megatron": {"experts": 2}})
+FOUR = Subject("megatron", {"dp": 2, "tp": 2}, "ray", {"megatron": {"experts": 2}}, Resources(cpus=0))
 
 CHECKS = [
     *numbers.POLICY[:1],

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import pytest_asyncio
 
-from meshrl import RankFailed
+from meshrl import RankFailed, Resources
 from meshrl.testing.conformance import CHECKS, Bench, Check, Subject, checkpoints, name_of, numbers, state
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
@@ -19,7 +19,7 @@ WHOLE_STATES = Subject("megatron", {"dp": 1, "tp": 2}, "ray", {"megatron": {"seq
 PIPELINE = Subject("megatron", {"dp": 1, "pp": 2}, "ray")
 DATA = Subject("megatron", {"dp": 2}, "ray")
 CONTEXT = Subject("megatron", {"dp": 1, "cp": 2}, "ray")
-FOUR = Subject("megatron", {"dp": 1, "pp": 2, "tp": 2}, "ray")
+FOUR = Subject("megatron", {"dp": 1, "pp": 2, "tp": 2}, "ray", resources=Resources(cpus=0))
 
 LAYOUT: Sequence[Check] = [
     *numbers.POLICY[:3],
