@@ -267,7 +267,7 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
             "mine.toml: sampler: no backend 'functoin' is installed: did you mean 'function'?",
             "mine.toml: sampler: model 'no/other/folder': there is no folder /",
             "mine.toml: reward: reward function 'exact_mach': ",
-            "mine.toml: reference: backend 'function' has no Reference: it has Reward",
+            "mine.toml: reference: backend 'function' has no Reference: it has Environment, Reward",
             "mine.toml: reference: model 'no/such/model.gguf': there is no file /",
             "mine.toml: run.meshes.mian: no role has `mesh = 'mian'`; did you mean 'main'?",
         ],
