@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Final
 
+import torch
+
 from meshrl.errors import BackendError
 from meshrl_megatron import cpu
 
@@ -39,6 +41,12 @@ _KNOWN: Final = (
 )
 """How the warnings begin that Megatron-Core gives, or torch for it, about what its caller cannot change."""
 
+_OF_A_GPU: Final = (
+    ("When using sequence parallelism it is recommended", UserWarning),
+    ("When using async grad allreduce it is recommended", UserWarning),
+)
+"""About CUDA's queues: advice where there is a GPU, and noise where there is none."""
+
 
 @contextmanager
 def quiet() -> Generator[None]:
@@ -47,7 +55,7 @@ def quiet() -> Generator[None]:
     Filters belong to the process: of two threads that are in here at once, the one that leaves last decides.
     """
     with warnings.catch_warnings():
-        for message, category in _KNOWN:
+        for message, category in (*_KNOWN, *(() if torch.cuda.is_available() else _OF_A_GPU)):
             warnings.filterwarnings("ignore", message, category)
         yield
 
