@@ -60,27 +60,23 @@ from meshrl.preferences import (
 )
 from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig, overlong_penalty
-from meshrl.roles import (
+from meshrl.role_config import (
     AlgorithmConfig,
-    Critic,
     CriticConfig,
     GroupSampling,
     LoraConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
-    Policy,
     PolicyConfig,
-    Reference,
     ReferenceConfig,
-    Reward,
     RewardModelConfig,
     RoleConfig,
-    Sampler,
     SamplerConfig,
     Sampling,
     TeacherConfig,
 )
+from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
 from meshrl.rollout import evaluate, greedy_baseline, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
 from meshrl.sharding import CP, DP, EP, EVERY, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.roles import Sampling
+from meshrl.role_config import Sampling
 from meshrl.rows import lightest
 from meshrl.sharding import Rows
 

@@ -10,22 +10,18 @@ from meshrl.environment import Environment, EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, MeshrlError, ModelError
 from meshrl.registry import backends, implementation
 from meshrl.rewards import RewardConfig, load_function
-from meshrl.roles import (
-    Critic,
+from meshrl.role_config import (
     CriticConfig,
     ModelConfig,
-    Policy,
     PolicyConfig,
-    Reference,
     ReferenceConfig,
-    Reward,
     RewardModelConfig,
     RoleConfig,
-    Sampler,
     SamplerConfig,
     TeacherConfig,
     check_axes,
 )
+from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
 from meshrl.tasks import TaskConfig, check_task
 from meshrl.teacher import check_teacher
 

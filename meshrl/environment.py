@@ -26,7 +26,7 @@ from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
 from meshrl.imports import where_raised
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function, load_name
-from meshrl.roles import RoleConfig
+from meshrl.role_config import RoleConfig
 from meshrl.sharding import Gather, Shard
 from meshrl.tasks import Row
 

@@ -19,7 +19,8 @@ from meshrl.environment import Environment, EnvironmentConfig
 from meshrl.errors import DataError
 from meshrl.handle import divided, parts
 from meshrl.ragged import Source
-from meshrl.roles import Sampler, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Sampler
 from meshrl.sharding import Array
 from meshrl.weights import Weights
 

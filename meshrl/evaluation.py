@@ -17,7 +17,8 @@ from meshrl.estimates import Estimate, bootstrap, pass_at_k, wilson
 from meshrl.mesh import Mesh
 from meshrl.registry import implementation
 from meshrl.rewards import RewardConfig
-from meshrl.roles import PolicyConfig, Reward, RewardModelConfig, Sampler, SamplerConfig, Sampling
+from meshrl.role_config import PolicyConfig, RewardModelConfig, SamplerConfig, Sampling
+from meshrl.roles import Reward, Sampler
 from meshrl.rollout import rollout
 from meshrl.scripts import find_config
 from meshrl.serve import newest_model, table_of

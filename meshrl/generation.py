@@ -16,7 +16,8 @@ from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
 from meshrl.handle import divided, parts, respawn
 from meshrl.ledger import Ledger
 from meshrl.prompts import Prompts
-from meshrl.roles import Sampler, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Sampler
 from meshrl.schedule import Decision, Script, load_into
 from meshrl.sharding import Rows
 from meshrl.weights import Weights

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.roles import Policy, Reference, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Policy, Reference
 from meshrl.tasks import Row, fill
 
 _READ: Final = ("logprobs", "reference_logprobs", "loss_mask")

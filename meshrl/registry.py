@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
 from meshrl.errors import BackendError
-from meshrl.roles import RoleConfig
+from meshrl.role_config import RoleConfig
 
 R = TypeVar("R")
 

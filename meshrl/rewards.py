@@ -22,7 +22,8 @@ from meshrl.config import nearest
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.imports import import_file, where_raised
-from meshrl.roles import Reward, RoleConfig
+from meshrl.role_config import RoleConfig
+from meshrl.roles import Reward
 from meshrl.sandbox import code_tests
 from meshrl.tasks import Row
 

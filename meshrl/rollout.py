@@ -11,7 +11,8 @@ from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import Swap, sink
 from meshrl.rewards import exact_match
-from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Policy, Sampler
 from meshrl.schedule import load_into
 from meshrl.stream import Rollouts, Score
 from meshrl.weights import Weights

@@ -26,7 +26,8 @@ from meshrl.metrics import Metrics
 from meshrl.position import Position, position
 from meshrl.recorder import Recorder
 from meshrl.registry import implementation
-from meshrl.roles import RoleConfig, Stateful, check_axes
+from meshrl.role_config import RoleConfig, check_axes
+from meshrl.roles import Stateful
 from meshrl.schedule import DIFFERENCE, Schedule, read_schedule, schedule
 
 R = TypeVar("R")

@@ -19,7 +19,8 @@ from meshrl.errors import ConfigError, MeshrlError, ModelError
 from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.mesh import Mesh
 from meshrl.registry import implementation
-from meshrl.roles import NewModel, Policy, PolicyConfig, RoleConfig
+from meshrl.role_config import NewModel, PolicyConfig, RoleConfig
+from meshrl.roles import Policy
 
 _LOOKS: Final = 1.0
 """Seconds between two looks at the run's folder."""

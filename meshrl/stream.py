@@ -32,7 +32,8 @@ from meshrl.handle import parts
 from meshrl.ledger import Late, Ledger
 from meshrl.position import position
 from meshrl.prompts import Prompts
-from meshrl.roles import Sampler, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Sampler
 from meshrl.schedule import Opened, Script, schedule
 from meshrl.table import lengths
 from meshrl.weights import Weights

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from meshrl.errors import ConfigError
-from meshrl.roles import ModelConfig, NewModel, PolicyConfig
+from meshrl.role_config import ModelConfig, NewModel, PolicyConfig
 
 _CHARACTERS_AFTER: Final = ("<pad>", "<eos>")
 """The tokens that a new model's tokenizer has before its characters."""

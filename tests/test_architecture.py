@@ -45,6 +45,7 @@ LAYERS = (
     {
         "weights",
         "remote",
+        "role_config",
         "observation",
         "engines.threads",
         "engines.ray.cluster",

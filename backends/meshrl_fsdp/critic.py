@@ -11,7 +11,8 @@ from meshrl.critic import with_advantages
 from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
-from meshrl.roles import Critic, CriticConfig
+from meshrl.role_config import CriticConfig
+from meshrl.roles import Critic
 from meshrl_fsdp.loading import load_sharded_valued
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.sharded import gathered

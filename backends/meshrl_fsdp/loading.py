@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
-from meshrl.roles import ModelConfig, PolicyConfig, RewardModelConfig
+from meshrl.role_config import ModelConfig, PolicyConfig, RewardModelConfig
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.storage import Shards
 from meshrl_fsdp.world import World

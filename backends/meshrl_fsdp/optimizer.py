@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshrl.roles import OptimizerConfig
+from meshrl.role_config import OptimizerConfig
 from meshrl_fsdp.sharded import Sharded
 from meshrl_fsdp.world import SHARD, TP
 from meshrl_hf.optimizer import Optimizer

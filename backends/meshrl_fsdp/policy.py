@@ -13,7 +13,8 @@ from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
-from meshrl.roles import Policy, PolicyConfig
+from meshrl.role_config import PolicyConfig
+from meshrl.roles import Policy
 from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer

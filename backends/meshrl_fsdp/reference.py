@@ -8,7 +8,8 @@ from torch import Tensor
 from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
-from meshrl.roles import Reference, ReferenceConfig
+from meshrl.role_config import ReferenceConfig
+from meshrl.roles import Reference
 from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded
 from meshrl_fsdp.transfer import take

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch
-from meshrl.roles import Reward, RewardModelConfig
+from meshrl.role_config import RewardModelConfig
+from meshrl.roles import Reward
 from meshrl_fsdp.loading import load_sharded_judge
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrl.errors import ConfigError, ModelError
-from meshrl.roles import OptimizerConfig
+from meshrl.role_config import OptimizerConfig
 
 
 class Optimizer:

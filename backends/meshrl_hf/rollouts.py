@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.ragged import Source
-from meshrl.roles import Sampling
+from meshrl.role_config import Sampling
 from meshrl.sharding import Array
 from meshrl_hf.observations import observed
 from meshrl_hf.packing import runs

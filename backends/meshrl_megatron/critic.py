@@ -8,7 +8,8 @@ from meshrl.critic import with_advantages
 from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
-from meshrl.roles import Critic, CriticConfig
+from meshrl.role_config import CriticConfig
+from meshrl.roles import Critic
 from meshrl_hf.ranks import Spread
 from meshrl_hf.value_head import values
 from meshrl_megatron import training

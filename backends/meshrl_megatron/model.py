@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshrl.actor import Rank
 from meshrl.layout import MegatronConfig
-from meshrl.roles import ModelConfig
+from meshrl.role_config import ModelConfig
 from meshrl_hf.boxes import Box, Boxes
 from meshrl_hf.loading import load, outline
 from meshrl_hf.model import LanguageModel

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.roles import OptimizerConfig
+from meshrl.role_config import OptimizerConfig
 from meshrl_hf.optimizer import learning_rate, not_finite
 from meshrl_megatron.core import (
     DistributedDataParallel,

@@ -5,7 +5,8 @@ import torch
 from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
-from meshrl.roles import Reference, ReferenceConfig
+from meshrl.role_config import ReferenceConfig
+from meshrl.roles import Reference
 from meshrl.weights import Weights
 from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import logprobs

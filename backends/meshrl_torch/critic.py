@@ -11,7 +11,8 @@ from meshrl.data import Batch
 from meshrl.errors import ContractError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
-from meshrl.roles import Critic, CriticConfig
+from meshrl.role_config import CriticConfig
+from meshrl.roles import Critic
 from meshrl_hf import checkpoint, training
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.scoring import one_by_one

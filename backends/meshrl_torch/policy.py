@@ -12,7 +12,8 @@ from meshrl.errors import ContractError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
-from meshrl.roles import Policy, PolicyConfig
+from meshrl.role_config import PolicyConfig
+from meshrl.roles import Policy
 from meshrl.weights import Weights
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded

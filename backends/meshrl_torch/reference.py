@@ -7,7 +7,8 @@ import torch
 from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.ragged import Source
-from meshrl.roles import Reference, ReferenceConfig
+from meshrl.role_config import ReferenceConfig
+from meshrl.roles import Reference
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.scoring import logprobs, one_by_one, predicted

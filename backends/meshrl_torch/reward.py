@@ -4,7 +4,8 @@ import torch
 
 from meshrl.actor import current_rank
 from meshrl.data import Batch
-from meshrl.roles import Reward, RewardModelConfig
+from meshrl.role_config import RewardModelConfig
+from meshrl.roles import Reward
 from meshrl_hf.reward_head import load_reward_model
 from meshrl_hf.scoring import one_by_one
 

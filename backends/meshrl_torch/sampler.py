@@ -11,7 +11,8 @@ from meshrl.actor import current_rank
 from meshrl.calls import Calls
 from meshrl.data import Batch
 from meshrl.errors import ModelError
-from meshrl.roles import Sampler, SamplerConfig, Sampling
+from meshrl.role_config import SamplerConfig, Sampling
+from meshrl.roles import Sampler
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters

@@ -19,7 +19,8 @@ from meshrl.actor import current_rank
 from meshrl.bucket import Entry
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
-from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling
+from meshrl.role_config import NewModel, SamplerConfig, Sampling
+from meshrl.roles import Sampler
 from meshrl.weights import Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of

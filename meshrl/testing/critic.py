@@ -10,7 +10,8 @@ from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged
-from meshrl.roles import Critic, CriticConfig
+from meshrl.role_config import CriticConfig
+from meshrl.roles import Critic
 from meshrl.testing.state import State, read_state
 
 

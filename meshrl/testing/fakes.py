@@ -20,17 +20,8 @@ from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig
-from meshrl.roles import (
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    Reward,
-    RewardModelConfig,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-)
+from meshrl.role_config import PolicyConfig, ReferenceConfig, RewardModelConfig, SamplerConfig, Sampling
+from meshrl.roles import Policy, Reference, Reward, Sampler
 from meshrl.testing.state import State, read_state
 from meshrl.weights import Weights
 

@@ -27,7 +27,7 @@ from meshrl.events import Delivery, Event
 from meshrl.metrics import Metrics
 from meshrl.report.analysis import idleness, overlap
 from meshrl.report.reading import read_events
-from meshrl.roles import RoleConfig, Sampling
+from meshrl.role_config import RoleConfig, Sampling
 from meshrl.run import Run, RunConfig
 from meshrl.scripts import Job
 from meshrl.testing.clock import simulate

@@ -13,7 +13,7 @@ from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
-from meshrl.roles import RoleConfig
+from meshrl.role_config import RoleConfig
 from meshrl.run import Run, RunConfig, Steps
 
 R = TypeVar("R")

@@ -26,7 +26,8 @@ from meshrl.held import Held
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
-from meshrl.roles import Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
+from meshrl.role_config import RoleConfig, Sampling
+from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
 from meshrl.testing.pace import Draws, Pace, Tape
 from meshrl.testing.state import State, read_state
 from meshrl.weights import Weights

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl import Batch, PolicyConfig, ReferenceConfig, RewardConfig, SamplerConfig, Task
 from meshrl.config import validate
-from meshrl.roles import CriticConfig
+from meshrl.role_config import CriticConfig
 from meshrl.scripts import Script, load_script
 from meshrl.testing import (
     FakeCritic,

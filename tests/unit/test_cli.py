@@ -17,7 +17,7 @@ from meshrl import cli
 from meshrl.check import check_model, find_mistakes
 from meshrl.config import Config
 from meshrl.errors import MeshrlError, ModelError, RankFailed
-from meshrl.roles import PolicyConfig, RoleConfig
+from meshrl.role_config import PolicyConfig, RoleConfig
 from meshrl.scripts import about, load_script, shipped, shipped_configs
 
 SCRIPT = '''

@@ -9,7 +9,7 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.ragged import Source
-from meshrl.roles import Sampling
+from meshrl.role_config import Sampling
 from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.samples import (
     ERROR,

@@ -14,7 +14,8 @@ from meshrl.data import Batch
 from meshrl.handle import stop
 from meshrl.losses import ClippedLoss
 from meshrl.ragged import Ragged, Source
-from meshrl.roles import NewModel, Policy, PolicyConfig
+from meshrl.role_config import NewModel, PolicyConfig
+from meshrl.roles import Policy
 from meshrl.sharding import Array
 
 SMALL: Final = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)

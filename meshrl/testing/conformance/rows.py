@@ -8,7 +8,7 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.ragged import Ragged
-from meshrl.roles import Sampling
+from meshrl.role_config import Sampling
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.samples import (
     NEW,

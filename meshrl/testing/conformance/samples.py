@@ -10,7 +10,8 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, RankDied
 from meshrl.handle import respawn
 from meshrl.ragged import Ragged
-from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Policy, Sampler
 from meshrl.sharding import Array
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.material import SAMPLED, SLOTS, Pair

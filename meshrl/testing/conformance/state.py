@@ -13,7 +13,8 @@ from meshrl.errors import ModelError
 from meshrl.losses import ValueLoss
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged
-from meshrl.roles import Policy, Sampling
+from meshrl.role_config import Sampling
+from meshrl.roles import Policy
 from meshrl.testing.conformance.compare import alike, close, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, SMALL, TEXTS, with_returns
 from meshrl.testing.conformance.subject import Check, Trial

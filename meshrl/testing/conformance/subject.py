@@ -18,18 +18,8 @@ from meshrl.handle import stop
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.registry import implementation
-from meshrl.roles import (
-    Critic,
-    CriticConfig,
-    ModelConfig,
-    OptimizerConfig,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    Sampler,
-    SamplerConfig,
-)
+from meshrl.role_config import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SamplerConfig
+from meshrl.roles import Critic, Policy, Reference, Sampler
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
 from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
 from meshrl.testing.witness import PromiseBroken
