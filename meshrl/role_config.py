@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 from types import NoneType
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from meshrl.config import Config
 from meshrl.errors import ConfigError
@@ -101,6 +101,15 @@ class OptimizerConfig(Config):
     """What follows the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
     total_steps: int | None = Field(default=None, gt=0)
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _falls_to_an_end(self) -> Self:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(
+                f'schedule = "{self.schedule}" falls to zero at total_steps, which is not set: set it to the number of '
+                "optimizer steps"
+            )
+        return self
 
 
 class LoraConfig(Config):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from meshrl.errors import ConfigError, ModelError
+from meshrl.errors import ModelError
 from meshrl.role_config import OptimizerConfig
 
 
@@ -23,10 +23,6 @@ class Optimizer:
         norm: Callable[[Sequence[Tensor]], Tensor] = nn.utils.get_total_norm,
     ) -> None:
         """`norm`: of the whole gradient, from the gradients of these parameters, which may be a rank's shards."""
-        if config.schedule != "constant" and config.total_steps is None:
-            raise ConfigError(
-                f'optimizer.schedule = "{config.schedule}" falls to zero at optimizer.total_steps, which is not set'
-            )
         self._config = config
         self._parameters = list(parameters)
         self._norm = norm

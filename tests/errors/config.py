@@ -48,6 +48,10 @@ def schedule_of_half_a_run() -> None:
     _check("", "[run]\ndeterministic = true", "run.resume=true")
 
 
+def schedule_without_an_end() -> None:
+    _check(tables='[policy.optimizer]\nschedule = "linear"')
+
+
 def wrong_type() -> None:
     _check('steps = "400"')
 

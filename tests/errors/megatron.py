@@ -43,6 +43,21 @@ async def virtual_stages_without_a_pipeline() -> None:
     await _spawn(PolicyConfig(backend="megatron", model=model, megatron=MegatronConfig(virtual_stages=2)))
 
 
+def experts_over_dp() -> None:
+    from meshrl.actor import Rank  # noqa: PLC0415 -- with what follows it
+    from meshrl_megatron.world import World  # noqa: PLC0415 -- brings Megatron
+
+    World.of(Rank(0, 3, {"dp": 0}, {"dp": 3}), 1, 2)
+
+
+def experts_of_a_model_without() -> None:
+    from meshrl_hf.loading import load  # noqa: PLC0415 -- brings torch
+    from meshrl_megatron.shape import Decoder  # noqa: PLC0415 -- brings Megatron
+
+    config = load(PolicyConfig(model=TINY)).network.config
+    Decoder.of(config, valued=False).check({**ALONE, "dp": 2}, MegatronConfig(experts=2))
+
+
 async def architecture_that_megatron_does_not_know() -> None:
     async with Run(RunConfig()) as run:
         await (await run.spawn(Policy, PolicyConfig(model=TINY))).save("tiny")
