@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Final, NamedTuple, cast
@@ -195,7 +195,7 @@ def build(
     with quiet():
         told = shape.configuration(world.grid.sizes, dtype, layout, recompute=recompute)
         stages = _stages(source, shape, told, world, layout.virtual_stages, valued)
-    unused = (lambda: source.named([_LM_HEAD])) if valued and not _is_tied(source) else dict
+    unused = source.later(_LM_HEAD) if valued and not _is_tied(source) else dict
     model = Model(source.words, shape, told, world, stages, unused)
     world.agree(lambda: _fill(model, source, config))
     return model
@@ -217,19 +217,23 @@ class _Source(NamedTuple):
         if found:
             return cls(found.model, _rotary(found.model), None, found.folder)
         words = load(whole)
-        tensors = {name: tensor.clone() for name, tensor in words.tensors().items()}
+        tensors = dict(words.tensors())
         rotary = _rotary(words)
         nn.Module.to(words.network, "meta")
         return cls(words, rotary, tensors, None)
 
-    def named(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Some of the tensors, whole."""
+    def later(self, name: str) -> Callable[[], Mapping[str, Tensor]]:
+        """What gives one of the tensors, whole, and keeps no other: a file is read then, and not before."""
         if self.tensors is not None:
-            return {name: self.tensors[name] for name in names}
-        files = Boxes(cast("Path", self.files))
-        made = {name: torch.empty(files.sizes[name]) for name in names}
-        files.read([Box(name, tuple(each.shape), (0,) * each.dim(), each) for name, each in made.items()])
-        return made
+            return partial(dict, {name: self.tensors[name]})
+        return partial(_read, cast("Path", self.files), name)
+
+
+def _read(folder: Path, name: str) -> Mapping[str, Tensor]:
+    files = Boxes(folder)
+    whole = torch.empty(files.sizes[name])
+    files.read([Box(name, tuple(whole.shape), (0,) * whole.dim(), whole)])
+    return {name: whole}
 
 
 def _rotary(words: LanguageModel) -> nn.Module:
