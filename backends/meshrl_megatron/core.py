@@ -61,6 +61,7 @@ def quiet() -> Generator[None]:
 
 
 with quiet():
+    from megatron.core import optimizer as _optimizers
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -131,6 +132,8 @@ __all__ = [
     "set_tensor_model_parallel_attributes",
 ]
 
+# AdamW is torch's, also where Transformer Engine or Apex have one: checkpoints know where it counts its steps.
+_optimizers.USING_PYTORCH_OPTIMIZER = True
 # Dropout is 0 here, so random numbers need no state for each part of the model.
 initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 parallel_state._set_global_memory_buffer()  # noqa: SLF001 -- scratch memory, which parallel layers take from there
