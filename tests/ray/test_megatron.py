@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed import ProcessGroup
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshrl import (
     Actor,
@@ -32,6 +32,7 @@ from meshrl import (
     Resources,
     ValueLoss,
     endpoint,
+    stop,
 )
 from meshrl.engines.ray import RayEngine
 from meshrl_hf.text import character_tokenizer
@@ -160,6 +161,79 @@ async def test_four_layouts_in_the_same_processes_compute_what_one_rank_does(eng
     for policy in policies[:2]:
         await same_weights(policy, policies[2], 1e-5)
     assert (await (await four.spawn(Witness)).groups()).tolist() == [0] * 4
+
+
+SHAPES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+}
+"""Models of four layers by their type; all but the mixture have tied embeddings."""
+LAYOUTS: list[tuple[str, dict[str, int], dict[str, object]]] = [
+    ("llama", {"dp": 2, "pp": 2}, {"virtual_stages": 2}),
+    ("llama", {"dp": 1, "pp": 4}, {}),
+    ("llama", {"dp": 2, "cp": 2}, {}),
+    ("qwen2", {"tp": 2, "dp": 2}, {}),
+    ("qwen3", {"dp": 2, "tp": 2}, {"sequence_parallel": False}),
+    ("qwen3", {"dp": 1, "pp": 2, "cp": 2}, {}),
+    ("qwen3", {"dp": 1, "cp": 2, "tp": 2}, {}),
+    ("qwen3_moe", {"dp": 2, "cp": 2}, {"experts": 2}),
+    ("qwen3_moe", {"dp": 2, "pp": 2}, {"experts": 2, "virtual_stages": 2}),
+]
+"""Layouts of four ranks, each with what it may go wrong with: tied embeddings, norms of queries and keys, experts."""
+
+
+def of_type(kind: str, folder: Path) -> str:
+    """A model with random norms and biases, so that a gradient that is not summed over ranks is seen."""
+    torch.manual_seed(0)
+    options = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 48,
+        "tie_word_embeddings": kind != "qwen3_moe",
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "initializer_range": 0.2,
+        **SHAPES[kind],
+    }
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    network.save_pretrained(folder)
+    character_tokenizer("abcdefgh>", 48).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_each_type_of_model_in_layouts_of_four_ranks_computes_what_one_rank_does(
+    engine: RayEngine, tmp_path: Path
+) -> None:
+    four = await reserved(engine, 4)
+    for kind in SHAPES:
+        folder = of_type(kind, tmp_path / kind)
+        plain = TorchPolicy(policy_of(folder))
+        expected = [await plain.update(rollouts(seed=seed), ClippedLoss()) for seed in range(2)]
+        for axes, layout in [(axes, layout) for each, axes, layout in LAYOUTS if each == kind]:
+            policy = await four.shape(**axes).spawn(MegatronPolicy, policy_of(folder, megatron=layout))
+            for seed in range(2):
+                same(await policy.update(rollouts(seed=seed), ClippedLoss()), expected[seed], 1e-5)
+            await same_weights(policy, plain, 1e-5)
+            await stop(policy)
+
+    # In bfloat16 as near as its 8 bits let it be, in each element and in sums over ranks.
+    config = policy_of(str(tmp_path / "llama"), dtype="bfloat16")
+    halves, plain = await four.shape(dp=2, tp=2).spawn(MegatronPolicy, config), TorchPolicy(config)
+    found, one = [(await each.update(rollouts(), ClippedLoss())).means() for each in (halves, plain)]
+    assert found["loss"] == pytest.approx(one["loss"], abs=0.02)
+    assert found["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
 
 
 async def test_what_two_ranks_wrote_that_split_matrices_a_pipeline_reads(
