@@ -6,15 +6,15 @@ from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
 from meshrl.role_config import ModelConfig, PolicyConfig, RewardModelConfig
+from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard
-from meshrl_fsdp.storage import Shards
 from meshrl_fsdp.world import World
+from meshrl_hf.boxes import Boxes
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load, outline
 from meshrl_hf.lora import adapt, own_name
 from meshrl_hf.model import LanguageModel, check_packing
@@ -101,20 +101,16 @@ def _fill(sharded: Sharded, folder: Path, device: torch.device) -> None:
     """Give the parameters their values: each rank reads its shards alone."""
     root = sharded.root
     real = {name: each for name, each in root.named_parameters() if not each.is_meta}
-    kept = {name: _local(each).clone() for name, each in {**real, **dict(root.named_buffers())}.items()}
+    kept = {name: local(each).clone() for name, each in {**real, **dict(root.named_buffers())}.items()}
     root.to_empty(device=device)
     with torch.no_grad():
         for name, each in [*root.named_parameters(), *root.named_buffers()]:
             if name in kept:
-                _local(each).copy_(kept[name])
-    absent = {name: each.detach() for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in kept}
-    Shards(folder).read({own_name(name): each for name, each in absent.items()})
+                local(each).copy_(kept[name])
+    absent = {name: each for name, each in sharded.parameters.items() if f"{_NETWORK}{name}" not in kept}
+    Boxes(folder).read(box for name, each in absent.items() for box in rectangle(own_name(name), each, local(each)))
 
 
 def _checked(model: LanguageModel) -> Tensor:
     check_packing(model)
     return torch.zeros(())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,20 +1,18 @@
 """The optimizer of a rank: over its own shards, with the norm of the whole gradient."""
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshrl.role_config import OptimizerConfig
+from meshrl_fsdp.parts import is_split, local
 from meshrl_fsdp.sharded import Sharded
 from meshrl_fsdp.world import SHARD, TP
 from meshrl_hf.optimizer import Optimizer
-
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each element."""
+from meshrl_hf.spread_state import MOMENTS
 
 
 class ShardedOptimizer(Optimizer):
@@ -22,19 +20,19 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, config: OptimizerConfig, sharded: Sharded, parameters: Sequence[nn.Parameter]) -> None:
         self._sharded: Final = sharded
-        self._spread: Final = [cast("DTensor", parameter) for parameter in parameters]
-        self.shards: Final = [nn.Parameter(_local(parameter)) for parameter in self._spread]
-        self._is_split: Final = [_is_split(each) for each in self._spread]
+        self._spread: Final = parameters
+        self.shards: Final = [nn.Parameter(local(parameter)) for parameter in self._spread]
+        self._is_split: Final = [is_split(each) for each in self._spread]
         super().__init__(config, self.shards, self._total_norm)
 
     def step(self) -> float:
         """As the base's, on all ranks at the same time."""
         for parameter in self._sharded.partial:
             if parameter.grad is not None:  # a view of the gradient, which is summed in place
-                dist.all_reduce(_local(parameter.grad), group=self._sharded.world.tensors.get_group())
+                dist.all_reduce(local(parameter.grad), group=self._sharded.world.tensors.get_group())
         for shard, spread in zip(self.shards, self._spread, strict=True):
             gradient = spread.grad
-            shard.grad = None if gradient is None else _local(gradient)
+            shard.grad = None if gradient is None else local(gradient)
         return super().step()
 
     def forget(self) -> None:
@@ -71,13 +69,3 @@ class ShardedOptimizer(Optimizer):
         total = own + apart
         dist.all_reduce(total, group=mesh[SHARD].get_group())
         return total.sqrt().float()
-
-
-def _is_split(parameter: DTensor) -> bool:
-    """Whether each rank along `tp` has another part of it; a bias may be whole on all."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return any(name == TP and kind.is_shard() for name, kind in zip(names, parameter.placements, strict=True))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast("DTensor", tensor.detach()).to_local() if isinstance(tensor, DTensor) else tensor.detach()

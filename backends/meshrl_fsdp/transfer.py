@@ -1,25 +1,14 @@
 """Whole weights into a model that is spread over the ranks."""
 
-from collections.abc import Sequence
-from typing import Protocol, cast
-
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from meshrl.sharding import Array
 from meshrl.weights import Weights
+from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded
 from meshrl_hf.transfer import Form, check_weights, copy_into
-
-
-class _Chunked(Protocol):
-    """What torch.distributed.checkpoint asks of a tensor that is spread over ranks."""
-
-    def __create_chunk_list__(self) -> Sequence[ChunkStorageMetadata]:
-        """Where this rank's part lies in the whole."""
-        ...
 
 
 def take(sharded: Sharded, weights: Weights, dtype: str) -> None:
@@ -33,15 +22,12 @@ def take(sharded: Sharded, weights: Weights, dtype: str) -> None:
     sharded.world.agree(lambda: check_weights(forms, weights))
     with torch.no_grad():
         for name, tensor in own.items():
-            _copy(tensor.detach(), weights.tensors[name])
+            _copy(tensor, weights.tensors[name])
 
 
 def _copy(tensor: Tensor, whole: Array) -> None:
     if not isinstance(tensor, DTensor):
-        copy_into(tensor, whole)
+        copy_into(tensor.detach(), whole)
         return
-    local = tensor.to_local()
-    if local.numel():
-        (chunk,) = cast("_Chunked", tensor).__create_chunk_list__()
-        spans = zip(chunk.offsets, chunk.sizes, strict=True)
-        copy_into(local, whole[tuple(slice(start, start + size) for start, size in spans)])
+    for box in rectangle("", tensor, local(tensor)):
+        copy_into(box.tensor, whole[tuple(slice(start, end) for start, end in box.ranges)])

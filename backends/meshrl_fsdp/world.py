@@ -23,8 +23,6 @@ class World(Ranks):
     """The ranks of a mesh as FSDP sees them: `replicate x shard x tp`; the first two are the mesh's axis `dp`."""
 
     mesh: DeviceMesh
-    host: DeviceMesh
-    """The same ranks, for tensors in the host's memory."""
     device: torch.device
 
     @classmethod
@@ -46,10 +44,10 @@ class World(Ranks):
         order = [list(rank.shape).index(axis) for axis in ("dp", "tp") if axis in rank.shape]
         others = [index for index in range(numbers.dim()) if index not in order]
         grid = numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
-        meshes = {kind: DeviceMesh(kind, grid, mesh_dim_names=(REPLICATE, SHARD, TP)) for kind in ("cpu", device.type)}
-        here = meshes["cpu"].get_coordinate() or (0, 0, 0)
+        mesh = DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP))
+        here = mesh.get_coordinate() or (0, 0, 0)
         place = tuple(here[:2])  # ranks along tp have the same rows
-        return cls(dp, place, meshes[device.type], meshes["cpu"], device)
+        return cls(dp, place, mesh, device)
 
     @property
     def sharding(self) -> DeviceMesh:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshrl.role_config import OptimizerConfig
 from meshrl_hf.optimizer import learning_rate, not_finite
+from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -22,7 +23,6 @@ from meshrl_megatron.core import (
 from meshrl_megatron.core import OptimizerConfig as MegatronOptimizerConfig
 from meshrl_megatron.model import Model
 from meshrl_megatron.naming import Piece
-from meshrl_megatron.state import MOMENTS
 
 
 class Trained:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged
 from meshrl.actor import Rank, rank_context
+from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.policy import MegatronPolicy
-from meshrl_megatron.state import MOMENTS
 
 pytestmark = pytest.mark.megatron
 

@@ -18,8 +18,10 @@ from meshrl.actor import Rank, rank_context
 from meshrl.errors import ModelError
 from meshrl_fsdp.critic import FsdpCritic
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf.ranks import Ranks
+from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.naming import Piece, Place, Shape, pieces
-from meshrl_megatron.state import MOMENTS, State
+from meshrl_megatron.state import State
 
 T = TypeVar("T")
 SHAPE: Final = Shape(hidden=16, heads=4, groups=4, head_dim=4, ffn=24, vocabulary=11, tied=True)
@@ -111,20 +113,25 @@ def part_of(whole: Tensor, piece: Piece, like: Tensor) -> Tensor:
     return whole
 
 
-class Pretended:
+@dataclass(frozen=True)
+class Pretended(Ranks):
     """Ranks that are threads."""
 
-    def __init__(self, number: int, outcomes: list[object], meeting: Barrier) -> None:
-        self.number, self._outcomes, self._meeting = number, outcomes, meeting
+    outcomes: list[object]
+    meeting: Barrier
+
+    @property
+    def number(self) -> int:
+        return self.place[0]
 
     def agree(self, work: Callable[[], T]) -> list[T]:
         try:
-            self._outcomes[self.number] = work()
+            self.outcomes[self.number] = work()
         except ModelError as error:
-            self._outcomes[self.number] = error
-        self._meeting.wait(20)
-        outcomes = list(self._outcomes)
-        self._meeting.wait(20)
+            self.outcomes[self.number] = error
+        self.meeting.wait(20)
+        outcomes = list(self.outcomes)
+        self.meeting.wait(20)
         for each in outcomes:
             if isinstance(each, ModelError):
                 raise each
@@ -145,7 +152,7 @@ def together(ranks: list[Held], work: Callable[[State], None], role: str = "poli
     meeting = Barrier(len(ranks))
 
     def run(number: int) -> None:
-        work(State(role, ranks[number], Pretended(number, outcomes, meeting), body))
+        work(State(role, ranks[number], Pretended(len(ranks), (number,), outcomes, meeting), body))
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(run, range(len(ranks))))

@@ -124,11 +124,11 @@ async def test_after_a_death_the_ranks_meet_again_and_go_on_from_a_checkpoint(tw
     assert (await policy.update(rollouts(seed=1), ClippedLoss())).means() == wanted
 
 
-@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 1, "tp": 2}], ids=str)
+@pytest.mark.parametrize(("shape", "replicate"), [({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 1, "tp": 2}, 1)], ids=str)
 async def test_a_checkpoint_of_two_ranks_is_read_by_one_and_back(
-    two: Mesh, tmp_path: Path, shape: dict[str, int]
+    two: Mesh, tmp_path: Path, shape: dict[str, int], replicate: int
 ) -> None:
-    policy = await spawn(two.shape(**shape))
+    policy = await spawn(two.shape(**shape), fsdp=FsdpConfig(replicate=replicate))
     await policy.update(rollouts(), ClippedLoss())
     await policy.checkpoint(str(tmp_path / "two"))
     engine = LocalEngine()
@@ -212,7 +212,7 @@ async def test_a_checkpoint_without_the_file_of_a_rank_is_not_whole(two: Mesh, t
     await policy.update(rollouts(), ClippedLoss())
     await policy.checkpoint(str(tmp_path / "state"))
     next((tmp_path / "state").glob("shard-00001*")).unlink()
-    with pytest.raises(RankFailed, match="lacks a part of"):
+    with pytest.raises(RankFailed, match="has the files of 1 ranks and not of 2"):
         await policy.restore(str(tmp_path / "state"))
 
 

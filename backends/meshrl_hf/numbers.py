@@ -1,0 +1,51 @@
+"""The small file beside a model's tensors in a checkpoint, which says whose they are."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+from safetensors import SafetensorError
+
+from meshrl.errors import ModelError
+
+T = TypeVar("T")
+REMEDY: Final = "go on with the configuration that the checkpoint was written with, or start a run of another name"
+REMOVE: Final = "Remove the checkpoint that it belongs to, to go on from the one before"
+_FILE: Final = "state.json"
+
+
+class Numbers(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is said of a model in training beside its tensors."""
+
+    role: str
+    steps: int
+    """Of the optimizer."""
+    files: int | None = None
+    """Of tensors, where ranks write one each. A checkpoint of a single rank does not say it, nor did older ones."""
+
+    def write(self, folder: Path) -> None:
+        """Write the file."""
+        (folder / _FILE).write_bytes(msgspec.json.encode(self))
+
+
+def opened(folder: Path, role: str, read: Callable[[], T]) -> tuple[Numbers, T]:
+    """The numbers of a folder, and what `read` finds there; ModelError where one fails, or they are of another role."""
+    try:
+        numbers = msgspec.json.decode((folder / _FILE).read_bytes(), type=Numbers)
+        found = read()
+    except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{folder} cannot be read as the state of a {role}: {type(error).__name__}: {error}. {REMOVE}"
+        ) from error
+    if numbers.role != role:
+        raise ModelError(f"{folder} is the state of a {numbers.role}, not of a {role}; {REMEDY}")
+    return numbers, found
+
+
+def another(folder: Path, role: str, name: str, there: str, here: str) -> ModelError:
+    """The error of a tensor, `KIND/NAME`, that is told otherwise there than here."""
+    return ModelError(
+        f"{folder} is the state of another {role}: `{name.partition('/')[2]}` is {there} there and {here} here; "
+        f"{REMEDY}"
+    )

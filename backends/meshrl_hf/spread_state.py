@@ -1,0 +1,119 @@
+"""What a checkpoint keeps of a model that is spread over ranks: each writes its parts under Hugging Face names.
+
+So a checkpoint of any layout of ranks is read by any other, also by that of another backend.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from meshrl.errors import ModelError
+from meshrl_hf.boxes import Box, Boxes, write_boxes
+from meshrl_hf.numbers import REMOVE, Numbers, another, opened
+from meshrl_hf.ranks import Ranks
+from meshrl_hf.writing import Writing
+
+MODEL: Final = "model"
+"""The kind of what is trained, where MOMENTS are the others: `KIND/NAME` is a tensor's name in files."""
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each element."""
+
+
+class SpreadState(ABC):
+    """A model in training. What `write` keeps, `read` puts back, to the bit, also in another layout of ranks."""
+
+    def __init__(self, role: str, ranks: Ranks) -> None:
+        """`role`: whose state it is, for messages."""
+        self._role, self._ranks = role, ranks
+        self._writing = Writing()
+
+    def write(self, folder: str, wait: bool) -> None:
+        """Write a file for each rank, and one of numbers. All ranks do it at once.
+
+        With `wait = False` it returns when the state is copied, and a thread writes the copy: `written` tells the end.
+        """
+        path = Path(folder)
+        self._ranks.agree(lambda: path.mkdir(parents=True, exist_ok=True))
+        self._writing.settle()
+        boxes = list(self._held(_kinds(self._steps), copied=not wait))
+        files = sum(self._ranks.agree(lambda: bool(boxes)))
+        work = partial(self._write, path, boxes, Numbers(self._role, self._steps, files))
+        if wait:
+            self._ranks.agree(work)
+        else:
+            self._writing.begin(work)
+
+    async def written(self) -> None:
+        """Wait until this rank's last copy is written. Raises what went wrong."""
+        await self._writing.written()
+
+    def read(self, folder: str) -> None:
+        """Take what `write` wrote; ModelError, and nothing taken, where it is of another role or model.
+
+        ModelError too where a file cannot be read to its end: then part of it is taken.
+        """
+        sizes = {name: size for each in self._ranks.agree(self._sizes) for name, size in each.items()}
+        found: list[tuple[Numbers, Boxes]] = []
+        self._ranks.agree(lambda: found.append(self._open(Path(folder), sizes)))
+        numbers, boxes = found[0]
+        self._begin(numbers.steps)
+        try:
+            self._ranks.agree(lambda: self._take(boxes, _kinds(numbers.steps)))
+        except ModelError as error:
+            raise ModelError(
+                f"{error}. The {self._role} has taken a part of it, and is of no use now: restore it again, or spawn "
+                "it anew"
+            ) from error
+
+    @property
+    @abstractmethod
+    def _steps(self) -> int:
+        """Optimizer steps so far."""
+
+    @abstractmethod
+    def _sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole tensors that this rank has a part of, by their names in files without the kind."""
+
+    @abstractmethod
+    def _held(self, kinds: Sequence[str], *, copied: bool) -> Iterable[Box]:
+        """What this rank writes, in the host's memory; all ranks together tell each element once."""
+
+    @abstractmethod
+    def _begin(self, steps: int) -> None:
+        """Go on after this many steps, with moments that are taken next; after 0 there are none."""
+
+    @abstractmethod
+    def _take(self, boxes: Boxes, kinds: Sequence[str]) -> None:
+        """Read this rank's parts."""
+
+    def _write(self, folder: Path, boxes: Sequence[Box], numbers: Numbers) -> None:
+        write_boxes(folder / f"shard-{self._ranks.number + 1:05}-model-00001-of-00001.safetensors", boxes)
+        if self._ranks.number == 0:
+            numbers.write(folder)
+
+    def _open(self, path: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Numbers, Boxes]:
+        numbers, boxes = opened(path, self._role, lambda: Boxes(path))
+        if numbers.files not in (None, len(boxes.files)):
+            raise ModelError(f"{path} has the files of {len(boxes.files)} ranks and not of {numbers.files}. {REMOVE}")
+        for name in boxes.sizes:
+            if boxes.missing(name) or boxes.overlaps(name):
+                raise ModelError(
+                    f"{path} lacks a part of `{name.partition('/')[2]}`, or has it twice: a rank's file is missing or "
+                    f"left over from another layout. {REMOVE}"
+                )
+        here = {f"{kind}/{name}": size for kind in _kinds(numbers.steps) for name, size in sizes.items()}
+        for name in sorted(boxes.sizes.keys() | here.keys()):
+            if boxes.sizes.get(name) != here.get(name):
+                there, own = (_told(each.get(name)) for each in (boxes.sizes, here))
+                raise another(path, self._role, name, there, own)
+        return numbers, boxes
+
+
+def _kinds(steps: int) -> tuple[str, ...]:
+    return (MODEL, *(MOMENTS if steps else ()))
+
+
+def _told(size: tuple[int, ...] | None) -> str:
+    return "missing" if size is None else str(list(size))
