@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
-from meshrl import log
+from meshrl import log, verifiers
 from meshrl.actor import Actor, endpoint
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
@@ -51,8 +51,8 @@ class EnvironmentConfig(RoleConfig):
 
     backend: str = "function"
     source: str
-    """`retry` (`environment.Retry`), `file.py:Class`, `package.module:Class`, or `reward:NAME`: one turn, judged by
-    the reward function NAME."""
+    """`retry` (`environment.Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
+    reward function NAME, or `verifiers:ENV_ID`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Keywords that each instance is made with."""
     turns: int = Field(default=8, gt=0)
@@ -221,10 +221,12 @@ _SHIPPED: Mapping[str, type[Game]] = {"retry": Retry}
 def load_environment(config: EnvironmentConfig) -> Callable[[], Game]:
     """What makes the instances of `config.source`; ConfigError where it names no class with `reset` and `step`."""
     kind, _, name = config.source.partition(":")
+    if kind == verifiers.NAME:
+        return verifiers.load_episodes(name, config.options, config.turns)
     if kind == "reward":
         function = load_function(name)
         return lambda: _OneTurn(function)
-    shipped = (*_SHIPPED, "reward:NAME")
+    shipped = (*_SHIPPED, "reward:NAME", f"{verifiers.NAME}:ENV_ID")
     found = _SHIPPED.get(config.source) or load_name("environment", config.source, shipped, inspect.isclass)
     if not inspect.isclass(found):
         raise ConfigError(f"environment {config.source!r}: is {found!r}, not a class")

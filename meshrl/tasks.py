@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
+from meshrl import verifiers
 from meshrl.config import Config, nearest
 from meshrl.data import Batch
 from meshrl.errors import DataError
@@ -26,9 +27,11 @@ class TaskConfig(Config):
     """Rows of data, and the templates that make a prompt and an answer of each."""
 
     source: str
-    """`reasoning_gym:NAME`, or a .jsonl or .parquet file (from the folder where the command runs)."""
+    """`reasoning_gym:NAME`, `verifiers:ENV_ID`, or a .jsonl or .parquet file (from the folder where the command
+    runs)."""
     options: Mapping[str, JsonValue] = Field(default={})
-    """reasoning_gym only: its own, such as `size` (here 10,000 unless told), `seed` (0) and the dataset's."""
+    """Of reasoning_gym: its own, such as `size` (here 10,000 unless told), `seed` (0) and the dataset's. Of verifiers:
+    what the environment is loaded with."""
     prompt: str = "{question}"
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"
@@ -170,12 +173,17 @@ def _read(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Ro
     source, _, name = config.source.partition(":")
     if source == "reasoning_gym":
         return _reasoning_gym(name, config.options, rows)
+    if source == verifiers.NAME:
+        found = enumerate(verifiers.rows(name, config.options, rows))
+        return _some(((f"{config.source}, row {number}", row) for number, row in found), config.source)
     path = Path(config.source)
     readers = {".jsonl": _json_lines, ".parquet": _parquet}
     if path.suffix not in readers:
-        raise DataError(f"task source {config.source!r}: must be reasoning_gym:NAME, FILE.jsonl or FILE.parquet")
+        raise DataError(
+            f"task source {config.source!r}: must be reasoning_gym:NAME, verifiers:ENV_ID, FILE.jsonl or FILE.parquet"
+        )
     if config.options:
-        raise DataError(f"task source {config.source!r}: a file takes no options; they are reasoning_gym's")
+        raise DataError(f"task source {config.source!r}: a file takes no options; reasoning_gym and verifiers do")
     if not path.is_file():
         raise DataError(f"task source {config.source!r}: there is no file {path.resolve()}")
     return _some(readers[path.suffix](path), config.source)

@@ -28,6 +28,7 @@ LAYERS = (
         "report.analysis",
         "engines.ray.pickle",
         "shared_memory",
+        "verifiers",
     },
     {
         "bucket",

@@ -1,6 +1,9 @@
 """Mistakes in an environment, and in rewards that are several or run code."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 
@@ -77,6 +80,18 @@ def environment_without_methods() -> None:
 
 def environment_of_other_options() -> None:
     _environment("games.py:Guess", most=9)
+
+
+def verifiers_missing() -> None:
+    with patch.dict(sys.modules, {"verifiers": None}):
+        _environment("verifiers:wordle")
+
+
+def verifiers_of_another_version() -> None:
+    other = ModuleType("verifiers")
+    vars(other)["__version__"] = "0.4.0"
+    with patch.dict(sys.modules, {"verifiers": other}):
+        _environment("verifiers:wordle")
 
 
 def template_without_the_observation() -> None:

@@ -177,7 +177,7 @@ def test_a_file_of_bad_rows(tmp_path: Path, text: str, message: str) -> None:
     ("source", "options", "message"),
     [
         ("missing.jsonl", {}, r"there is no file /.*missing\.jsonl"),
-        ("data.csv", {}, r"must be reasoning_gym:NAME, FILE\.jsonl or FILE\.parquet"),
+        ("data.csv", {}, r"must be reasoning_gym:NAME, verifiers:ENV_ID, FILE\.jsonl or FILE\.parquet"),
         ("missing.jsonl", {"size": 3}, "a file takes no options"),
         ("reasoning_gym:spel_backward", {}, "no dataset of this name .*did you mean 'spell_backward'"),
         ("reasoning_gym:zzzzzzzz", {}, "no dataset of this name among its"),
