@@ -23,6 +23,7 @@ from meshrl import (
     Task,
     TaskConfig,
     evaluate,
+    evaluate_during,
     group_advantages,
     has_signal,
     overlong_penalty,
@@ -60,6 +61,7 @@ async def dapo(run: Run, config: DapoConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     drawn = rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=has_signal)
     async with drawn as stream:

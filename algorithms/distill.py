@@ -21,6 +21,7 @@ from meshrl import (
     TeacherConfig,
     check_teacher,
     evaluate,
+    evaluate_during,
     publish,
     rollouts,
 )
@@ -50,6 +51,7 @@ async def distill(run: Run, config: DistillConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead) as stream:
         async for _ in run.steps(config.steps):

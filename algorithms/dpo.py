@@ -21,6 +21,7 @@ from meshrl import (
     TaskConfig,
     answer_pairs,
     evaluate,
+    evaluate_during,
     pair_metrics,
     publish,
     rejected_answers,
@@ -52,6 +53,7 @@ async def dpo(run: Run, config: DpoConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, policy=policy)
     rows = task.batches(config.rows, run.seed)
     async for _ in run.steps(config.steps):
         batch = next(rows)

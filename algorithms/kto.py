@@ -22,6 +22,7 @@ from meshrl import (
     Task,
     TaskConfig,
     evaluate,
+    evaluate_during,
     labelled,
     mismatched_kl,
     publish,
@@ -53,6 +54,7 @@ async def kto(run: Run, config: KtoConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, held_out, config.sampling, policy=policy)
     rows = task.batches(config.rows, run.seed)
     async for _ in run.steps(config.steps):
         batch = await policy.encode(labelled(next(rows), config.label))

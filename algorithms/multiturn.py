@@ -22,6 +22,7 @@ from meshrl import (
     Sampling,
     Task,
     TaskConfig,
+    evaluate_during,
     group_advantages,
     publish,
     rollout,
@@ -61,6 +62,7 @@ async def multiturn(run: Run, config: MultiturnConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", play)
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead) as stream:
         async for _ in run.steps(config.steps):

@@ -24,6 +24,7 @@ from meshrl import (
     TaskConfig,
     best_and_worst,
     evaluate,
+    evaluate_during,
     pair_metrics,
     publish,
     rollouts,
@@ -55,6 +56,7 @@ async def online_dpo(run: Run, config: OnlineDpoConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
         async for _ in run.steps(config.steps):

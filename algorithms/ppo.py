@@ -30,6 +30,7 @@ from meshrl import (
     TaskConfig,
     ValueLoss,
     evaluate,
+    evaluate_during,
     explained_variance,
     minibatches,
     publish,
@@ -69,14 +70,14 @@ async def ppo(run: Run, config: PpoConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
         async for step in run.steps(config.steps):
             batch = await policy.logprobs(await anext(stream))  # before any update: the policy that the clip is around
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await critic.advantages(batch, config.gae)
-            batch = await batch.load("advantages", "loss_mask")  # of minibatches and whiten
+            batch = await (await critic.advantages(batch, config.gae)).load("advantages", "loss_mask")  # which are read
             if config.whiten:
                 batch = batch.assign(advantages=whiten(batch.ragged("advantages"), batch.loss_mask))
             updates: list[tuple[Metrics, Metrics]] = []

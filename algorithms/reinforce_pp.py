@@ -23,6 +23,7 @@ from meshrl import (
     Task,
     TaskConfig,
     evaluate,
+    evaluate_during,
     publish,
     rewards_to_go,
     rollouts,
@@ -56,6 +57,7 @@ async def reinforce_pp(run: Run, config: ReinforcePpConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
         async for _ in run.steps(config.steps):

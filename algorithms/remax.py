@@ -26,6 +26,7 @@ from meshrl import (
     Task,
     TaskConfig,
     evaluate,
+    evaluate_during,
     greedy_baseline,
     publish,
     rollouts,
@@ -59,6 +60,7 @@ async def remax(run: Run, config: RemaxConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=score) as stream:
         async for _ in run.steps(config.steps):

@@ -15,6 +15,7 @@ from meshrl import (
     Task,
     TaskConfig,
     evaluate,
+    evaluate_during,
     publish,
 )
 
@@ -37,6 +38,7 @@ async def sft(run: Run, config: SftConfig) -> None:
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, policy=policy)
     rows = task.batches(config.rows, run.seed)
     async for _ in run.steps(config.steps):
         batch = next(rows)

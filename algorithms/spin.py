@@ -21,6 +21,7 @@ from meshrl import (
     TaskConfig,
     answer_pairs,
     evaluate,
+    evaluate_during,
     pair_metrics,
     publish,
     rollout,
@@ -51,6 +52,7 @@ async def spin(run: Run, config: SpinConfig) -> None:
 
     await reference.load(await publish(policy, sampler))
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, sampling))
+    evaluate_during(run, config.evaluation, sampler, task.held_out, sampling)
     rows = task.batches(config.rows, run.seed)
     async for step in run.steps(config.steps):
         if step and step % config.iteration == 0:

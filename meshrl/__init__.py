@@ -32,6 +32,7 @@ from meshrl.errors import (
     ReplicasDisagree,
 )
 from meshrl.handle import at, each, ranks, respawn, stop
+from meshrl.judging import evaluate_during
 from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.losses.correction import Correction, effective_sample_size
 from meshrl.losses.distillation import ReverseKl
@@ -63,6 +64,7 @@ from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.role_config import (
     AlgorithmConfig,
     CriticConfig,
+    EvaluationConfig,
     GroupSampling,
     LoraConfig,
     ModelConfig,
@@ -111,6 +113,7 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episodes",
+    "EvaluationConfig",
     "FsdpConfig",
     "Gae",
     "Gather",
@@ -178,6 +181,7 @@ __all__ = [
     "effective_sample_size",
     "endpoint",
     "evaluate",
+    "evaluate_during",
     "explained_variance",
     "gae",
     "greedy_baseline",

@@ -2,7 +2,7 @@
 
 What every sampler needs, whatever it decodes with:
 
-    async with self._calls.begin() as call:
+    async with self._calls.begin(sampling.beside) as call:
         while rows_are_left and await call.step():
             ...                                     # one decode step, without a pause
 
@@ -29,12 +29,12 @@ class Call:
     def __init__(self, calls: "Calls", number: int) -> None:
         self._calls = calls
         self.number = number
-        """How many calls came to this rank before it."""
+        """How many calls came to this rank before it. Below 0: one beside training, which has no place in a record."""
         self.turn = -1
         """How many calls began between the last load of weights and this one; -1 before it begins.
 
         What random numbers hang on, together with the version: they are then the same in a run that goes on from a
-        checkpoint, in which calls are counted anew.
+        checkpoint, in which calls are counted anew. Calls beside training count among themselves: -1, -2, ...
         """
         self.steps = -1
         """Decode steps that it has made; -1 before it begins."""
@@ -59,7 +59,7 @@ class Call:
 
     def may_go_on(self) -> bool:
         """Whether no load or abort has to come before the next step, or the beginning."""
-        return self.aborted or not self._calls.holds(self)
+        return self.aborted or self.number < 0 or not self._calls.holds(self)
 
 
 class Calls:
@@ -75,6 +75,8 @@ class Calls:
         self._begun_at_load = 0
         """How many had begun when weights came last."""
         self._running: dict[int, Call] = {}
+        self._beside = 0
+        """How many began beside training since weights came last."""
         self._interruptions = 0
         self._interrupting = asyncio.Lock()
         self._aborts: list[Batch] = []
@@ -86,8 +88,17 @@ class Calls:
         self._changed = asyncio.Event()
 
     @asynccontextmanager
-    async def begin(self) -> AsyncGenerator[Call]:
-        """A call that runs while the block lasts. Inside, the weights are those that it begins with."""
+    async def begin(self, beside: bool = False) -> AsyncGenerator[Call]:
+        """A call that runs while the block lasts. Inside, the weights are those that it begins with.
+
+        `beside`: of `Sampling.beside`; others are numbered, replayed and aborted as if it were not there.
+        """
+        if beside:
+            self._beside += 1
+            call = Call(self, -self._beside)
+            call.turn, call.steps = call.number, 0
+            yield call
+            return
         call = Call(self, self._arrived)
         self._arrived += 1
         self._running[call.number] = call
@@ -111,7 +122,7 @@ class Calls:
         async with self._interruption() as places:
             yield Batch.concat([*self._aborts, places])
             self._aborts.clear()
-            self._begun_at_load = self._begun
+            self._begun_at_load, self._beside = self._begun, 0
 
     async def abort(self) -> None:
         """No call that runs makes another step."""
@@ -152,11 +163,13 @@ class Calls:
 
     def stepped(self, call: Call) -> None:
         """Tell an interruption that waits for the call to be where it is now: after this step, at the next pause."""
-        if self.holds(call):
+        if call.number >= 0 and self.holds(call):
             self._tell()
 
     def end(self, call: Call) -> None:
         """The call makes no more steps."""
+        if call.number < 0:
+            return
         self._running.pop(call.number, None)
         if self._interruptions < len(self._record):
             self._ended[call.number] = call.steps

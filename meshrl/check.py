@@ -11,6 +11,7 @@ from meshrl.errors import BackendError, MeshrlError, ModelError
 from meshrl.registry import backends, implementation
 from meshrl.rewards import RewardConfig, load_function
 from meshrl.role_config import (
+    AlgorithmConfig,
     CriticConfig,
     ModelConfig,
     PolicyConfig,
@@ -53,6 +54,11 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
                 check()
             except MeshrlError as error:
                 mistakes.append(f"{dotted(path)}: {error}")
+    if _wakes_beside_training(config):
+        mistakes.append(
+            "evaluation: sampler.vllm.sleep gives the sampler's memory to what trains, which would train while it is "
+            "evaluated: set evaluation.wait = true"
+        )
     named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
     for mesh in meshes:
         if mesh not in named:
@@ -78,6 +84,12 @@ def check_model(model: str) -> None:
         raise ModelError(f"model {model!r}: there is no folder {path.resolve()}")
     elif not (path / "config.json").is_file():
         raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
+
+
+def _wakes_beside_training(config: Config) -> bool:
+    samplers = [table for _, table in _tables(config) if isinstance(table, SamplerConfig)]
+    waits = not isinstance(config, AlgorithmConfig) or config.evaluation is None or config.evaluation.wait
+    return not waits and any(each.backend == "vllm" and each.vllm.sleep for each in samplers)
 
 
 def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:

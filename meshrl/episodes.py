@@ -70,7 +70,7 @@ class Episodes(Sampler):
                 raise
             if len(over):
                 yield over
-            if aborts != self._aborts and len(live):
+            if aborts != self._aborts and len(live) and not sampling.beside:
                 yield live.assign(aborted=np.ones(len(live), np.bool_))
                 return
 

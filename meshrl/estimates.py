@@ -21,6 +21,11 @@ class Estimate(msgspec.Struct, frozen=True):
     high: float
 
 
+def powers_of_2(n: int) -> list[int]:
+    """Those up to n, and n: the k of pass@k."""
+    return sorted({*(1 << power for power in range(n.bit_length())), n})
+
+
 def pass_at_k(correct: ArrayLike, n: int, k: int) -> NDArray[np.float64]:
     """The chance that of k completions of a prompt one is right, from the right ones among n, float64[prompts].
 

@@ -13,13 +13,13 @@ from meshrl.config import Config, Table, load_toml, validate
 from meshrl.data import Batch
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import DataError
-from meshrl.estimates import Estimate, bootstrap, pass_at_k, wilson
+from meshrl.estimates import Estimate, bootstrap, pass_at_k, powers_of_2, wilson
+from meshrl.judging import judge
 from meshrl.mesh import Mesh
 from meshrl.registry import implementation
 from meshrl.rewards import RewardConfig
 from meshrl.role_config import PolicyConfig, RewardModelConfig, SamplerConfig, Sampling
 from meshrl.roles import Reward, Sampler
-from meshrl.rollout import rollout
 from meshrl.scripts import find_config
 from meshrl.serve import newest_model, table_of
 from meshrl.tasks import Task, TaskConfig
@@ -54,7 +54,7 @@ class Question(Config):
     @property
     def ks(self) -> list[int]:
         """The powers of 2 up to n, and n."""
-        return sorted({*(1 << power for power in range(self.n.bit_length())), self.n})
+        return powers_of_2(self.n)
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -102,17 +102,13 @@ async def evaluate_run(run: Path, question: Question) -> Evaluation:
             mesh = await Mesh.reserve(engine, 1)
             config = _sampler_config(file, table, policy, folder, question)
             sampler = await mesh.spawn(implementation(Sampler, config.backend), config)
-            judge = _reward_config(file, table, question)
-            reward = await mesh.spawn(implementation(Reward, judge.backend), judge)
-            alone = sampling.model_copy(update={"n": 1, "temperature": 0.0})
-            greedy = await _scored(reward, await rollout(sampler, prompts, alone))
-            sampled = await _scored(reward, await rollout(sampler, prompts, sampling))
+            judging = _reward_config(file, table, question)
+            reward = await mesh.spawn(implementation(Reward, judging.backend), judging)
+            judged = await judge(sampler, prompts, sampling, reward.score)
         finally:
             await engine.close()
-    rewards = sampled.rewards.reshape(len(prompts), question.n)
-    correct = (rewards >= question.at_least).sum(axis=1)
-    right = int((greedy.rewards >= question.at_least).sum())
-    errors = [error for error in sampled.objects("reward_error") if error is not None]
+    correct = (judged.sampled >= question.at_least).sum(axis=1)
+    right = int((judged.greedy >= question.at_least).sum())
     return Evaluation(
         model=str(newest.relative_to(run)),
         task=source,
@@ -123,14 +119,10 @@ async def evaluate_run(run: Path, question: Question) -> Evaluation:
         seed=question.seed,
         greedy=wilson(right, len(prompts)),
         pass_at={k: bootstrap(pass_at_k(correct, question.n, k), question.seed) for k in question.ks},
-        reward=bootstrap(rewards.mean(axis=1, dtype=np.float64), question.seed),
-        truncated=float(np.asarray(sampled.row("truncated"), np.float64).mean()),
-        reward_errors=len(errors),
+        reward=bootstrap(judged.sampled.mean(axis=1, dtype=np.float64), question.seed),
+        truncated=judged.truncated,
+        reward_errors=judged.reward_errors,
     )
-
-
-async def _scored(reward: Reward, rollouts: Batch) -> Batch:
-    return await (await reward.score(rollouts)).load("rewards", "reward_error", "truncated")
 
 
 def _prompts(file: Path, table: Table, question: Question) -> tuple[Batch, str]:

@@ -26,6 +26,7 @@ _SAMPLED = 8
 _METRICS = "metrics.jsonl"
 _SAMPLES = "samples.jsonl"
 _EVENTS = "events.jsonl"
+_EVALUATIONS = "evaluations.jsonl"
 
 
 class Recorder:
@@ -36,6 +37,7 @@ class Recorder:
 
     config.toml     the resolved configuration
     metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
+    evaluations.jsonl   an object an evaluation beside the steps: `step`, as many as were done when it began, and so on
     events.out.*    the same numbers for TensorBoard
     samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
     summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
@@ -80,6 +82,13 @@ class Recorder:
         if self._progress:
             self._progress.show(numbers)
 
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what an evaluation found that began when so many steps were done."""
+        numbers = {name: float(value) for name, value in values.items()}
+        with (self.folder / _EVALUATIONS).open("ab") as file:
+            _line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
+        self._events.write(step, numbers)
+
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
         chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
@@ -97,6 +106,9 @@ class Recorder:
         for file in (self._metrics, self._samples):
             os.fsync(file.fileno())
             sizes[Path(file.name).name] = file.tell()
+        with (self.folder / _EVALUATIONS).open("ab") as file:
+            os.fsync(file.fileno())
+            sizes[_EVALUATIONS] = file.tell()
         return sizes
 
     def summary(self, **values: object) -> None:

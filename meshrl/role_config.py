@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 from types import NoneType
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -54,11 +54,33 @@ class ModelConfig(RoleConfig):
     seed: int = 0
 
 
+class EvaluationConfig(Config):
+    """An algorithm's `[evaluation]`: held-out prompts, judged beside its steps."""
+
+    every: int = Field(ge=1)
+    """Steps: it begins before the first, after so many, and so on."""
+    n: int = Field(default=4, ge=1)
+    """Completions a prompt, for pass@k; one greedy completion more is drawn."""
+    rows: int | None = Field(default=None, ge=1)
+    """The first so many prompts; nothing means all."""
+    at_least: float = 1.0
+    """The reward from which on a completion is right."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Nothing means the run's."""
+    seed: int = 0
+    """Of what is drawn."""
+    wait: bool = False
+    """Let no step go on meanwhile: then all tokens are of one version."""
+
+
 class AlgorithmConfig(Config):
     """The base of an algorithm's configuration.
 
     A role that names no `model` has the policy's, but for a reward and a teacher.
     """
+
+    evaluation: EvaluationConfig | None = None
+    """Judge held-out prompts beside the steps; nothing means not to."""
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
@@ -198,6 +220,8 @@ class SamplerConfig(ModelConfig):
 class Sampling(Config):
     """How completions are drawn."""
 
+    beside: ClassVar[bool] = False
+    """Whether the call is none of training's: of `BesideSampling`."""
     n: int = Field(default=1, gt=0)
     """Completions a prompt."""
     max_tokens: int = Field(default=16, gt=0)

@@ -137,6 +137,8 @@ class Sampler(Actor, ABC):
         Such rows may have `observation`, text or None, whose tokens come first and are no part of the completion, which
         begins after them where `loss_mask` is False throughout. One with no room for it and a token more is yielded as
         it is, `truncated`; others draw as many as there is room for.
+
+        With `sampling.beside` other calls draw and replay the same as without this one, and no abort ends it.
         """
 
     @endpoint

@@ -12,12 +12,13 @@ from typing import Self, TypeVar, cast
 from pydantic import Field, model_validator
 
 from meshrl import log
+from meshrl.beside import Beside, Measurement
 from meshrl.checkpoints import Checkpoints, Saved
 from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, MeshrlError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.layout import Shape
 from meshrl.losses import effective_sample_size
@@ -137,6 +138,8 @@ class Run:
         self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
         self._position = Position(self._saved.data if self._saved else None)
         self.recorder = Recorder(folder, resolved or {}, self._saved.files if self._saved else None)
+        self._beside = Beside(self.recorder.evaluation)
+        self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
         self._done = 0
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
@@ -203,6 +206,10 @@ class Run:
             self._once[name] = {key: float(value) for key, value in (await measure()).items()}
         return dict(self._once[name])
 
+    def beside(self, measurement: Measurement) -> None:
+        """Measure something every so many steps, beside them, as `evaluate_during` does; a loop's end waits for it."""
+        self._beside.add(measurement)
+
     async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
         """Between two steps of a loop, where nothing of the script's is half-done."""
         after = self._stepping
@@ -210,17 +217,27 @@ class Run:
         self._done += after
         await self._checkpoints.settle(wait=step is None)
         if step is None:
+            if after:
+                await self._beside.turn(self._done)
+            await self._beside.settle()
             return
         if step == first:
             self._begin_loop(loop, first, count)
         elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
+            await self._beside.settle()  # a run that goes on from here has what it found
             data = self._position.reached()  # before anything else goes on
             once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
             saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
             await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
+        await self._beside.turn(self._done)
         self._begin_step(step)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
+        if self._expects_evaluation and not self._beside:
+            raise ConfigError(
+                "[evaluation] is configured, and the script never evaluates beside its steps: call "
+                "`evaluate_during(run, config.evaluation, ...)` before `run.steps`, or leave the table out"
+            )
         if self._saved and loop == self._saved.loop:
             self._checkpoints.check()
             self._done = self._saved.done
@@ -285,6 +302,17 @@ class Run:
         for reservation in self._meshes.values():
             reservation.cancel()
         try:
+            if error is None:  # a script may break off its loop
+                await self._beside.settle()
+        except MeshrlError as failed:
+            error = failed
+            raise
+        finally:
+            await self._end(error)
+
+    async def _end(self, error: BaseException | None) -> None:
+        try:
+            await self._beside.close()
             await self._checkpoints.close(error)
             await self.engine.close()
         finally:

@@ -16,6 +16,7 @@ LAYERS = (
         "ledger",
         "position",
         "changes",
+        "beside",
         "config",
         "imports",
         "rows",
@@ -81,7 +82,8 @@ LAYERS = (
     {"run", "generation", "environment", "serve"},
     {"stream", "check", "episodes"},
     {"rollout"},
-    {"evaluation", "testing"},
+    {"judging", "testing"},
+    {"evaluation"},
     {"cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""

@@ -60,7 +60,7 @@ class TorchSampler(Sampler):
             yield rollouts.batch(rollouts.ended, self._version)
         cache = self._caches.pop() if self._caches else Cache()
         try:
-            async with self._calls.begin() as call:
+            async with self._calls.begin(sampling.beside) as call:
                 version = self._version
                 draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.turn))
                 decoder = Decoder(self._model, cache, rollouts.request, draw, self._config.slots)

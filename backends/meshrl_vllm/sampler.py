@@ -44,6 +44,7 @@ class _Call:
 
     def __init__(self, number: int, first: int, request: Request) -> None:
         self.number = number
+        """Below 0 for one beside training, which is not aborted and has no place in a record."""
         self.first = first
         """The engine's number of its first row."""
         self.request = request
@@ -104,6 +105,8 @@ class VllmSampler(Sampler):
         self._calls: dict[int, _Call] = {}
         self._begun = 0
         self._begun_at_load = 0
+        self._beside = 0
+        """How many calls began beside training since the last load."""
         self._loads = 0
         self._loading = asyncio.Lock()
         self._arriving: deque[_Arriving] = deque()
@@ -137,7 +140,7 @@ class VllmSampler(Sampler):
         if len(rollouts.ended.rows) or not len(rollouts.rows):
             yield rollouts.batch(rollouts.ended, self._version)
         if not len(request.rows):
-            self._begun += 1  # what is drawn hangs on how many calls began, on whichever ranks they had rows
+            self._next_turn(sampling)  # what is drawn hangs on how many calls began, on whichever ranks they had rows
             return
         version, call = self._version, self._begin(request, sampling)
         try:
@@ -190,7 +193,8 @@ class VllmSampler(Sampler):
         if self._lends:
             return
         for call in self._calls.values():
-            self._engine.send(Leave(sorted(call.left), told=True))
+            if call.number >= 0:
+                self._engine.send(Leave(sorted(call.left), told=True))
 
     def _check_known(self, request: Request) -> None:
         for number in np.unique(request.prefix).tolist():
@@ -204,10 +208,9 @@ class VllmSampler(Sampler):
 
     def _begin(self, request: Request, sampling: Sampling) -> _Call:
         self._listen()
-        turn = self._begun - self._begun_at_load
-        seed = key(self._config.seed, sampling.seed, self._version, turn)
         numbers = [next(self._numbers) for _ in request.rows]
-        call = _Call(self._begun, numbers[0], request)
+        call = _Call(-1 - numbers[0] if sampling.beside else self._begun, numbers[0], request)
+        seed = key(self._config.seed, sampling.seed, self._version, self._next_turn(sampling))
         rows: list[Row] = []
         for index, number in enumerate(numbers):
             prefix = request.prefixes[int(request.prefix[index])]
@@ -219,9 +222,16 @@ class VllmSampler(Sampler):
                 rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
             )
         )
-        self._calls[self._begun] = call
-        self._begun += 1
+        self._calls[call.number] = call
         return call
+
+    def _next_turn(self, sampling: Sampling) -> int:
+        """How many calls began since the last load; beside training they count among themselves: -1, -2, ..."""
+        if sampling.beside:
+            self._beside += 1
+            return -self._beside
+        self._begun += 1
+        return self._begun - 1 - self._begun_at_load
 
     def _listen(self) -> None:
         self._engine.listen(self._heard, self._ended)
@@ -257,8 +267,9 @@ class VllmSampler(Sampler):
                 self._ended(error)
                 return
         self._version = answer.version
-        self._begun_at_load = self._begun
-        steps = dict.fromkeys(self._calls, answer.steps) | {self._begun: -1}
+        self._begun_at_load, self._beside = self._begun, 0
+        numbered = [number for number in self._calls if number >= 0]
+        steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}
         arriving.end(_places(steps, self._loads, **found))
         self._loads += 1
 

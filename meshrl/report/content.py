@@ -114,7 +114,7 @@ def make_content(record: Record) -> Content:
     steps = [event for event in events if isinstance(event, Step)]
     known = bool(lanes) and bool(steps)
     deliveries = [event for event in events if isinstance(event, Delivery)]
-    curves = _curves(record.metrics, notes)
+    curves = _curves(record.metrics, notes) + _curves(record.evaluations, notes)
     return Content(
         name=record.name,
         status=str(record.summary.get("status", "not ended")),

@@ -33,6 +33,7 @@ class Record:
     config: str = ""
     notes: Sequence[str] = ()
     """What is missing or damaged, a sentence each."""
+    evaluations: Sequence[Line] = ()
 
     @property
     def name(self) -> str:
@@ -62,7 +63,7 @@ def find_run(name: str) -> Path:
 def read_run(folder: Path) -> Record:
     """All that can be read of a run's files. Never raises for what they hold; `notes` tells what is amiss."""
     notes: list[str] = []
-    config = folder / "config.toml"
+    config, evaluations = folder / "config.toml", folder / "evaluations.jsonl"
     return Record(
         folder,
         _summary(folder / "summary.json", notes),
@@ -71,6 +72,7 @@ def read_run(folder: Path) -> Record:
         read_events(folder / "events.jsonl", notes),
         config.read_text("utf-8", "replace") if config.is_file() else "",
         notes,
+        _lines(evaluations, msgspec.json.Decoder(Line), notes) if evaluations.is_file() else (),
     )
 
 

@@ -139,7 +139,7 @@ class FakeSampler(Sampler):
         answers = cast("tuple[str, ...]", rows.objects("answer")) if len(rows) else ()
         numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))  # in the call, however it was divided
         waiting = sorted(np.flatnonzero(~ended).tolist(), key=lambda index: -len(answers[index]))
-        async with self._calls.begin() as call:
+        async with self._calls.begin(sampling.beside) as call:
             version = self.weights.version
             while waiting and await call.step():
                 version = self.weights.version

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self, TypeVar, cast
 
 from meshrl.actor import Actor
+from meshrl.beside import Beside, Measurement
 from meshrl.data import Batch
 from meshrl.engine import Engine, Resources
 from meshrl.engines.local import LocalEngine
@@ -34,6 +35,9 @@ class FakeRun(Run):
         """The numbers of each `record`."""
         self.told: dict[str, float | str] = {}
         """What `summary` was told."""
+        self.evaluated: list[dict[str, float]] = []
+        """What evaluations found, with the `step` after which they began."""
+        self._beside = Beside(lambda step, numbers: self.evaluated.append({"step": step, **numbers}))
 
     @property
     def folder(self) -> Path:
@@ -55,7 +59,17 @@ class FakeRun(Run):
 
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1."""
-        return Steps(range(count), _nothing)
+        return Steps(range(count), lambda step: self._between(count if step is None else step, last=step is None))
+
+    async def _between(self, done: int, *, last: bool) -> None:
+        """Between two steps nothing is written, and evaluations begin."""
+        await self._beside.turn(done)
+        if last:
+            await self._beside.settle()
+
+    def beside(self, measurement: Measurement) -> None:
+        """Measure beside the steps."""
+        self._beside.add(measurement)
 
     async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
         """What is measured."""
@@ -75,8 +89,5 @@ class FakeRun(Run):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self._beside.close()
         await self.engine.close()
-
-
-async def _nothing(step: int | None) -> None:
-    """Between two steps nothing is written."""

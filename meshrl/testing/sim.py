@@ -305,7 +305,7 @@ class SimSampler(SimRole, Sampler):
         """All rows at once, after the time that they take."""
         rows = (await _light(prompts)).repeat(sampling.n)
         share = float(rows.row("left").mean()) if "left" in rows and len(rows) else 1.0
-        async with self._calls.begin() as call:
+        async with self._calls.begin(sampling.beside) as call:
             version = self._version
             going_on = await call.step()
             left = await self._run(share * self._seconds("generate", len(rows))) if going_on else 1.0

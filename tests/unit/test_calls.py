@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.calls import Calls
 from meshrl.errors import DataError
+from meshrl.judging import BesideSampling
 from meshrl.testing.fakes import FakePolicy, FakeSampler
 
 PROMPTS = Batch.of(prompt=["1+1=", "5+5=", "99+1="], answer=["2", "10", "100"])
@@ -102,6 +103,31 @@ async def test_a_load_returns_where_the_calls_stood() -> None:
     assert [len([part async for part in stream]) for stream in (first, second)] == [4, 5]
     places = await made.load(weights(2))
     assert [places.row(name).tolist() for name in ("load", "call", "steps")] == [[1], [2], [-1]]
+
+
+async def test_calls_beside_training_are_as_if_they_were_not_there() -> None:
+    calls = Calls()
+    async with calls.begin(beside=True) as first, calls.begin() as other, calls.begin(beside=True) as second:
+        assert (first.turn, other.turn, second.turn) == (-1, 0, -2)
+        assert await first.step()
+        async with calls.loading() as places:
+            pass
+        assert (places.row("call").tolist(), places.row("steps").tolist()) == ([0, 1], [0, -1])
+        await calls.abort()
+        assert [await call.step() for call in (first, other, second)] == [True, False, True]
+    async with calls.begin(beside=True) as third, calls.begin() as another:
+        assert (third.turn, another.turn) == (-1, 0)
+
+
+async def test_calls_beside_training_wait_for_no_place_of_a_record() -> None:
+    made, again = sampler(), sampler()
+    beside = BesideSampling(n=2)
+    places = [await made.load(weights(1))]
+    await collected(made, PROMPTS)
+    places.append(await made.load(weights(2)))
+    await again.replay(Batch.concat(places))
+    drawn = [part async for part in again.generate(PROMPTS, beside)]  # before any load, which others wait for
+    assert sum(map(len, drawn)) == 6
 
 
 async def test_calls_are_counted_from_the_last_load_of_weights() -> None:

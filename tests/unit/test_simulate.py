@@ -121,6 +121,18 @@ def test_a_synchronous_step_takes_rollout_and_training_one_after_the_other(sourc
     assert found.measured is None
 
 
+def test_an_evaluation_takes_no_step_longer_where_the_sampler_has_room_for_it(source: Path) -> None:
+    apart = ["ahead=1", "sampler.mesh=rollout", "task.held_out=4", "task.held_out_fraction=0.5"]
+    every = ["evaluation.every=6", "evaluation.n=3"]  # 16 rows, that take 2 s alone, beside steps that leave 1 s idle
+    alone, beside = (forecast(source, *apart, *more, rollout=1.0, train=2.0) for more in ([], every))
+    assert alone.step_seconds == pytest.approx(2.0, rel=0.01)
+    assert beside.step_seconds == pytest.approx(2.0, rel=0.01)
+    busy = [next(lane.busy for lane in found.idle if lane.mesh == "rollout") for found in (alone, beside)]
+    assert busy[1] * 24 == pytest.approx(busy[0] * 24 + 4 * 2.0, rel=0.01)  # the fifth comes after the steps
+    waiting = forecast(source, *apart, *every, "evaluation.wait=true", rollout=1.0, train=2.0)
+    assert waiting.step_seconds > 2.2
+
+
 @pytest.mark.parametrize(("rollout", "train"), [(2.0, 1.0), (1.0, 2.0), (1.5, 1.5)])
 def test_one_step_ahead_on_two_meshes_a_step_takes_the_longer_of_both(
     source: Path, rollout: float, train: float

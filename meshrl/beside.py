@@ -1,0 +1,89 @@
+"""What is measured on a schedule beside the steps of a run: one measurement at a time, for which no step waits."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Never
+
+from meshrl import log
+from meshrl.errors import MeshrlError
+from meshrl.events import waiting
+
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured, and when."""
+
+    every: int
+    """Steps: it is due before the first, after so many, and so on."""
+    measure: Callable[[], Coroutine[Never, Never, Numbers]]
+    wait: bool = False
+    """Steps wait for it."""
+    prepare: Callable[[], Awaitable[object]] | None = None
+    """What is to be done between the two steps, before it begins."""
+
+
+class Beside:
+    """Begins a measurement where one is due, between two steps, and hands what it found to `record`.
+
+    If the last one still runs when the next is due, the steps wait for it: none is left out, and when they begin does
+    not hang on how long they take.
+    """
+
+    def __init__(self, record: Callable[[int, Numbers], None]) -> None:
+        """`record`: given the steps that had been made when it began, and the numbers."""
+        self._record = record
+        self._of: Measurement | None = None
+        self._begun = -1
+        """After how many steps the last one began."""
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, of: Measurement) -> None:
+        """Measure this from now on, in the place of what was measured before."""
+        self._of = of
+
+    def __bool__(self) -> bool:
+        return self._of is not None
+
+    async def turn(self, done: int) -> None:
+        """Between two steps, of which so many are done: begin what is due. Raises what the last one raised."""
+        if self._task and self._task.done():
+            await self.settle()
+        of = self._of
+        if of is None or done % of.every or done == self._begun:
+            return
+        await self.settle()
+        if of.prepare:
+            await of.prepare()
+        self._begun = done
+        self._task = asyncio.create_task(self._run(of, done))
+        if of.wait:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until none is under way. MeshrlError where the last one failed."""
+        if self._task is None:
+            return
+        task, what = self._task, f"the evaluation after {self._begun} steps"
+        with waiting("trainer", "the evaluation", lambda: f"{what} is still under way"):
+            await asyncio.wait([task])
+        self._task = None
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            raise MeshrlError(f"{what} failed: {type(error).__name__}: {error}") from error
+        if error is not None:
+            raise error
+
+    async def close(self) -> None:
+        """End what is under way: the run ends by an error before it did."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled() and (failure := self._task.exception()):
+            log.warning(f"the evaluation after {self._begun} steps failed: {type(failure).__name__}: {failure}")
+
+    async def _run(self, of: Measurement, done: int) -> None:
+        self._record(done, await of.measure())

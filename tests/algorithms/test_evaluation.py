@@ -1,0 +1,237 @@
+"""Evaluation beside training: it is recorded, it overlaps, and what is trained is the same with and without it."""
+
+import asyncio
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, Run, RunConfig, SamplerConfig, Task
+from meshrl.config import validate
+from meshrl.errors import MeshrlError, RankFailed
+from meshrl.losses import Loss
+from meshrl.scripts import load_script, shipped_scripts
+from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, delayed, simulate
+
+SCRIPTS = shipped_scripts()
+GRPO = load_script(SCRIPTS["grpo"])
+FAKE = {"backend": "fake", "model": "none"}
+TORCH = {"model": {"characters": "0123456789+=", "hidden_size": 16, "ffn_size": 24, "layers": 2, "heads": 2}}
+ALONE: dict[str, object] = {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 1}}}
+"""A sampler on a mesh of its own."""
+
+
+def rows(first: int, count: int) -> Batch:
+    numbers = range(first, first + count)
+    return Batch.of(prompt=[f"{n}+1=" for n in numbers], answer=[str(n + 1) for n in numbers], row=[{}] * count)
+
+
+TASK = Task(train=rows(0, 40), held_out=rows(40, 6))
+
+
+async def train(run: Run, roles: dict[str, object], **chosen: object) -> None:
+    table = {"task": {"source": "none"}, "prompts": 4, "sampling": {"n": 2, "max_tokens": 4}, **roles, **chosen}
+    with patch.object(Task, "load", lambda _: TASK):
+        await GRPO.function(run, validate(GRPO.schema, table, "test"))
+
+
+async def trained(
+    folder: Path, name: str, roles: dict[str, object], settings: dict[str, object], **chosen: object
+) -> Path:
+    config = RunConfig.model_validate({"folder": str(folder), "name": name, **settings})
+    async with Run(config, {"evaluation": chosen.get("evaluation")}) as run:
+        await train(run, roles, **chosen)
+    return folder / name
+
+
+def lines(file: Path) -> list[dict[str, float]]:
+    """Without times."""
+    found: list[dict[str, float]] = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    return [{key: line[key] for key in line if key not in ("seconds", "step_s")} for line in found]
+
+
+def fakes(reward: str = "fake") -> dict[str, object]:
+    return {"policy": FAKE, "sampler": FAKE, "reward": {"backend": reward}}
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+async def test_it_is_recorded_by_the_steps_that_were_done(tmp_path: Path, ahead: int) -> None:
+    every = {"every": 4, "n": 3, "rows": 5}
+    folder = await trained(tmp_path, "mine", fakes(), {}, ahead=ahead, steps=12, evaluation=every)
+    found = lines(folder / "evaluations.jsonl")
+    assert [line["step"] for line in found] == [0, 4, 8, 12]
+    assert [line["eval/greedy"] for line in found][::3] == [0.0, 1.0]
+    assert found[0]["eval/pass@1"] < found[-1]["eval/pass@1"] == found[-1]["eval/reward"] == 1.0
+    for line in found:
+        assert line["eval/pass@1"] <= line["eval/pass@2"] <= line["eval/pass@3"]
+        assert line["step"] <= line["eval/version_oldest"] <= line["eval/version_newest"] <= 12
+        assert (line["eval/prompts"], line["eval/truncated"], line["eval/reward_errors"]) == (5, 0, 0)
+    steps = lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in steps] == list(range(12))
+    assert not any(name.startswith("eval/") for line in steps for name in line)
+
+
+async def test_a_reward_that_raises_is_counted_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def judge(prompt, completion, row):\n    raise ValueError('no')\n", "utf-8")
+    roles = {**fakes(), "reward": {"function": f"{tmp_path}/broken.py:judge"}}
+    folder = await trained(tmp_path, "mine", roles, {}, steps=1, evaluation={"every": 1, "n": 2})
+    assert [line["eval/reward_errors"] for line in lines(folder / "evaluations.jsonl")] == [12, 12]
+
+
+def updates(seconds: float, **chosen: object) -> tuple[list[Batch], list[dict[str, float]], float]:
+    """What grpo trains on in virtual time, what evaluations found, and how long it took: an update takes 2 seconds.
+
+    A row takes `seconds`, as many as there are at once.
+    """
+
+    async def script() -> tuple[list[Batch], list[dict[str, float]], float]:
+        policy = delayed(FakePolicy, update=2.0)(PolicyConfig(model="none"))
+        sampler = delayed(FakeSampler, generate=seconds)(SamplerConfig(model="none"))
+        run = FakeRun(policy, sampler, FakeReward(RewardConfig()))
+        with patch.object(FakePolicy, "save"):
+            await train(run, fakes(), **{"steps": 8, "evaluation": None, **chosen})
+        return policy.updates, run.evaluated, asyncio.get_running_loop().time()
+
+    return simulate(script)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_its_prompts_are_never_trained_on(ahead: int) -> None:
+    batches, found, _ = updates(0.25, ahead=ahead, evaluation={"every": 1, "n": 2})
+    assert len(found) == 9
+    prompts = {prompt for batch in batches for prompt in batch.objects("prompt")}
+    assert prompts <= set(TASK.train.objects("prompt"))
+    assert not prompts & set(TASK.held_out.objects("prompt"))
+    assert [len(batch) for batch in batches] == [8] * 8
+
+
+def test_steps_wait_for_none_that_is_over_in_time() -> None:
+    batches, _, alone = updates(0.25)
+    same, found, beside = updates(0.25, evaluation={"every": 4, "n": 2})  # 4.5 s beside four steps of 4 s
+    assert [line["step"] for line in found] == [0, 4, 8]
+    assert found[0]["eval/version_newest"] > found[0]["eval/version_oldest"]  # new weights came meanwhile
+    assert same == batches
+    assert beside == alone + 4.5  # of the last one, after all steps
+
+
+def test_one_that_is_not_over_when_the_next_is_due_is_waited_for() -> None:
+    _, found, took = updates(0.25, evaluation={"every": 1, "n": 2})
+    assert [line["step"] for line in found] == list(range(9))
+    assert took == updates(0.25)[2] + 8 * 0.5 + 4.5  # each step of 4 s waits half a second
+
+
+def test_steps_that_wait_for_it_give_it_one_version() -> None:
+    batches, _, alone = updates(0.25)
+    same, found, took = updates(0.25, evaluation={"every": 4, "n": 2, "wait": True})
+    assert [(line["eval/version_oldest"], line["eval/version_newest"]) for line in found] == [(0, 0), (4, 4), (8, 8)]
+    assert same == batches
+    assert took == alone + 3 * 4.5
+
+
+async def test_what_fails_in_it_ends_the_run(tmp_path: Path) -> None:
+    score = FakeReward.score
+
+    async def forgetful(self: FakeReward, batch: Batch) -> Batch:
+        if batch.objects("prompt")[0] in TASK.held_out.objects("prompt"):
+            raise RuntimeError("no idea")
+        return await score(self, batch)
+
+    fails = pytest.raises(MeshrlError, match=r"(?s)the evaluation after 0 steps failed: RankFailed.*no idea")
+    with patch.object(FakeReward, "score", forgetful), fails:
+        await trained(tmp_path, "mine", fakes(), {}, steps=9, evaluation={"every": 2, "n": 2})
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_bytes())
+    assert summary["status"] == "failed"
+    assert "the evaluation after 0 steps failed" in summary["error"]
+
+
+async def test_a_run_that_goes_on_has_each_evaluation_once(tmp_path: Path) -> None:
+    update, every = FakePolicy.update, {"every": 2, "n": 2, "wait": True}
+
+    async def dying(self: FakePolicy, batch: Batch, loss: Loss) -> Metrics:
+        if self.version == 5:
+            raise RuntimeError("dead")
+        return await update(self, batch, loss)
+
+    async def ran(name: str, **settings: object) -> list[dict[str, float]]:
+        settings = {"checkpoint_every": 4, **settings}
+        return lines(await trained(tmp_path, name, fakes(), settings, steps=8, evaluation=every) / "evaluations.jsonl")
+
+    whole = await ran("whole")
+    assert [line["step"] for line in whole] == [0, 2, 4, 6, 8]
+    with patch.object(FakePolicy, "update", dying), pytest.raises(RankFailed, match="dead"):
+        await ran("killed")
+    assert lines(tmp_path / "killed" / "evaluations.jsonl") == whole[:3]
+    assert await ran("killed", resume=True) == whole
+
+
+def torch_roles(folder: Path) -> dict[str, object]:
+    (folder / "rewards.py").write_text("def judge(prompt, text, row):\n    return sum(map(ord, text)) % 7\n", "utf-8")
+    policy = {**TORCH, "optimizer": {"lr": 1e-2}}
+    return {
+        "policy": policy,
+        "sampler": {**TORCH, "mesh": "rollout"},
+        "reward": {"function": f"{folder}/rewards.py:judge"},
+    }
+
+
+def outcome(folder: Path) -> tuple[list[dict[str, float]], bytes]:
+    return lines(folder / "metrics.jsonl"), (folder / "model" / "model.safetensors").read_bytes()
+
+
+async def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) -> None:
+    without = await trained(tmp_path, "without", torch_roles(tmp_path), ALONE, steps=5)
+    every = {"every": 1, "n": 2}
+    beside = await trained(tmp_path, "with", torch_roles(tmp_path), ALONE, steps=5, evaluation=every)
+    assert outcome(beside) == outcome(without)
+    assert all(line["grad_norm"] > 0 for line in outcome(without)[0])
+    assert len(lines(beside / "evaluations.jsonl")) == 6
+    assert not (without / "evaluations.jsonl").exists()
+
+
+async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None:
+    chosen: dict[str, object] = {"steps": 5, "ahead": 2, "evaluation": {"every": 1, "n": 2}}
+    first = await trained(tmp_path, "first", torch_roles(tmp_path), {**ALONE, "deterministic": True}, **chosen)
+    changes: dict[str, dict[str, object]] = {"with": {}, "without": {"evaluation": None}}
+    for name, changed in changes.items():
+        replay: dict[str, object] = {**ALONE, "replay": str(first)}
+        again = await trained(tmp_path, name, torch_roles(tmp_path), replay, **{**chosen, **changed})
+        assert outcome(again) == outcome(first)
+
+
+async def test_a_page_that_does_not_publish_itself_is_judged_by_its_newest_weights(tmp_path: Path) -> None:
+    sft = load_script(SCRIPTS["sft"])
+    table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "rows": 4, "steps": 9}
+    every = {"every": 3, "n": 2, "wait": True}
+    config = validate(sft.schema, {**table, "evaluation": every}, "test")
+    with patch.object(Task, "load", lambda _: TASK):
+        async with Run(RunConfig(folder=str(tmp_path))) as run:
+            await sft.function(run, config)
+    found = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [line["eval/version_oldest"] for line in found] == [line["step"] for line in found] == [0, 3, 6, 9]
+    assert found[0]["eval/greedy"] == 0
+    assert found[-1]["eval/greedy"] == 1
+
+
+async def test_episodes_are_judged_by_their_own_rewards(tmp_path: Path) -> None:
+    multiturn = load_script(SCRIPTS["multiturn"])
+    roles = {"policy": FAKE, "sampler": FAKE, "environment": {"source": "retry", "turns": 3}}
+    every = {"every": 4, "n": 2}
+    table = {"task": {"source": "none"}, **roles, "prompts": 4, "steps": 8, "sampling": {"n": 2}, "evaluation": every}
+    with patch.object(Task, "load", lambda _: TASK):
+        async with Run(RunConfig(folder=str(tmp_path))) as run:
+            await multiturn.function(run, validate(multiturn.schema, table, "test"))
+    found = lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [line["step"] for line in found] == [0, 4, 8]
+    assert found[-1]["eval/reward"] == 1
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_each_page_has_it(name: str) -> None:
+    assert "    evaluate_during(run, config.evaluation, sampler, " in SCRIPTS[name].read_text("utf-8")
+
+
+def test_a_greedy_run_is_sampled_all_the_same() -> None:
+    _, found, _ = updates(0.0, sampling={"n": 2, "temperature": 0.0}, evaluation={"every": 8, "n": 8})
+    assert found[0]["eval/greedy"] == 0
+    assert 0 < found[0]["eval/pass@1"] < 1

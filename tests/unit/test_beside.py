@@ -1,0 +1,108 @@
+"""What is measured beside steps: when it begins, one at a time, and how it ends."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl.beside import Beside, Measurement
+from meshrl.errors import MeshrlError
+from meshrl.testing import simulate
+
+
+def steps(seconds: float, every: int, wait: bool = False) -> tuple[list[tuple[str, float]], list[int], float]:
+    """Six steps of a second each: what happened when, what was recorded, and how long it took."""
+
+    async def script() -> tuple[list[tuple[str, float]], list[int], float]:
+        happened: list[tuple[str, float]] = []
+        recorded: list[int] = []
+        clock = asyncio.get_running_loop().time
+        beside = Beside(lambda step, _: recorded.append(step))
+
+        async def prepare() -> None:
+            happened.append(("prepare", clock()))
+
+        async def measure() -> Mapping[str, float]:
+            happened.append(("begin", clock()))
+            await asyncio.sleep(seconds)
+            happened.append(("end", clock()))
+            return {}
+
+        assert not beside
+        beside.add(Measurement(every, measure, wait, prepare))
+        assert beside
+        for done in range(6):
+            await beside.turn(done)
+            await beside.turn(done)  # also where a loop ends and another begins
+            await asyncio.sleep(1)
+        await beside.turn(6)
+        await beside.settle()
+        return happened, recorded, clock()
+
+    return simulate(script)
+
+
+def test_it_runs_beside_the_steps() -> None:
+    happened, recorded, took = steps(2.5, 3)
+    kinds = ["prepare", "begin", "end"]
+    assert happened == [(kind, at) for now in (0, 3, 6) for kind, at in zip(kinds, (now, now, now + 2.5), strict=True)]
+    assert (recorded, took) == ([0, 3, 6], 8.5)
+
+
+def test_one_at_a_time_and_none_is_left_out() -> None:
+    happened, recorded, took = steps(2.5, 2)
+    assert [at for kind, at in happened if kind == "begin"] == [0, 2.5, 5, 7.5]
+    assert [at for kind, at in happened if kind == "prepare"] == [0, 2.5, 5, 7.5]
+    assert (recorded, took) == ([0, 2, 4, 6], 10)
+
+
+def test_steps_may_wait() -> None:
+    _, recorded, took = steps(2.5, 3, wait=True)
+    assert (recorded, took) == ([0, 3, 6], 6 + 3 * 2.5)
+
+
+async def failing() -> Mapping[str, float]:
+    await asyncio.sleep(0)
+    raise ValueError("no")
+
+
+async def test_an_error_is_raised_between_two_steps_and_once() -> None:
+    beside = Beside(lambda *_: None)
+    beside.add(Measurement(5, failing))
+    await beside.turn(5)
+    await asyncio.sleep(0.001)
+    with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps failed: ValueError: no$"):
+        await beside.turn(6)
+    await beside.turn(7)
+    await beside.settle()
+    await beside.close()
+
+
+async def test_what_is_under_way_is_ended_with_the_run() -> None:
+    ended: list[str] = []
+
+    async def endless() -> Mapping[str, float]:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            ended.append("it")
+        return {}
+
+    beside = Beside(lambda *_: None)
+    beside.add(Measurement(1, endless))
+    await beside.turn(0)
+    await asyncio.sleep(0)
+    await beside.close()
+    assert ended == ["it"]
+
+
+async def test_an_error_that_nobody_has_seen_at_the_end_is_told() -> None:
+    beside = Beside(lambda *_: None)
+    beside.add(Measurement(1, failing))
+    await beside.turn(0)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    with capture_logs() as logs:
+        await beside.close()
+    assert [line["event"] for line in logs] == ["the evaluation after 0 steps failed: ValueError: no"]
