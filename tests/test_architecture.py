@@ -82,8 +82,8 @@ LAYERS = (
     {"run", "generation", "environment", "serve"},
     {"stream", "check", "episodes"},
     {"rollout"},
-    {"judging", "testing"},
-    {"evaluation"},
+    {"judging"},
+    {"evaluation", "testing"},
     {"cli"},
 )
 """A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""

@@ -32,6 +32,17 @@ def test_a_configuration_is_right(name: str) -> None:
     assert len(Task.load(task).held_out) == task.held_out
 
 
+@pytest.mark.usefixtures("saved_models")
+def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wrong() -> None:
+    def mistakes(*overrides: str) -> list[str]:
+        sleeps = ["sampler.backend=vllm", "sampler.vllm.sleep=true"]
+        return find_mistakes(load_job(CONFIGS["grpo/quickstart"], [*sleeps, *overrides], RunConfig).config)
+
+    (mistake,) = mistakes("evaluation.every=5")
+    assert mistake.startswith("evaluation: sampler.vllm.sleep gives the sampler's memory to what trains")
+    assert mistakes("evaluation.wait=true") == []
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_says_what_it_is_and_lies_with_its_algorithm(name: str) -> None:
     job = load_job(CONFIGS[name], [], RunConfig)

@@ -11,6 +11,8 @@ from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, Run, RunConfig, S
 from meshrl.config import validate
 from meshrl.errors import MeshrlError, RankFailed
 from meshrl.losses import Loss
+from meshrl.report.content import make_content
+from meshrl.report.reading import read_run
 from meshrl.scripts import load_script, shipped_scripts
 from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, delayed, simulate
 
@@ -70,6 +72,8 @@ async def test_it_is_recorded_by_the_steps_that_were_done(tmp_path: Path, ahead:
     steps = lines(folder / "metrics.jsonl")
     assert [line["step"] for line in steps] == list(range(12))
     assert not any(name.startswith("eval/") for line in steps for name in line)
+    curves = {curve.name: curve for curve in make_content(read_run(folder)).curves}
+    assert (curves["eval/greedy"].x, curves["eval/greedy"].y[-1]) == ([0, 4, 8, 12], 1.0)
 
 
 async def test_a_reward_that_raises_is_counted_and_ends_nothing(tmp_path: Path) -> None:

@@ -152,6 +152,13 @@ class DrawsByItsPast(Misled):
         return prompts, sampling.model_copy(update={"seed": sampling.seed + 1000 * self.calls})
 
 
+class CountsAllCalls(Misled):
+    """Calls beside others count as they do."""
+
+    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+        return prompts, Sampling(**sampling.model_dump())
+
+
 class IgnoresLimitsOfRows(Misled):
     def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
         return prompts.drop(*({"max_tokens"} & set(prompts.names))), sampling
@@ -245,6 +252,7 @@ BUGS: list[tuple[type[TorchSampler], str]] = [
     (IgnoresTheSeed, "seeds"),
     (DrawsByTheClock, "seeds"),
     (DrawsByItsPast, "seeds"),
+    (CountsAllCalls, "calls_beside"),
     (DrawsOnceForAll, "completions_of_a_prompt"),
     (DropsTheTask, "columns"),
     (CallsAllTruncated, "ends_of_rows"),

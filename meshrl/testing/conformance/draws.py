@@ -8,6 +8,7 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.judging import BesideSampling
 from meshrl.ragged import Source
 from meshrl.role_config import Sampling
 from meshrl.testing.conformance.compare import close, refused, require
@@ -98,6 +99,21 @@ async def seeds(trial: Trial) -> None:
     require(tokens[0] != tokens[2], "the seeds 5 and 6 give the same tokens in all of 30 rows")
 
 
+async def calls_beside(trial: Trial) -> None:
+    """Calls with `sampling.beside` draw, and others draw the same with and without them."""
+    prompts, weights = questions(20), await old_weights(trial)
+    tokens: list[list[list[int]]] = []
+    for beside in (0, 2):
+        sampler = await unused(trial)
+        await sampler.load(weights)
+        for _ in range(beside):
+            rows = await drawn(sampler, prompts, BesideSampling(max_tokens=6))
+            require(len(rows) == len(prompts), f"a call beside others gave {len(rows)} rows for {len(prompts)} prompts")
+        tokens.append(completions(await drawn(sampler, prompts, Sampling(max_tokens=12))))
+    differ = [row for row in range(20) if tokens[0][row] != tokens[1][row]]
+    require(not differ, f"after two calls beside it, a call gives other tokens in {len(differ)} of 20 rows")
+
+
 async def completions_of_a_prompt(trial: Trial) -> None:
     """The `n` completions of a prompt are drawn apart: at temperature 1 some differ."""
     sampler = await begun(trial)
@@ -124,5 +140,5 @@ async def calls_together(trial: Trial) -> None:
 MODEL: Final[tuple[Check, ...]] = (greedy, sampler_log_probs, frequencies, calls_together)
 """Of draws from a model."""
 
-ANY: Final[tuple[Check, ...]] = (seeds, completions_of_a_prompt)
+ANY: Final[tuple[Check, ...]] = (seeds, calls_beside, completions_of_a_prompt)
 """Of draws from whatever."""
