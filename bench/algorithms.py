@@ -1,0 +1,323 @@
+"""What each page of algorithms/ makes of the quickstart's model with one budget: exact match before and after, seconds.
+
+    python bench/algorithms.py --json F [--svg F] [--algorithms a,b] [--steps N] [--seeds N] [--keep D]
+
+`meshrl run NAME/quickstart` in a process of its own for each page that trains a policy, one after the other, with one
+thread; what it did is read from its summary.json and events.jsonl. Equal for all: the model to begin with, which
+sft/quickstart makes once; the task, its words held out and the judge, exact match; the steps (64); AdamW's rate of the
+page's own quickstart, which rises for a tenth of the steps and falls linearly to 0; and ROWS completions a step:
+
+drawn      by those that draw for a reward, and by `distill`. `remax` draws half of them greedily; `online_dpo` and
+           `expert_iteration` train on some of them; `multiturn` has so many where each episode takes both turns.
+trained    by those that are given answers, `sft` and `kto`, and by those of pairs, `dpo` and `spin`, two a prompt.
+           `dapo` draws on until it has so many to train on.
+
+How many they were is counted and told. The pages that are given answers see what the others have to find, and `distill`
+has what `grpo` made for a teacher. Seconds are those of the whole command, with its start and its two evaluations. The
+summary of `kto` is of half of the words, as the others' answers count as bad ones, and that of `multiturn` is of two
+tries: both are judged by `meshrl eval`. About 15 minutes of one core a seed.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from bench.harness import ALLOCATOR, ROOT, Figure, figure, report
+from meshrl import AlgorithmConfig, RunConfig
+from meshrl.events import Call, Event, Step
+from meshrl.report.reading import read_events
+from meshrl.scripts import find_config, load_job, shipped_scripts
+
+ROWS: Final = 512
+"""Completions a step."""
+PER_PROMPT: Final = {"dpo": 2, "kto": 1, "multiturn": 16, "remax": 2, "sft": 1, "spin": 2}
+"""Completions of a prompt, where they are not `sampling.n`."""
+JUDGED: Final = ("kto", "multiturn")
+"""Pages whose summary tells the exact match of other words or tries."""
+TEACHER: Final = "grpo"
+"""What `distill` learns from."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run told."""
+
+    page: str
+    given: bool
+    """It learns from answers or a teacher, not from a reward."""
+    greedy: tuple[float, float]
+    """Exact match on the words held out, before and after."""
+    sampled: tuple[float, float]
+    """The same at temperature 1."""
+    drawn: float
+    """Completions a step."""
+    trained: float
+    """The same."""
+    wall: float
+    """Seconds of the process."""
+    cpu: float
+    """The same."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A page's means over its seeds."""
+
+    page: str
+    given: bool
+    greedy: tuple[float, float]
+    sampled: tuple[float, float]
+    lowest: float
+    """Of the seeds' greedy exact match after."""
+    highest: float
+    drawn: float
+    trained: float
+    wall: float
+    cpu: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures to this file")
+    parser.add_argument("--svg", type=Path, metavar="F", help="draw exact match before and after")
+    parser.add_argument("--algorithms", metavar="a,b", help="which pages (default: all that train a policy)")
+    parser.add_argument("--steps", type=int, default=64, help="steps of each (default: 64)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each (default: 1)")
+    parser.add_argument("--keep", type=Path, metavar="D", help="keep the runs' folders here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.keep or Path(scratch)).resolve()
+        start = command(folder, "start", "sft/quickstart")[0]
+        runs = partial(measure, folder, start, options.steps)
+        names = pages(options.algorithms.split(",") if options.algorithms else None)
+        rows = ranked([runs(name, seed) for name in names for seed in range(options.seeds)])
+    print(markdown(rows))
+    report("algorithms", list(figures(rows)), options.json)
+    if options.svg:
+        options.svg.write_text(draw(rows), "utf-8")
+
+
+def pages(asked: Sequence[str] | None) -> list[str]:
+    """The pages asked for, or all that train a policy which a sampler draws from; the teacher first, where needed."""
+    found = (name for name in sorted(shipped_scripts()) if {"policy", "sampler"} <= vars(config(name)).keys())
+    names = list(asked or found)
+    return [*([TEACHER] if {TEACHER, "distill"} & {*names} else []), *(name for name in names if name != TEACHER)]
+
+
+def config(name: str) -> AlgorithmConfig:
+    """The settings of a page's quickstart."""
+    settings = load_job(find_config(f"{name}/quickstart"), [], RunConfig).config
+    assert isinstance(settings, AlgorithmConfig)
+    return settings
+
+
+def measure(folder: Path, start: Path, steps: int, name: str, seed: int) -> Result:
+    """Run a page's quickstart with the budget, and read what it did."""
+    settings: Any = config(name)
+    words = [f"policy.model={start / 'model'}", *budget(name, settings, steps), *seeds(seed)]
+    if name == "distill":
+        words.append(f"teacher.model={folder / f'{TEACHER}-{seed}' / 'model'}")
+    run, wall, cpu = command(folder, f"{name}-{seed}", f"{name}/quickstart", *words)
+    before, after = exact_match(start, "after"), exact_match(run, "after") if name not in JUDGED else judged(run)
+    notes: list[str] = []
+    events = read_events(run / "events.jsonl", notes)
+    assert not notes, notes
+    # Of episodes each turn is a call with a row for each of them.
+    drawn, trained = completions(events, 1 if hasattr(settings, "environment") else settings.sampling.n)
+    given = not (hasattr(settings, "reward") or hasattr(settings, "environment"))
+    greedy, sampled = zip(before, after, strict=True)
+    print(f"{name}, seed {seed}: {greedy[0]:.3f} to {greedy[1]:.3f} in {cpu:.0f} s", file=sys.stderr, flush=True)
+    return Result(name, given, greedy, sampled, drawn / steps, trained / steps, wall, cpu)
+
+
+def budget(name: str, settings: Any, steps: int) -> Iterator[str]:
+    """The same steps, completions and schedule of the learning rate, as overrides of a quickstart."""
+    updates = steps * getattr(settings, "epochs", 1) * getattr(settings, "minibatches", 1)
+    asked = ROWS // int(PER_PROMPT.get(name) or settings.sampling.n)
+    yield f"steps={steps}"
+    yield f"{'rows' if hasattr(settings, 'rows') else 'prompts'}={asked}"
+    yield "policy.optimizer.schedule=linear"
+    yield f"policy.optimizer.total_steps={updates}"
+    yield f"policy.optimizer.warmup_steps={updates // 10}"
+    if hasattr(settings, "critic"):
+        yield f"critic.optimizer.warmup_steps={updates // 10}"
+    if hasattr(settings, "iteration"):  # four opponents, as in the quickstart
+        yield f"iteration={max(1, steps // 4)}"
+
+
+def seeds(seed: int) -> list[str]:
+    """The order of the words, and what is drawn."""
+    return [f"run.seed={seed}", f"policy.seed={seed}", f"sampler.seed={seed}"]
+
+
+def command(folder: Path, name: str, *words: str) -> tuple[Path, float, float]:
+    """`meshrl run`: the run's folder, and the process's seconds, wall and CPU."""
+    settings = [f"run.folder={folder}", f"run.name={name}", "run.meshes.main.cpus=1"]
+    wall, cpu = time.perf_counter(), children()
+    meshrl("run", words[0], *settings, *words[1:])
+    return folder / name, time.perf_counter() - wall, children() - cpu
+
+
+def meshrl(*words: str) -> None:
+    """The command line, on one thread."""
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    path = Path(sys.executable).parent / "meshrl"
+    done = subprocess.run(
+        [path, *words], check=False, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **ALLOCATOR, **quiet}
+    )
+    if done.returncode:
+        raise SystemExit(f"`meshrl {' '.join(words)}` ended with status {done.returncode}:\n{done.stderr[-4000:]}")
+
+
+def children() -> float:
+    """CPU seconds of the processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def exact_match(run: Path, when: str) -> tuple[float, float]:
+    """Greedy and sampled, from a run's summary."""
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    return summary[f"exact_match_{when}"], summary[f"exact_match_sampled_{when}"]
+
+
+def judged(run: Path) -> tuple[float, float]:
+    """Greedy and sampled, by `meshrl eval`."""
+    file = run / "eval.json"
+    meshrl("eval", str(run), "--reward", "exact_match", "--n", "1", "--out", str(file))
+    found = json.loads(file.read_text("utf-8"))
+    return found["greedy"]["value"], found["reward"]["value"]
+
+
+def completions(events: Sequence[Event], n: int) -> tuple[int, int]:
+    """How many were drawn in the steps, n of each row asked for, and how many were trained on."""
+    spans = [(event.began, event.ended) for event in events if isinstance(event, Step)]
+    within = [
+        event
+        for event in events
+        if isinstance(event, Call) and spans and spans[0][0] <= event.began <= spans[-1][1] and not event.error
+    ]
+    drawn = sum(n * (call.rows or 0) for call in within if call.endpoint == "generate")
+    updates = (call for call in within if call.endpoint == "update" and call.actor.endswith("Policy"))  # of any backend
+    return drawn, sum(call.rows or 0 for call in updates)
+
+
+def ranked(results: Sequence[Result]) -> list[Row]:
+    """A row a page, the best first: means over seeds."""
+
+    def mean(values: Iterator[float]) -> float:
+        listed = list(values)
+        return sum(listed) / len(listed)
+
+    rows: list[Row] = []
+    for page in dict.fromkeys(result.page for result in results):
+        runs = [result for result in results if result.page == page]
+        ends = [run.greedy[1] for run in runs]
+        rows.append(
+            Row(
+                page=page,
+                given=runs[0].given,
+                greedy=(mean(run.greedy[0] for run in runs), mean(iter(ends))),
+                sampled=(mean(run.sampled[0] for run in runs), mean(run.sampled[1] for run in runs)),
+                lowest=min(ends),
+                highest=max(ends),
+                drawn=mean(run.drawn for run in runs),
+                trained=mean(run.trained for run in runs),
+                wall=mean(run.wall for run in runs),
+                cpu=mean(run.cpu for run in runs),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.greedy[1])
+
+
+def figures(rows: Sequence[Row]) -> Iterator[Figure]:
+    """The peer of an exact match is that of the model to begin with."""
+    for row in rows:
+        yield figure(f"exact match, greedy, {row.page}", row.greedy[1], "of 1", row.greedy[0])
+        yield figure(f"exact match, sampled, {row.page}", row.sampled[1], "of 1", row.sampled[0])
+        yield figure(f"drawn, {row.page}", row.drawn, "completions/step")
+        yield figure(f"trained, {row.page}", row.trained, "completions/step")
+        yield figure(f"wall, {row.page}", row.wall, "s")
+        yield figure(f"CPU, {row.page}", row.cpu, "s")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table of docs/benchmarks.md."""
+    lines = [
+        "| page | greedy before | after | sampled before | after | drawn a step | trained | wall, s | CPU, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = f" ({row.lowest:.3f} to {row.highest:.3f})" if row.lowest < row.highest else ""
+        cells = [f"`{row.page}`", f"{row.greedy[0]:.3f}", f"{row.greedy[1]:.3f}{spread}"]
+        cells += [f"{value:.3f}" for value in row.sampled]
+        cells += [f"{value:,.0f}" for value in (row.drawn, row.trained, row.wall, row.cpu)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+STYLE: Final = """
+text { font: 13px system-ui, sans-serif; fill: #24292f } .page { fill: #ffffff } .line { stroke: #d0d7de }
+.before { fill: #8c959f } .drawn { fill: #0969da } .given { fill: #bf8700 } .range { stroke: #24292f }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3 } .page { fill: #0d1117 } .line { stroke: #30363d } .before { fill: #6e7681 }
+.drawn { fill: #4493f8 } .given { fill: #d29922 } .range { stroke: #e6edf3 } }
+"""
+LEFT: Final = 170
+WIDE: Final = 400
+HIGH: Final = 26
+TOP: Final = 62
+
+
+def draw(rows: Sequence[Row]) -> str:
+    """Bars as SVG, two a page: greedy exact match before and after. It has its own background, light or dark."""
+    width, height = LEFT + WIDE + 150, TOP + HIGH * len(rows) + 14
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',
+        *legend(),
+    ]
+    for tenths in range(0, 11, 2):
+        x = LEFT + WIDE * tenths / 10
+        parts.append(f'<line class="line" x1="{x:g}" y1="{TOP - 6}" x2="{x:g}" y2="{height - 8}"/>')
+        parts.append(f'<text x="{x:g}" y="{TOP - 12}" text-anchor="middle">{tenths / 10:g}</text>')
+    parts.append(f'<text x="{width - 12}" y="{TOP - 12}" text-anchor="end">CPU</text>')
+    for number, row in enumerate(rows):
+        y = TOP + HIGH * number
+        before, after, low, high = (WIDE * value for value in (*row.greedy, row.lowest, row.highest))
+        parts += [
+            f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(row.page)}</text>',
+            f'<rect class="before" x="{LEFT}" y="{y + 2}" width="{before:.1f}" height="6"/>',
+            f'<rect class="{kind(row.given)}" x="{LEFT}" y="{y + 8}" width="{after:.1f}" height="12"/>',
+            f'<line class="range" x1="{LEFT + low:.1f}" y1="{y + 14}" x2="{LEFT + high:.1f}" y2="{y + 14}"/>',
+            f'<text x="{LEFT + max(before, high) + 6:.1f}" y="{y + 18}">{row.greedy[1]:.2f}</text>',
+            f'<text x="{width - 12}" y="{y + 18}" text-anchor="end">{row.cpu:.0f} s</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def kind(given: bool) -> str:
+    """The class of a bar."""
+    return "given" if given else "drawn"
+
+
+def legend() -> Iterator[str]:
+    """What the colours are."""
+    told = {"before": "before", "drawn": "after, from a reward", "given": "after, from answers or a teacher"}
+    for x, (name, text) in zip((16, 110, 290), told.items(), strict=True):
+        yield f'<rect class="{name}" x="{x}" y="12" width="12" height="12"/><text x="{x + 18}" y="23">{text}</text>'
+
+
+if __name__ == "__main__":
+    main()
