@@ -143,20 +143,10 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str | Path], threads: int) -> None:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "PYTHONWARNINGS": "ignore::FutureWarning",  # of TRL about transformers
-            "TOKENIZERS_PARALLELISM": "false",
-            **ALLOCATOR,
-        }
         with _cores(threads):
             self._process = subprocess.Popen(
                 [str(word) for word in command],
-                env=environment,
+                env=_environment(threads),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -197,6 +187,31 @@ class Worker:
             f"The worker {self._process.args!r} ended with status {self._process.wait()} before it "
             "answered; its own message is above."
         )
+
+
+def alone(command: Sequence[str | Path], threads: int) -> None:
+    """Run a contestant to its end on a given number of cores; SystemExit with its last words where it fails."""
+    words = [str(word) for word in command]
+    with _cores(threads):
+        done = subprocess.run(
+            words, check=False, cwd=ROOT, env=_environment(threads), capture_output=True, encoding="utf-8"
+        )
+    if done.returncode:
+        raise SystemExit(f"{words} ended with status {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """A contestant's: what it may compute with, how it is given memory, and that it asks and says little."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # of TRL about transformers
+        "TOKENIZERS_PARALLELISM": "false",
+        **ALLOCATOR,
+    }
 
 
 @contextlib.contextmanager

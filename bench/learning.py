@@ -1,0 +1,292 @@
+"""Learning by GRPO, RLOO and DPO against TRL's trainers: the rewards while they train, and exact match afterwards.
+
+    python bench/learning.py --json F [--svg F] [--seeds N] [--steps N] [--algorithms grpo,rloo,dpo]
+
+On our side runs the shipped script by `meshrl run NAME/quickstart`, on the other TRL's trainer (bench/peers/
+trl_learning.py): from one model (the quickstart's, warmed up by its 200 supervised steps), on the same prompts in the
+same order, with the same batches, rates, optimizer, clip and sampling, float32, each run in a process of its own on one
+core. A seed decides the order of the prompts and what is drawn. Each run's saved model is judged by one judge, our
+sampler: exact match on 512 held-out prompts, greedy and of several draws.
+
+GRPO and RLOO draw other completions, so their means over the seeds are compared: ours may be less than TRL's by two
+standard errors of the difference. DPO draws nothing: on the same pairs the margins and losses of every step are
+compared. The one known difference: GRPO divides by a group's standard deviation plus 1e-6, TRL by it plus 1e-4.
+
+TRL needs `make peers`; --svg needs matplotlib, which reasoning_gym brings along. About 15 minutes with 3 seeds.
+"""
+
+import asyncio
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from numpy.typing import NDArray
+
+from bench.harness import ROOT, Figure, alone, arguments, at_least, at_most, figure, report
+from meshrl import Config, Run, RunConfig, Sampler, SamplerConfig, Task, evaluate, rejected_answers
+from meshrl.engines.loop import RankLoop
+from meshrl.scripts import find_config, load_job
+from meshrl_hf.optimizer import learning_rate
+
+TRL: Final = ROOT / ".peers/trl/bin/python"
+SIDES: Final = ("meshrl", "trl")
+DRAWS: Final = 4
+"""Completions of each held-out prompt that are drawn to judge a model."""
+CLOSE: Final = 1e-4
+"""Nats by which the margins of DPO, and losses, may differ: what float32 rounding may become in a run."""
+SMOOTH: Final = 5
+"""Steps that a point of a drawn curve is the mean of."""
+COLOURS: Final = {"meshrl": "#2f7fe0", "trl": "#e0701a"}
+GREY: Final = "#808080"
+
+Curves = NDArray[np.float64]
+"""A number of each seed and step."""
+
+
+class Job(Config):
+    """One run, as TRL is told it."""
+
+    algorithm: str
+    prompts: tuple[str, ...]
+    """Of all steps, in their order."""
+    answers: tuple[str, ...]
+    rejected: tuple[str, ...]
+    """DPO's worse completions."""
+    steps: int
+    prompts_per_step: int
+    completions: int
+    max_tokens: int
+    clip: float
+    beta: float
+    rates: tuple[float, ...]
+    """The learning rate of each step."""
+    betas: tuple[float, float]
+    eps: float
+    max_grad_norm: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run: what it recorded of each step, and what its model does."""
+
+    steps: Sequence[Mapping[str, float]]
+    exact_match: Mapping[str, float]
+
+    def curve(self, name: str) -> NDArray[np.float64]:
+        """A number of each step."""
+        return np.array([line[name] for line in self.steps], np.float64)
+
+
+Results = Mapping[str, Sequence[Result]]
+"""The runs of each side, a seed after the other."""
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=None)
+    parser.add_argument("--svg", type=Path, metavar="F", help="draw the curves into this file")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each side and algorithm (default: 3)")
+    parser.add_argument("--steps", type=int, default=80, help="steps of a run (default: 80)")
+    parser.add_argument("--algorithms", default="grpo,rloo,dpo", help="which (default: all three)")
+    options = parser.parse_args()
+    if not TRL.exists():
+        raise SystemExit(f"{TRL.relative_to(ROOT)} is not there: run `make peers` first")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        meshrl_run("sft/quickstart", f"run.folder={folder}", "run.name=warm")
+        model = folder / "warm/model"
+        results = {
+            name: train(name, model, folder, options.seeds, options.steps) for name in options.algorithms.split(",")
+        }
+        start = judge([model])[0]
+    figures = [figure(f"{kind} exact match, the model that all start from", start[kind], "of 1") for kind in start]
+    for name, result in results.items():
+        figures += dpo_figures(result) if name == "dpo" else reward_figures(name, result)
+        figures += match_figures(name, result)
+    report("learning", figures, options.json)
+    if options.svg:
+        draw(results, options.svg)
+
+
+def meshrl_run(config: str, *settings: str) -> None:
+    """`meshrl run` on one core."""
+    alone([Path(sys.executable).parent / "meshrl", "run", config, *settings], threads=1)
+
+
+def train(name: str, model: Path, folder: Path, seeds: int, steps: int) -> Results:
+    """Both sides with each seed, in turns."""
+    folders: dict[str, list[Path]] = {side: [] for side in SIDES}
+    for seed in range(seeds):
+        settings = [
+            f"policy.model={model}",
+            f"policy.optimizer.total_steps={steps}",
+            f"steps={steps}",
+            f"run.seed={seed}",
+            f"sampling.seed={seed}",
+            f"run.folder={folder}",
+        ]
+        ours, theirs = folder / f"{name}-{seed}-meshrl", folder / f"{name}-{seed}-trl"
+        meshrl_run(f"{name}/quickstart", *settings, f"run.name={ours.name}")
+        theirs.mkdir()
+        job = folder / f"{theirs.name}.json"
+        job.write_text(make_job(name, settings, seed, steps).model_dump_json())
+        alone([TRL, ROOT / "bench/peers/trl_learning.py", model, job, theirs], threads=1)
+        folders["meshrl"].append(ours)
+        folders["trl"].append(theirs)
+        print(f"{name}, seed {seed}: done", file=sys.stderr, flush=True)
+    return {side: read(each, steps) for side, each in folders.items()}
+
+
+def quickstart(name: str, *settings: str) -> Any:
+    """The settings of an algorithm's quickstart."""
+    return load_job(find_config(f"{name}/quickstart"), settings, RunConfig).config
+
+
+@cache
+def task(name: str) -> Task:
+    """The words of an algorithm's quickstart."""
+    return Task.load(quickstart(name).task)
+
+
+def make_job(name: str, settings: Sequence[str], seed: int, steps: int) -> Job:
+    """What `meshrl run` does with these settings, for TRL: the prompts as it deals them, the rates as it makes them."""
+    config = quickstart(name, *settings)
+    rows = config.rows if name == "dpo" else config.prompts
+    batches = list(islice(task(name).batches(rows, seed), steps))
+    optimizer = config.policy.optimizer
+    return Job(
+        algorithm=name,
+        prompts=tuple(str(text) for batch in batches for text in batch.objects("prompt")),
+        answers=tuple(str(text) for batch in batches for text in batch.objects("answer")),
+        rejected=tuple(text for batch in batches for text in rejected_answers(batch, config.rejected))
+        if name == "dpo"
+        else (),
+        steps=steps,
+        prompts_per_step=rows,
+        completions=config.sampling.n,
+        max_tokens=config.sampling.max_tokens,
+        clip=getattr(config.loss, "clip", 0.0),
+        beta=getattr(config.loss, "beta", 0.0),
+        rates=tuple(learning_rate(optimizer, step) for step in range(steps)),
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        max_grad_norm=optimizer.max_grad_norm or 0.0,
+        seed=seed,
+    )
+
+
+def read(folders: Sequence[Path], steps: int) -> list[Result]:
+    """What runs left, and how good their models are."""
+    found: list[Result] = []
+    for folder, match in zip(folders, judge([folder / "model" for folder in folders]), strict=True):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        if len(lines) != steps:
+            raise SystemExit(f"{folder.name} tells of {len(lines)} steps and was to make {steps}")
+        found.append(Result(lines, match))
+    return found
+
+
+def judge(models: Sequence[Path]) -> list[dict[str, float]]:
+    """Exact match of each model on the held-out prompts, `greedy` and `sampled`, by our sampler."""
+    sampling = quickstart("grpo").sampling
+    held_out = task("grpo").held_out.repeat(DRAWS)
+
+    async def match() -> list[dict[str, float]]:
+        with tempfile.TemporaryDirectory() as scratch:
+            async with Run(RunConfig(folder=scratch, name="judge")) as run:
+                samplers = [await run.spawn(Sampler, SamplerConfig(model=str(model))) for model in models]
+                return [await evaluate(sampler, held_out, sampling) for sampler in samplers]
+
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        return runner.run(match())
+
+
+def reward_figures(name: str, results: Results) -> list[Figure]:
+    """The mean reward of all steps and of the last quarter."""
+    last = max(1, len(results["meshrl"][0].steps) // 4)
+    return [
+        *compared(f"{name}, reward, all steps", results, lambda run: run.curve("reward").mean()),
+        *compared(f"{name}, reward, last {last} steps", results, lambda run: run.curve("reward")[-last:].mean()),
+    ]
+
+
+def match_figures(name: str, results: Results) -> list[Figure]:
+    """Exact match on held-out prompts."""
+    return [
+        each
+        for kind in ("greedy", "sampled")
+        for each in compared(f"{name}, {kind} exact match", results, lambda run, kind=kind: run.exact_match[kind])
+    ]
+
+
+def compared(name: str, results: Results, measure: Callable[[Result], float]) -> list[Figure]:
+    """The means of both sides over their seeds, and the standard errors of these."""
+    both = [np.array([measure(run) for run in results[side]], np.float64) for side in SIDES]
+    ours, theirs = (float(each.mean()) for each in both)
+    if len(both[0]) < 2:
+        return [figure(name, ours, "of 1", theirs)]
+    errors = [float(each.std(ddof=1)) / math.sqrt(len(each)) for each in both]
+    allowed = 2 * math.hypot(*errors)
+    return [
+        at_least(name, ours, "of 1", theirs, 1 - allowed / theirs),
+        figure(f"{name}, standard error", errors[0], "of 1", errors[1]),
+    ]
+
+
+def dpo_figures(results: Results) -> list[Figure]:
+    """How far the pairs' mean margins and losses of any step are apart, over all seeds."""
+    ours, theirs = (margins(results[side], side) for side in SIDES)
+    losses = [np.array([run.curve("loss") for run in results[side]]) for side in SIDES]
+    return [
+        figure("dpo, margin, last step", float(ours[:, -1].mean()), "nats", float(theirs[:, -1].mean())),
+        at_most("dpo, largest difference of margins", float(np.abs(ours - theirs).max()), "nats", CLOSE),
+        at_most("dpo, largest difference of losses", float(np.abs(losses[0] - losses[1]).max()), "nats", CLOSE),
+    ]
+
+
+def margins(runs: Sequence[Result], side: str) -> Curves:
+    """The mean margin of each seed and step, before its update. TRL's is multiplied by beta."""
+    if side == "meshrl":
+        return np.array([run.curve("margin") for run in runs])
+    return np.array([run.curve("rewards/margins") for run in runs]) / float(quickstart("dpo").loss.beta)
+
+
+def draw(results: Mapping[str, Results], path: Path) -> None:
+    """The curves of both sides, the mean of the seeds and its standard error, on no background of their own."""
+    mpl.rcParams.update({"svg.hashsalt": "meshrl", "font.size": 9})
+    for key in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"):
+        mpl.rcParams[key] = GREY
+    canvas, axes = plt.subplots(1, len(results), figsize=(3.2 * len(results), 2.8), squeeze=False)
+    for panel, (name, result) in zip(axes[0], results.items(), strict=True):
+        for side in SIDES:
+            curves = margins(result[side], side) if name == "dpo" else rewards(result[side])
+            steps = np.arange(curves.shape[1]) + (1 if name == "dpo" else SMOOTH)
+            mean, error = curves.mean(0), curves.std(0) / math.sqrt(max(1, len(curves) - 1))
+            dashes = (0, (4, 3)) if side == "trl" else "-"
+            panel.plot(steps, mean, color=COLOURS[side], lw=1.5, ls=dashes, label=side.replace("trl", "TRL"))
+            panel.fill_between(steps, mean - error, mean + error, color=COLOURS[side], alpha=0.25, lw=0)
+        panel.set(title=name.upper(), xlabel="step", ylabel="margin, nats" if name == "dpo" else "reward")
+        panel.grid(alpha=0.3)
+        panel.legend(loc="lower right", frameon=False)
+    canvas.tight_layout()
+    canvas.savefig(path, metadata={"Date": None}, transparent=True)
+
+
+def rewards(runs: Sequence[Result]) -> Curves:
+    """The smoothed reward of each seed and step."""
+    window = np.ones(SMOOTH) / SMOOTH
+    return np.array([np.convolve(run.curve("reward"), window, "valid") for run in runs])
+
+
+if __name__ == "__main__":
+    main()
