@@ -223,9 +223,8 @@ def reward_figures(name: str, results: Results) -> list[Figure]:
 def match_figures(name: str, results: Results) -> list[Figure]:
     """Exact match on held-out prompts."""
     return [
-        each
-        for kind in ("greedy", "sampled")
-        for each in compared(f"{name}, {kind} exact match", results, lambda run, kind=kind: run.exact_match[kind])
+        *compared(f"{name}, greedy exact match", results, lambda run: run.exact_match["greedy"]),
+        *compared(f"{name}, sampled exact match", results, lambda run: run.exact_match["sampled"]),
     ]
 
 
