@@ -1,6 +1,6 @@
 """Learning by GRPO, RLOO and DPO against TRL's trainers: the rewards while they train, and exact match afterwards.
 
-    python bench/learning.py --json F [--svg F] [--seeds N] [--steps N] [--algorithms grpo,rloo,dpo]
+    python bench/learning.py --json F [--svg F] [--seeds N] [--steps N] [--algorithms grpo,rloo,dpo] [--folder F]
 
 On our side runs the shipped script by `meshrl run NAME/quickstart`, on the other TRL's trainer (bench/peers/
 trl_learning.py): from one model (the quickstart's, warmed up by its 200 supervised steps), on the same prompts in the
@@ -44,6 +44,7 @@ DRAWS: Final = 4
 """Completions of each held-out prompt that are drawn to judge a model."""
 CLOSE: Final = 1e-4
 """Nats by which the margins of DPO, and losses, may differ: what float32 rounding may become in a run."""
+MATCH: Final = "exact_match.json"
 SMOOTH: Final = 5
 """Steps that a point of a drawn curve is the mean of."""
 COLOURS: Final = {"meshrl": "#2f7fe0", "trl": "#e0701a"}
@@ -98,18 +99,27 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each side and algorithm (default: 3)")
     parser.add_argument("--steps", type=int, default=80, help="steps of a run (default: 80)")
     parser.add_argument("--algorithms", default="grpo,rloo,dpo", help="which (default: all three)")
+    parser.add_argument("--folder", type=Path, help="keep the runs there, and make none again that is there")
+    parser.add_argument("--judge", nargs="+", type=Path, metavar="RUN", help="be the judge of runs' models")
     options = parser.parse_args()
+    if options.judge:
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            runner.run(judge(options.judge))
+        return
     if not TRL.exists():
         raise SystemExit(f"{TRL.relative_to(ROOT)} is not there: run `make peers` first")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        meshrl_run("sft/quickstart", f"run.folder={folder}", "run.name=warm")
-        model = folder / "warm/model"
+        folder = (options.folder or Path(scratch)).resolve()
+        start = folder / "start"
+        if not (start / "model").exists():
+            meshrl_run("sft/quickstart", f"run.folder={folder}", f"run.name={start.name}")
+        judged([start])
         results = {
-            name: train(name, model, folder, options.seeds, options.steps) for name in options.algorithms.split(",")
+            name: train(name, start / "model", folder, options.seeds, options.steps)
+            for name in options.algorithms.split(",")
         }
-        start = judge([model])[0]
-    figures = [figure(f"{kind} exact match, the model that all start from", start[kind], "of 1") for kind in start]
+        before = read_match(start)
+    figures = [figure(f"{kind} exact match, the model that all start from", before[kind], "of 1") for kind in before]
     for name, result in results.items():
         figures += dpo_figures(result) if name == "dpo" else reward_figures(name, result)
         figures += match_figures(name, result)
@@ -125,8 +135,8 @@ def meshrl_run(config: str, *settings: str) -> None:
 
 def train(name: str, model: Path, folder: Path, seeds: int, steps: int) -> Results:
     """Both sides with each seed, in turns."""
-    folders: dict[str, list[Path]] = {side: [] for side in SIDES}
-    for seed in range(seeds):
+    folders = {side: [folder / f"{name}-{seed}-{side}" for seed in range(seeds)] for side in SIDES}
+    for seed, (ours, theirs) in enumerate(zip(*folders.values(), strict=True)):
         settings = [
             f"policy.model={model}",
             f"policy.optimizer.total_steps={steps}",
@@ -135,16 +145,16 @@ def train(name: str, model: Path, folder: Path, seeds: int, steps: int) -> Resul
             f"sampling.seed={seed}",
             f"run.folder={folder}",
         ]
-        ours, theirs = folder / f"{name}-{seed}-meshrl", folder / f"{name}-{seed}-trl"
-        meshrl_run(f"{name}/quickstart", *settings, f"run.name={ours.name}")
-        theirs.mkdir()
-        job = folder / f"{theirs.name}.json"
-        job.write_text(make_job(name, settings, seed, steps).model_dump_json())
-        alone([TRL, ROOT / "bench/peers/trl_learning.py", model, job, theirs], threads=1)
-        folders["meshrl"].append(ours)
-        folders["trl"].append(theirs)
+        if not (ours / "model").exists():
+            meshrl_run(f"{name}/quickstart", *settings, f"run.name={ours.name}")
+        if not (theirs / "model").exists():
+            theirs.mkdir(exist_ok=True)
+            job = theirs / "job.json"
+            job.write_text(make_job(name, settings, seed, steps).model_dump_json())
+            alone([TRL, ROOT / "bench/peers/trl_learning.py", model, job, theirs], threads=1)
         print(f"{name}, seed {seed}: done", file=sys.stderr, flush=True)
-    return {side: read(each, steps) for side, each in folders.items()}
+    judged([run for runs in folders.values() for run in runs])
+    return {side: [read(run, steps) for run in runs] for side, runs in folders.items()}
 
 
 def quickstart(name: str, *settings: str) -> Any:
@@ -185,30 +195,35 @@ def make_job(name: str, settings: Sequence[str], seed: int, steps: int) -> Job:
     )
 
 
-def read(folders: Sequence[Path], steps: int) -> list[Result]:
-    """What runs left, and how good their models are."""
-    found: list[Result] = []
-    for folder, match in zip(folders, judge([folder / "model" for folder in folders]), strict=True):
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-        if len(lines) != steps:
-            raise SystemExit(f"{folder.name} tells of {len(lines)} steps and was to make {steps}")
-        found.append(Result(lines, match))
+def read(run: Path, steps: int) -> Result:
+    """What a run left, and how good its model is."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    if len(lines) != steps:
+        raise SystemExit(f"{run} tells of {len(lines)} steps, and {steps} are asked for: name another --folder")
+    return Result(lines, read_match(run))
+
+
+def read_match(run: Path) -> dict[str, float]:
+    """What the judge said of its model."""
+    found: dict[str, float] = json.loads((run / MATCH).read_text("utf-8"))
     return found
 
 
-def judge(models: Sequence[Path]) -> list[dict[str, float]]:
-    """Exact match of each model on the held-out prompts, `greedy` and `sampled`, by our sampler."""
-    sampling = quickstart("grpo").sampling
-    held_out = task("grpo").held_out.repeat(DRAWS)
+def judged(runs: Sequence[Path]) -> None:
+    """Let the judge look at those that it has not seen."""
+    if unseen := [run for run in runs if not (run / MATCH).exists()]:
+        alone([sys.executable, __file__, "--judge", *unseen], threads=1)
 
-    async def match() -> list[dict[str, float]]:
-        with tempfile.TemporaryDirectory() as scratch:
-            async with Run(RunConfig(folder=scratch, name="judge")) as run:
-                samplers = [await run.spawn(Sampler, SamplerConfig(model=str(model))) for model in models]
-                return [await evaluate(sampler, held_out, sampling) for sampler in samplers]
 
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        return runner.run(match())
+async def judge(runs: Sequence[Path]) -> None:
+    """Exact match of each run's model on the held-out prompts, `greedy` and `sampled`, by our sampler."""
+    held_out = task("grpo").held_out.only("prompt", "answer").repeat(DRAWS)
+    with tempfile.TemporaryDirectory() as scratch:
+        async with Run(RunConfig(folder=scratch, name="judge")) as run:
+            for each in runs:
+                sampler = await run.spawn(Sampler, SamplerConfig(model=str(each / "model")))
+                match = await evaluate(sampler, held_out, quickstart("grpo").sampling)
+                (each / MATCH).write_text(json.dumps(match) + "\n", "utf-8")
 
 
 def reward_figures(name: str, results: Results) -> list[Figure]:

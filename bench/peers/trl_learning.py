@@ -53,8 +53,8 @@ def main(folder: str, job_path: str, out: str) -> None:
         },
     )
     trainer.train()
-    trainer.save_model(str(Path(out) / "model"))
     (Path(out) / "metrics.jsonl").write_text("\n".join(log.lines) + "\n")
+    trainer.save_model(str(Path(out) / "model"))
 
 
 def load(folder: str):
