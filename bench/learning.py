@@ -1,6 +1,6 @@
 """Learning by GRPO, RLOO and DPO against TRL's trainers: the rewards while they train, and exact match afterwards.
 
-    python bench/learning.py --json F [--svg F] [--seeds N] [--steps N] [--algorithms grpo,rloo,dpo] [--folder F]
+    python bench/learning.py --json F [--svg F] [--algorithms grpo,rloo,dpo] [--seeds 3,3,1] [--steps N] [--folder F]
 
 On our side runs the shipped script by `meshrl run NAME/quickstart`, on the other TRL's trainer (bench/peers/
 trl_learning.py): from one model (the quickstart's, warmed up by its 200 supervised steps), on the same prompts in the
@@ -10,9 +10,10 @@ sampler: exact match on 512 held-out prompts, greedy and of several draws.
 
 GRPO and RLOO draw other completions, so their means over the seeds are compared: ours may be less than TRL's by two
 standard errors of the difference. DPO draws nothing: on the same pairs the margins and losses of every step are
-compared. The one known difference: GRPO divides by a group's standard deviation plus 1e-6, TRL by it plus 1e-4.
+compared, and one seed says all. The one known difference: GRPO divides by a group's standard deviation plus 1e-6, TRL
+by it plus 1e-4.
 
-TRL needs `make peers`; --svg needs matplotlib, which reasoning_gym brings along. About 15 minutes with 3 seeds.
+TRL needs `make peers`; --svg needs matplotlib, which reasoning_gym brings along. About 15 minutes.
 """
 
 import asyncio
@@ -96,7 +97,7 @@ Results = Mapping[str, Sequence[Result]]
 def main() -> None:
     parser = arguments(__doc__, rounds=None)
     parser.add_argument("--svg", type=Path, metavar="F", help="draw the curves into this file")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each side and algorithm (default: 3)")
+    parser.add_argument("--seeds", metavar="N,N", help="runs of each side of each algorithm (default: 3, of DPO 1)")
     parser.add_argument("--steps", type=int, default=80, help="steps of a run (default: 80)")
     parser.add_argument("--algorithms", default="grpo,rloo,dpo", help="which (default: all three)")
     parser.add_argument("--folder", type=Path, help="keep the runs there, and make none again that is there")
@@ -106,6 +107,10 @@ def main() -> None:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             runner.run(judge(options.judge))
         return
+    names = options.algorithms.split(",")
+    seeds = [*map(int, options.seeds.split(","))] if options.seeds else [1 if name == "dpo" else 3 for name in names]
+    if len(names) != len(seeds):
+        parser.error(f"{len(names)} algorithms and {len(seeds)} numbers of seeds: give one for each")
     if not TRL.exists():
         raise SystemExit(f"{TRL.relative_to(ROOT)} is not there: run `make peers` first")
     with tempfile.TemporaryDirectory() as scratch:
@@ -115,8 +120,8 @@ def main() -> None:
             meshrl_run("sft/quickstart", f"run.folder={folder}", f"run.name={start.name}")
         judged([start])
         results = {
-            name: train(name, start / "model", folder, options.seeds, options.steps)
-            for name in options.algorithms.split(",")
+            name: train(name, start / "model", folder, count, options.steps)
+            for name, count in zip(names, seeds, strict=True)
         }
         before = read_match(start)
     figures = [figure(f"{kind} exact match, the model that all start from", before[kind], "of 1") for kind in before]
