@@ -6,7 +6,7 @@ On our side runs the shipped script by `meshrl run NAME/quickstart`, on the othe
 trl_learning.py): from one model (the quickstart's, warmed up by its 200 supervised steps), on the same prompts in the
 same order, with the same batches, rates, optimizer, clip and sampling, float32, each run in a process of its own on one
 core. A seed decides the order of the prompts and what is drawn. Each run's saved model is judged by one judge, our
-sampler: exact match on 512 held-out prompts, greedy and of several draws.
+sampler: exact match on 512 held-out prompts, greedy and drawn at temperature 1.
 
 GRPO and RLOO draw other completions, so their means over the seeds are compared: ours may be less than TRL's by two
 standard errors of the difference. DPO draws nothing: on the same pairs the margins and losses of every step are
@@ -41,8 +41,6 @@ from meshrl_hf.optimizer import learning_rate
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 SIDES: Final = ("meshrl", "trl")
-DRAWS: Final = 4
-"""Completions of each held-out prompt that are drawn to judge a model."""
 CLOSE: Final = 1e-4
 """Nats by which the margins of DPO, and losses, may differ: what float32 rounding may become in a run."""
 MATCH: Final = "exact_match.json"
@@ -222,7 +220,7 @@ def judged(runs: Sequence[Path]) -> None:
 
 async def judge(runs: Sequence[Path]) -> None:
     """Exact match of each run's model on the held-out prompts, `greedy` and `sampled`, by our sampler."""
-    held_out = task("grpo").held_out.only("prompt", "answer").repeat(DRAWS)
+    held_out = task("grpo").held_out.only("prompt", "answer")
     with tempfile.TemporaryDirectory() as scratch:
         async with Run(RunConfig(folder=scratch, name="judge")) as run:
             for each in runs:
