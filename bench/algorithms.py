@@ -152,6 +152,8 @@ def budget(name: str, settings: Any, steps: int) -> Iterator[str]:
     yield f"policy.optimizer.warmup_steps={updates // 10}"
     if hasattr(settings, "critic"):
         yield f"critic.optimizer.warmup_steps={updates // 10}"
+    if getattr(settings, "evaluation", None):  # one word, once: nothing that the other pages do not do
+        yield "evaluation={every=1000000, rows=1, n=1}"
     if hasattr(settings, "iteration"):  # four opponents, as in the quickstart
         yield f"iteration={max(1, steps // 4)}"
 

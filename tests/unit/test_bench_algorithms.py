@@ -42,6 +42,11 @@ def test_a_budget_is_of_512_completions() -> None:
     assert "prompts=32" in overrides("multiturn")  # 8 episodes each, of at most 2 turns
 
 
+def test_no_page_evaluates_beside_its_training() -> None:
+    assert "evaluation={every=1000000, rows=1, n=1}" in overrides("grpo")
+    assert not any(each.startswith("evaluation") for each in overrides("rloo"))
+
+
 def test_a_learning_rate_falls_to_0_at_the_last_update() -> None:
     assert "policy.optimizer.total_steps=40" in overrides("grpo")
     assert {"policy.optimizer.total_steps=80", "critic.optimizer.warmup_steps=8"} <= {*overrides("ppo")}
