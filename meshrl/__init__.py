@@ -40,6 +40,7 @@ from meshrl.losses.likelihood import CrossEntropy
 from meshrl.losses.loss import Loss
 from meshrl.losses.preference import KtoLoss, PreferenceLoss
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
+from meshrl.losses.reward import BradleyTerryLoss, ProcessLoss
 from meshrl.losses.sequence import SequenceLoss
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss
@@ -73,14 +74,16 @@ from meshrl.role_config import (
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RewardTrainingConfig,
     RoleConfig,
     SamplerConfig,
     Sampling,
     TeacherConfig,
 )
-from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
+from meshrl.roles import Critic, Policy, Reference, Reward, RewardModel, Sampler
 from meshrl.rollout import evaluate, greedy_baseline, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
+from meshrl.scores import labelled_steps, least_margins, score_metrics, step_metrics, with_labels, with_scores
 from meshrl.sharding import CP, DP, EP, EVERY, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
 from meshrl.stream import Rollouts, rollouts
 from meshrl.tasks import Task, TaskConfig
@@ -98,6 +101,7 @@ __all__ = [
     "AlgorithmConfig",
     "BackendError",
     "Batch",
+    "BradleyTerryLoss",
     "CispoLoss",
     "ClippedLoss",
     "Config",
@@ -137,6 +141,7 @@ __all__ = [
     "Policy",
     "PolicyConfig",
     "PreferenceLoss",
+    "ProcessLoss",
     "Ragged",
     "Rank",
     "RankDied",
@@ -150,7 +155,9 @@ __all__ = [
     "ReverseKl",
     "Reward",
     "RewardConfig",
+    "RewardModel",
     "RewardModelConfig",
+    "RewardTrainingConfig",
     "RoleConfig",
     "Rollouts",
     "Run",
@@ -188,6 +195,8 @@ __all__ = [
     "group_advantages",
     "has_signal",
     "labelled",
+    "labelled_steps",
+    "least_margins",
     "leave_one_out",
     "log_ratios",
     "minibatches",
@@ -204,7 +213,11 @@ __all__ = [
     "rewards_to_go",
     "rollout",
     "rollouts",
+    "score_metrics",
+    "step_metrics",
     "stop",
     "whiten",
+    "with_labels",
     "with_margins",
+    "with_scores",
 ]

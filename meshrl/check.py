@@ -17,12 +17,13 @@ from meshrl.role_config import (
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RewardTrainingConfig,
     RoleConfig,
     SamplerConfig,
     TeacherConfig,
     check_axes,
 )
-from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
+from meshrl.roles import Critic, Policy, Reference, Reward, RewardModel, Sampler
 from meshrl.tasks import TaskConfig, check_task
 from meshrl.teacher import check_teacher
 
@@ -33,6 +34,7 @@ _ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
     (SamplerConfig, Sampler),
     (RewardConfig, Reward),
     (RewardModelConfig, Reward),
+    (RewardTrainingConfig, RewardModel),
     (EnvironmentConfig, Environment),
 )
 

@@ -107,7 +107,7 @@ def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:
     """The tables that a role may have, where each of them has the policy's model unless it names one."""
     forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
     kinds = [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
-    others = any(issubclass(kind, RewardModelConfig | TeacherConfig) for kind in kinds)
+    others = any(issubclass(kind, RewardModelConfig | RewardTrainingConfig | TeacherConfig) for kind in kinds)
     return kinds if len(kinds) == len(forms) and not others else []
 
 
@@ -205,6 +205,18 @@ class RewardModelConfig(ModelConfig):
         if isinstance(model, NewModel):
             raise ValueError("a new model's rewards would be random: give the folder of a model that judges")
         return model
+
+
+class RewardTrainingConfig(ModelConfig):
+    """A model that learns to judge: one that judges already, or a policy's, which is given a head whose scores are 0.
+
+    With `chat`, prompt and completion are a user's and an assistant's message.
+    """
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """As a policy's."""
+    fsdp: FsdpConfig = FsdpConfig()
 
 
 class SamplerConfig(ModelConfig):

@@ -1,4 +1,4 @@
-"""Roles: what an algorithm may ask of a policy, a reference, a sampler and a reward.
+"""Roles: what an algorithm may ask of a policy, a critic, a reference, a sampler and a reward.
 
 A role is the contract; a backend (`meshrl_torch`, ...) overrides its methods with plain types.
 The standard columns of a batch are listed in `data.Batch`.
@@ -184,3 +184,38 @@ class Reward(Actor, ABC):
     @abstractmethod
     async def score(self, batch: Shard[Batch]) -> Gather[Batch]:
         """Add `rewards`, float32, and `reward_error`, the text of what the judge raised, or None."""
+
+
+class RewardModel(Stateful, Reward):
+    """A reward that learns: a language model's body with a head that gives a score at any token, a number.
+
+    `score` gives each text the score at its last token.
+    """
+
+    @endpoint
+    @abstractmethod
+    async def encode(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Add `tokens` and `loss_mask`, which says at which tokens scores are learned.
+
+        Of the texts `prompt` and `completion` it is the last token of the row, where `score` judges it. Rows with
+        `steps`, a list of texts each, have these one after the other in place of a completion, and are learned at the
+        last token of each step; of the last step that is where the row ends.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def token_scores(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Add `token_scores`, ragged float32: the score at each token where `loss_mask` is True, 0 at the others."""
+
+    @endpoint
+    @abstractmethod
+    async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
+        """One optimizer step on the whole batch: the loss is given the scores where a policy's has log-probs."""
+
+    @endpoint
+    @abstractmethod
+    async def save(self, folder: str) -> None:
+        """Write a Hugging Face folder of a sequence classifier with one label, whole or not at all.
+
+        `Reward` reads it, and transformers' AutoModelForSequenceClassification does; both give the score of `score`.
+        """

@@ -128,6 +128,16 @@ PUBLIC = [
     "with_margins",
     "KtoLoss",
     "PreferenceLoss",
+    "BradleyTerryLoss",
+    "ProcessLoss",
+    "RewardModel",
+    "RewardTrainingConfig",
+    "labelled_steps",
+    "least_margins",
+    "score_metrics",
+    "step_metrics",
+    "with_labels",
+    "with_scores",
 ]
 
 

@@ -13,5 +13,6 @@ ROLES: Final[Mapping[str, str]] = {
     "Policy": "meshrl_fsdp.policy:FsdpPolicy",
     "Reference": "meshrl_fsdp.reference:FsdpReference",
     "Reward": "meshrl_fsdp.reward:FsdpReward",
+    "RewardModel": "meshrl_fsdp.reward_model:FsdpRewardModel",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
-from meshrl.role_config import ModelConfig, PolicyConfig, RewardModelConfig
+from meshrl.role_config import ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig
 from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.world import World
@@ -18,7 +18,8 @@ from meshrl_hf.boxes import Boxes
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load, outline
 from meshrl_hf.lora import adapt, own_name
 from meshrl_hf.model import LanguageModel, check_packing
-from meshrl_hf.reward_head import RewardModel
+from meshrl_hf.reward_head import ScoreModel
+from meshrl_hf.reward_training import kind_of, with_score
 from meshrl_hf.value_head import ValueModel, with_head
 
 _NETWORK: Final = "parts.0."
@@ -57,13 +58,24 @@ def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> 
     return valued, _spread(model, folder, world, config, layout, [valued.head])
 
 
-def load_sharded_judge(config: RewardModelConfig, rank: Rank) -> tuple[RewardModel, Sharded]:
+def load_sharded_judge(config: RewardModelConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
     """The same for a reward."""
     world = World.of(rank, config.fsdp)
     model, folder = _model(world, config, JUDGE)
-    kept: list[RewardModel] = []
-    world.agree(lambda: kept.append(RewardModel(model, config)))
+    kept: list[ScoreModel] = []
+    world.agree(lambda: kept.append(ScoreModel(model, config)))
     return kept[0], _spread(model, folder, world, config, config.fsdp)
+
+
+def load_sharded_learner(config: RewardTrainingConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
+    """The same for a reward model that is trained."""
+    world = World.of(rank, config.fsdp)
+    kinds: list[Kind] = []
+    world.agree(lambda: kinds.append(kind_of(config)))
+    model, folder = _model(world, config, kinds[0])
+    kept: list[ScoreModel] = []
+    world.agree(lambda: kept.append(with_score(model, config)))
+    return kept[0], _spread(kept[0].model, folder, world, config, config.fsdp)
 
 
 def _model(world: World, config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path | None]:

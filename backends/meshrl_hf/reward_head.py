@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from meshrl import log
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, ModelError
-from meshrl.role_config import RewardModelConfig
+from meshrl.role_config import ModelConfig, RewardModelConfig
 from meshrl_hf.loading import JUDGE, load
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, ends
@@ -20,10 +20,10 @@ from meshrl_hf.scoring import PredictAll, score
 from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts, texts_of
 
 
-class RewardModel:
+class ScoreModel:
     """A model that judges texts, and what it makes of rows that it cannot judge."""
 
-    def __init__(self, model: LanguageModel, config: RewardModelConfig) -> None:
+    def __init__(self, model: LanguageModel, config: ModelConfig) -> None:
         """ModelError where the model's head is not linear, or gives more than one number."""
         network = model.network
         head = getattr(network, "score", None)
@@ -72,13 +72,29 @@ class RewardModel:
         self._tell(errors)
         return batch.assign(rewards=rewards, reward_error=[errors.get(row) for row in range(len(batch))])
 
+    def encode(self, batch: Batch) -> Batch:
+        """Add `tokens`, those that `score` reads, and `loss_mask`, True at the last; DataError for a row it cannot."""
+        ids = [self.judged(each) for each in self._tokens(texts_of(batch, "prompt"), texts_of(batch, "completion"))]
+        return self.marked(batch, ids, [[len(each) - 1] for each in ids])
+
+    def marked(self, batch: Batch, rows: Sequence[Sequence[int]], scored: Sequence[Sequence[int]]) -> Batch:
+        """Add `tokens`, these, and `loss_mask`, True at these places of each row. DataError for one it cannot read."""
+        for row, ids in enumerate(rows):
+            if refused := self._refused(ids):
+                raise DataError(f"row {row} cannot be judged: {refused}")
+        tokens = Ragged.of(rows, np.int32)
+        places = [start + at for start, own in zip(tokens.offsets[:-1].tolist(), scored, strict=True) for at in own]
+        mask = np.zeros(len(tokens.values), np.bool_)
+        mask[places] = True
+        return batch.assign(tokens=tokens, loss_mask=Ragged(mask, tokens.offsets))
+
     def _read(self, batch: Batch) -> tuple[Ragged, NDArray[np.int64], dict[int, str]]:
         """The tokens of each row and one more, none for a row that cannot be judged; those shared; the errors."""
         prompts, completions = texts_of(batch, "prompt"), texts_of(batch, "completion")
         rows: list[list[int]] = []
         errors: dict[int, str] = {}
         for row, (encoded, error) in enumerate(self._encoded(prompts, completions)):
-            ids = self._judged(encoded)
+            ids = self.judged(encoded)
             if refused := error or self._refused(ids):
                 errors[row] = refused
             rows.append([] if refused else [*ids, 0])
@@ -108,7 +124,7 @@ class RewardModel:
         )
         return [prompt + completion for prompt, completion in pairs]
 
-    def _judged(self, ids: Sequence[int]) -> Sequence[int]:
+    def judged(self, ids: Sequence[int]) -> Sequence[int]:
         """The tokens up to the last that is no padding, at which transformers' classifiers learn to score."""
         end = len(ids)
         while end and ids[end - 1] == self._pad:
@@ -134,9 +150,9 @@ class RewardModel:
             log.warning("a row cannot be judged; it gets reward 0", rows=len(errors), error=next(iter(errors.values())))
 
 
-def load_reward_model(config: RewardModelConfig) -> RewardModel:
+def load_reward_model(config: RewardModelConfig) -> ScoreModel:
     """The judge that a role's table names."""
-    return RewardModel(load(config, JUDGE), config)
+    return ScoreModel(load(config, JUDGE), config)
 
 
 def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:

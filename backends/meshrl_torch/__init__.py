@@ -10,6 +10,7 @@ ROLES: Final[Mapping[str, str]] = {
     "Policy": "meshrl_torch.policy:TorchPolicy",
     "Reference": "meshrl_torch.reference:TorchReference",
     "Reward": "meshrl_torch.reward:TorchReward",
+    "RewardModel": "meshrl_torch.reward_model:TorchRewardModel",
     "Sampler": "meshrl_torch.sampler:TorchSampler",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""

@@ -13,12 +13,14 @@ from meshrl.losses.loss import Loss, Normalised, Penalised, Predicts, TokenLoss,
 from meshrl.losses.normalise import Normalise, token_weights
 from meshrl.losses.preference import KtoLoss, PairForm, PreferenceLoss, dpo_loss, hinge_loss, ipo_loss, kto_utility
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
+from meshrl.losses.reward import BradleyTerryLoss, ProcessLoss, bradley_terry, step_cross_entropy
 from meshrl.losses.sequence import SequenceLoss, sequence_ratios
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.value import ValueLoss, explained_variance
 
 __all__ = [
+    "BradleyTerryLoss",
     "CispoLoss",
     "ClippedLoss",
     "ConstantLoss",
@@ -33,11 +35,13 @@ __all__ = [
     "Penalised",
     "Predicts",
     "PreferenceLoss",
+    "ProcessLoss",
     "ReinforceLoss",
     "ReverseKl",
     "SequenceLoss",
     "TokenLoss",
     "ValueLoss",
+    "bradley_terry",
     "check_predicts",
     "check_sources",
     "clipped_surrogate",
@@ -54,5 +58,6 @@ __all__ = [
     "kto_utility",
     "reverse_kl",
     "sequence_ratios",
+    "step_cross_entropy",
     "token_weights",
 ]

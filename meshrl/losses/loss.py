@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Predicts: TypeAlias = Literal["logprobs", "values"]
-"""What a model gives of each token: a policy its log-prob, a critic the value of the state it was drawn from."""
+Predicts: TypeAlias = Literal["logprobs", "values", "scores"]
+"""What a model gives of each token: a policy its log-prob, a critic the value of the state it was drawn from, a reward
+model the score of what ends there."""
 
 _MODELS: Final[Mapping[Predicts, tuple[str, str]]] = {
     "logprobs": ("policy", "ClippedLoss"),
     "values": ("critic", "ValueLoss"),
+    "scores": ("reward model", "BradleyTerryLoss"),
 }
 
 
@@ -40,14 +42,14 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A loss that `Policy.update` or `Critic.update` minimises: any object with these, a frozen dataclass for example.
+    """A loss that the `update` of a policy, a critic or a reward model minimises: any object with these.
 
     It is given the learned tokens of a micro-batch, some rows of the batch, each row whole.
     """
 
     @property
     def predicts(self) -> Predicts:
-        """What it is given first: a policy's log-probs, or a critic's values."""
+        """What it is given first: a policy's log-probs, a critic's values, or a reward model's scores."""
         ...
 
     @property
@@ -119,11 +121,15 @@ class Penalised(Normalised):
 def check_predicts(loss: Loss, predicts: Predicts) -> None:
     """Refuse the loss of another kind of model: every backend's `update` calls this with what its model predicts.
 
-    DataError where the loss is of values and the model a policy, or the other way round.
+    DataError where the loss is of values and the model a policy, for example.
     """
     if loss.predicts != predicts:
         (here, example), (there, _) = _MODELS[predicts], _MODELS[loss.predicts]
         raise DataError(
             f"{type(loss).__name__} is a loss of `{loss.predicts}`, which a {there} predicts, and this is a {here}: "
-            f"give it to {there}.update, and a loss of `{predicts}` to {here}.update, {example} for example"
+            f"give it to {_called(there)}, and a loss of `{predicts}` to {_called(here)}, {example} for example"
         )
+
+
+def _called(model: str) -> str:
+    return f"{model.replace(' ', '_')}.update"

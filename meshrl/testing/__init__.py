@@ -8,6 +8,7 @@ from meshrl.testing.critic import FakeCritic
 from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
 from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
+from meshrl.testing.reward_model import FakeRewardModel
 from meshrl.testing.run import FakeRun
 from meshrl.testing.witness import PromiseBroken, Witness
 
@@ -19,6 +20,7 @@ __all__ = [
     "FakePolicy",
     "FakeReference",
     "FakeReward",
+    "FakeRewardModel",
     "FakeRun",
     "FakeSampler",
     "Latency",
@@ -44,5 +46,6 @@ ROLES = {
     "Reference": "meshrl.testing:FakeReference",
     "Sampler": "meshrl.testing:FakeSampler",
     "Reward": "meshrl.testing:FakeReward",
+    "RewardModel": "meshrl.testing:FakeRewardModel",
 }
 """What the backend `fake` offers to the registry."""

@@ -1,0 +1,172 @@
+"""A model that learns to judge: what it starts from, at which tokens it is scored, and its step."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Final, cast
+
+import numpy as np
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+
+from meshrl.columns import check_lengths
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError, ModelError
+from meshrl.losses import Loss, check_predicts
+from meshrl.metrics import Metrics
+from meshrl.role_config import ModelConfig, NewModel
+from meshrl_hf import training
+from meshrl_hf.files import folder_of
+from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load
+from meshrl_hf.model import LanguageModel, ready
+from meshrl_hf.packing import Rows, learned
+from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.reward_head import ScoreModel
+from meshrl_hf.scoring import Predict, PredictAll, score
+from meshrl_hf.text import encode_prompts, encode_texts, end_token, texts_of
+
+_CLASSIFIER: Final = "ForSequenceClassification"
+
+
+def load_learner(config: ModelConfig) -> ScoreModel:
+    """The judge that a role's table names, or a generator with a head whose scores are 0."""
+    kind = kind_of(config)
+    return with_score(load(config, kind), config)
+
+
+def kind_of(config: ModelConfig) -> Kind:
+    """What the model that a role's table names is: a judge, or a generator."""
+    if isinstance(config.model, NewModel):
+        return GENERATOR
+    folder = folder_of(config.model)
+    written: Sequence[str] = ()
+    with contextlib.suppress(Exception):  # who loads the folder says what is wrong with it
+        written = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or ()
+    return JUDGE if any(name.endswith(_CLASSIFIER) for name in written) else GENERATOR
+
+
+def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
+    """The judge as it is; a generator's body with a new head, whose scores are 0.
+
+    ModelError for an architecture of which there is no classifier with a linear head named `score`.
+    """
+    generator = model.network
+    if type(generator).__name__.endswith(_CLASSIFIER):
+        return ScoreModel(model, config)
+    shape = generator.config
+    shape.num_labels = 1
+    if shape.pad_token_id is None:  # by which transformers finds a row's last token
+        shape.pad_token_id = model.tokenizer.pad_token_id
+    try:
+        with init_empty_weights():
+            network = cast("PreTrainedModel", AutoModelForSequenceClassification.from_config(shape))
+    except ValueError as error:
+        raise ModelError(
+            f"model {config.model!r} is a {type(generator).__name__}, and transformers has no sequence classifier of "
+            "its architecture: take a Llama or a Qwen3, for example"
+        ) from error
+    body = generator.base_model
+    setattr(network, network.base_model_prefix, body)
+    head = getattr(network, "score", None)
+    if isinstance(head, nn.Linear):
+        network.score = nn.Linear(head.in_features, 1, bias=False, dtype=body.dtype)
+        nn.init.zeros_(network.score.weight)
+    return ScoreModel(ready(network, model.tokenizer, model.chat), config)
+
+
+def encoded(judge: ScoreModel, batch: Batch) -> Batch:
+    """The batch with `tokens` and `loss_mask`, from its `steps` or else its completions.
+
+    DataError for a row that the model cannot read, and for one that has no step, or a step without a token.
+    """
+    if "steps" not in batch:
+        return judge.encode(batch)
+    if judge.model.chat:
+        raise DataError(
+            "`steps` are tokenised one by one, which a chat template does not: set chat = false and write the "
+            "template's marks into `task.prompt`, or leave `steps` out"
+        )
+    tokenizer = judge.model.tokenizer
+    end = end_token(tokenizer)
+    rows: list[Sequence[int]] = []
+    scored: list[list[int]] = []
+    steps = _texts(batch.objects("steps") if len(batch) else ())
+    prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), chat=False)
+    for row, (prompt, own) in enumerate(zip(prompts, steps, strict=True)):
+        pieces = encode_texts(tokenizer, own)
+        if not pieces or not all(pieces):
+            raise DataError(f"row {row} has the steps {own!r}: each needs a token, at which it is scored")
+        ends_at = len(prompt) + np.cumsum([len(piece) for piece in pieces]) - 1
+        rows.append(judge.judged([*prompt, *(token for piece in pieces for token in piece), end]))
+        scored.append([*ends_at[:-1].tolist(), len(rows[-1]) - 1])
+    return judge.marked(batch, rows, scored)
+
+
+def _texts(steps: Sequence[object]) -> list[list[str]]:
+    """The steps of each row."""
+    for row, own in enumerate(steps):
+        if not isinstance(own, Sequence) or isinstance(own, str) or not all(isinstance(each, str) for each in own):
+            raise DataError(f"`steps` of row {row} is {own!r}: give a list of texts, one a step")
+    return [[str(each) for each in cast("Sequence[object]", own)] for own in steps]
+
+
+def token_scores(judge: ScoreModel, predict: PredictAll, batch: Batch, budget: int, peers: Peers = ALONE) -> Batch:
+    """Add `token_scores`: the score at each token where `loss_mask` is True, 0 at the others."""
+    kept: list[Batch] = []
+    peers.agree(lambda: kept.append(_read_after(judge, batch, ())))
+    after = kept[0]
+    tokens, mask = after.tokens, after.loss_mask
+
+    def rows() -> Rows:
+        return learned(tokens, mask)
+
+    values = score(predict, after, rows, mask, budget, peers)
+    return batch.assign(token_scores=Ragged(np.delete(values, tokens.offsets[:-1]), batch.tokens.offsets))
+
+
+async def step(
+    judge: ScoreModel,
+    optimizer: training.Steps,
+    predict: Predict,
+    batch: Batch,
+    loss: Loss,
+    budget: int,
+    peers: Peers = ALONE,
+) -> Metrics:
+    """One step, as `training.step`, which raises what this does.
+
+    DataError, too, where the loss is not of scores, or the batch lacks a column that it reads.
+    """
+    kept: list[Batch] = []
+
+    def prepare() -> None:
+        check_predicts(loss, "scores")
+        kept.append(_read_after(judge, batch, loss.columns))
+
+    peers.agree(prepare)
+    told = await training.step(optimizer, predict, kept[0], loss, budget, lambda: None, peers)
+    return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / peers.size)})
+
+
+def _read_after(judge: ScoreModel, batch: Batch, names: Sequence[str]) -> Batch:
+    """The batch's tokens, mask and these columns, moved so that each token says what is read after the one before it.
+
+    What predicts a token reads up to the one before; a score is of all up to its own token. So each row has one token
+    more, which is never read, and what was of a token is of the next.
+    """
+    judge.model.check_rows(batch)
+    tokens = batch.tokens
+    begins, ends = tokens.offsets[:-1], tokens.offsets[1:]
+    offsets = tokens.offsets + np.arange(len(tokens) + 1)
+    moved = {"tokens": Ragged(np.insert(tokens.values, ends, 0), offsets)}
+    rows: list[str] = []
+    for name in ("loss_mask", *names):
+        if name == "rows":
+            continue
+        column = batch[name]
+        if isinstance(column, Ragged):
+            check_lengths(name, column.lengths, tokens.lengths)
+            moved[name] = Ragged(np.insert(column.values, begins, 0), offsets)
+        else:
+            rows.append(name)
+    return batch.only(*rows).assign(**moved)
