@@ -120,7 +120,7 @@ async def step_metrics(model: RewardModel, batch: Batch) -> dict[str, float]:
     `accuracy`, how often its score is above 0 where the label is above 1/2, and below it elsewhere; `right_score` and
     `wrong_score`, the mean scores of both kinds; `solved`, how often that is so of all steps of a text.
     """
-    batch = await (await model.token_scores(batch)).load("token_scores")
+    batch = await (await model.token_scores(batch)).load("token_scores", "loss_mask", "labels")
     mask = np.asarray(batch.loss_mask.values, np.bool_)
     scores = np.asarray(batch.ragged("token_scores").values, np.float64)[mask]
     right = np.asarray(batch.ragged("labels").values, np.float64)[mask] > 0.5
