@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -143,7 +144,7 @@ def test_rows_give_margins_steps_and_labels() -> None:
 def test_steps_are_made_of_answers() -> None:
     prompts = [f"{number}>" for number in range(50)]
     made = labelled_steps(Batch.of(prompt=prompts, answer=["abcd"] * 50), "", "labels")
-    texts = ["".join(steps) for steps in made.objects("steps")]  # type: ignore[arg-type] -- tuples of texts
+    texts = ["".join(cast("tuple[str, ...]", steps)) for steps in made.objects("steps")]
     assert 10 < texts.count("abcd") < 40
     for text, labels in zip(texts, made.objects("step_labels"), strict=True):
         wrong = next((at for at, pair in enumerate(zip(text, "abcd", strict=True)) if pair[0] != pair[1]), 4)

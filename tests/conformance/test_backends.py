@@ -15,11 +15,13 @@ from meshrl.testing.conformance import (
     CHECKS,
     CRITIC,
     REFERENCE,
+    REWARD_MODEL,
     Bench,
     Check,
     Subject,
     Trial,
     checkpoints,
+    judging,
     name_of,
     numbers,
     refusals,
@@ -52,6 +54,11 @@ async def test_a_backend_conforms(bench: Bench, check: Check) -> None:
     await bench.run(check)
 
 
+@pytest.mark.parametrize("check", REWARD_MODEL, ids=name_of)
+async def test_a_reward_model_conforms(bench: Bench, check: Check) -> None:
+    await bench.run(check)
+
+
 async def test_adapters(bench: Bench) -> None:
     if "tp" not in bench.subject.axes:
         await bench.run(numbers.low_rank_adapters)
@@ -80,6 +87,8 @@ WITHOUT_A_MODEL = [
     checkpoints.a_policy_goes_on,
     checkpoints.a_policy_made_again,
     checkpoints.a_critic_goes_on,
+    judging.a_reward_model_goes_on,
+    judging.what_a_reward_model_refuses,
 ]
 """What can be asked of roles that compute nothing."""
 

@@ -10,7 +10,7 @@ check does not end in time, with the numbers of both sides.
 
 from typing import Final
 
-from meshrl.testing.conformance import checkpoints, draws, interruptions, numbers, refusals, rows, state
+from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
 from meshrl.testing.conformance.subject import PLAIN, Bench, Check, Side, Subject, Trial, name_of
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "PLAIN",
     "POLICY",
     "REFERENCE",
+    "REWARD_MODEL",
     "SAMPLER",
     "SAMPLER_OF_NO_MODEL",
     "Bench",
@@ -39,8 +40,11 @@ CRITIC: Final[tuple[Check, ...]] = (*numbers.CRITIC, *refusals.CRITIC, *checkpoi
 REFERENCE: Final[tuple[Check, ...]] = (*numbers.REFERENCE, *refusals.REFERENCE)
 """What a reference promises."""
 
+REWARD_MODEL: Final[tuple[Check, ...]] = judging.CHECKS
+"""What a reward model promises that is trained."""
+
 CHECKS: Final[tuple[Check, ...]] = (*POLICY, *CRITIC, *REFERENCE, *state.TOGETHER)
-"""What a backend promises that has all three roles."""
+"""What a backend promises that has these three roles."""
 
 ADAPTERS: Final[tuple[Check, ...]] = numbers.ADAPTERS
 """What a policy promises that trains adapters where its table has `lora`."""

@@ -18,8 +18,16 @@ from meshrl.handle import stop
 from meshrl.mesh import Mesh
 from meshrl.metrics import Metrics
 from meshrl.registry import implementation
-from meshrl.role_config import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig, ReferenceConfig, SamplerConfig
-from meshrl.roles import Critic, Policy, Reference, Sampler
+from meshrl.role_config import (
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardTrainingConfig,
+    SamplerConfig,
+)
+from meshrl.roles import Critic, Policy, Reference, RewardModel, Sampler
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
 from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
 from meshrl.testing.witness import PromiseBroken
@@ -103,6 +111,11 @@ class Side:
         table = {"model": self.model.valued, "optimizer": OPTIMIZER, **self._keys, **keys}
         return await self._role(Critic, CriticConfig, table)
 
+    async def reward_model(self, **keys: object) -> RewardModel:
+        """A fresh reward model, with a head whose scores are 0 unless `keys` name a judge."""
+        known = {name: value for name, value in self._keys.items() if name in RewardTrainingConfig.model_fields}
+        return await self._role(RewardModel, RewardTrainingConfig, {"optimizer": OPTIMIZER, **known, **keys})
+
     async def reference(self, **keys: object) -> Reference:
         """A fresh reference."""
         return await self._role(Reference, ReferenceConfig, {**self._keys, **keys})
@@ -149,6 +162,10 @@ class Trial:
     async def critics(self, **keys: object) -> tuple[Critic, Critic]:
         """A fresh critic of each side, the subject's first."""
         return await self.own.critic(**keys), await self.plain.critic(**keys)
+
+    async def reward_models(self, **keys: object) -> tuple[RewardModel, RewardModel]:
+        """A fresh reward model of each side, the subject's first."""
+        return await self.own.reward_model(**keys), await self.plain.reward_model(**keys)
 
     @property
     def subject(self) -> Subject:
