@@ -170,6 +170,7 @@ async def test_a_reward_model_learns_pairs_and_steps(policy_folder: str) -> None
         scored = await with_scores(pairs, await pairs.encode(PAIRS.drop("least_margins")))
         await pairs.update(scored, BradleyTerryLoss())
         losses.append((await steps.update(labelled, ProcessLoss()))["loss"])
+    scored = await with_scores(pairs, await pairs.encode(PAIRS.drop("least_margins")))
     assert score_metrics(scored)["accuracy"] > 0.8
     assert losses[0] == pytest.approx(np.log(2))
     assert losses[-1] < 0.3
