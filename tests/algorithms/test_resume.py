@@ -19,11 +19,11 @@ import asyncio, json, os, signal, sys
 from itertools import count
 from pathlib import Path
 import reasoning_gym
-import meshrl_fsdp.state
 import meshrl_hf.state
 from meshrl.checkpoints import Checkpoints
 from meshrl.cli import main
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import spread_state
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
@@ -37,7 +37,7 @@ def run(folder, moment, last, arguments):
                 Path(file).write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    save_file, save, clean_up = meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards, Checkpoints._clean_up
+    save_file, save, clean_up = meshrl_hf.state.save_file, spread_state.write_boxes, Checkpoints._clean_up
 
     def dying(update):
         async def updating(self, batch, loss):
@@ -52,9 +52,9 @@ def run(folder, moment, last, arguments):
         perhaps_die("while a checkpoint is written", file)
         save_file(tensors, file)
 
-    def saving_shards(folder, tensors, group):
-        perhaps_die("while a checkpoint is written", folder / "shard-00001.safetensors")
-        save(folder, tensors, group)
+    def saving_boxes(file, boxes):
+        perhaps_die("while a checkpoint is written", file)
+        save(file, boxes)
 
     def cleaning_up(self):
         if self._actors:  # not before the run begins
@@ -63,7 +63,7 @@ def run(folder, moment, last, arguments):
 
     for policy in TorchPolicy, FsdpPolicy:
         policy.update = dying(policy.update)
-    meshrl_hf.state.save_file, meshrl_fsdp.state.write_shards = saving, saving_shards
+    meshrl_hf.state.save_file, spread_state.write_boxes = saving, saving_boxes
     Checkpoints._clean_up = cleaning_up
     os.chdir(folder)
     main(arguments)
