@@ -33,7 +33,7 @@ from meshrl import (
     ReferenceConfig,
 )
 from meshrl.actor import Rank, rank_context
-from meshrl.errors import ConfigError, ContractError, DataError
+from meshrl.errors import ContractError, DataError
 from meshrl.losses import Normalise
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.optimizer import learning_rate
@@ -320,11 +320,6 @@ def test_learning_rates() -> None:
     assert [learning_rate(linear, step) for step in (4, 9, 14, 20)] == [1, 0.5, 0, 0]
     cosine = config.model_copy(update={"schedule": "cosine"})
     assert [learning_rate(cosine, step) for step in (4, 9, 14)] == pytest.approx([1, 0.5, 0])
-
-
-def test_a_schedule_needs_its_end() -> None:
-    with pytest.raises(ConfigError, match="total_steps"):
-        policy(optimizer=OptimizerConfig(schedule="linear"))
 
 
 def test_several_ranks_are_refused() -> None:
