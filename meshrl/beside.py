@@ -70,7 +70,9 @@ class Beside:
         with waiting("trainer", "the evaluation", lambda: f"{what} is still under way"):
             await asyncio.wait([task])
         self._task = None
-        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            raise MeshrlError(f"{what} was cancelled, and has no numbers")
+        error = task.exception()
         if isinstance(error, Exception):
             raise MeshrlError(f"{what} failed: {type(error).__name__}: {error}") from error
         if error is not None:

@@ -56,6 +56,8 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
                 check()
             except MeshrlError as error:
                 mistakes.append(f"{dotted(path)}: {error}")
+    if isinstance(config, AlgorithmConfig) and config.evaluation and not _samplers(config):
+        mistakes.append("evaluation: the algorithm has no sampler, whose completions it would judge: leave it out")
     if _wakes_beside_training(config):
         mistakes.append(
             "evaluation: sampler.vllm.sleep gives the sampler's memory to what trains, which would train while it is "
@@ -89,9 +91,12 @@ def check_model(model: str) -> None:
 
 
 def _wakes_beside_training(config: Config) -> bool:
-    samplers = [table for _, table in _tables(config) if isinstance(table, SamplerConfig)]
     waits = not isinstance(config, AlgorithmConfig) or config.evaluation is None or config.evaluation.wait
-    return not waits and any(each.backend == "vllm" and each.vllm.sleep for each in samplers)
+    return not waits and any(each.backend == "vllm" and each.vllm.sleep for each in _samplers(config))
+
+
+def _samplers(config: Config) -> list[SamplerConfig]:
+    return [table for _, table in _tables(config) if isinstance(table, SamplerConfig)]
 
 
 def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:

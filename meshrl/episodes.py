@@ -48,12 +48,13 @@ class Episodes(Sampler):
         self._environment = environment
         self._turns = config.turns
         self._template = config.template
-        self._begun = 0
+        self._begun = self._beside = 0
         self._aborts = 0
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Episodes as they end, those of one turn together; rows that `abort` stopped go on where they were."""
-        live, aborts = await self._begin((await prompts.load()).repeat(sampling.n)), self._aborts
+        asked = (await prompts.load()).repeat(sampling.n)
+        live, aborts = await self._begin(asked, sampling.beside), self._aborts
         if not len(live):
             yield live.assign(aborted=np.zeros(0, np.bool_))
         one = sampling.model_copy(update={"n": 1})
@@ -87,14 +88,18 @@ class Episodes(Sampler):
         self._aborts += 1
         await self._sampler.abort()
 
-    async def _begin(self, rows: Batch) -> Batch:
-        """Rows with an environment each; those that have one go on."""
+    async def _begin(self, rows: Batch, beside: bool) -> Batch:
+        """Rows with an environment each; those that have one go on. Episodes beside training are -1, -2, ..."""
         if "episode" in rows and all(name in rows for name in _RUNNING):
             if len(np.unique(rows.row("episode"))) != len(rows):
                 raise DataError("an episode cannot go on twice: continue aborted rows with n = 1")
             return rows
-        numbers = self._begun + np.arange(len(rows), dtype=np.int64)
-        self._begun += len(rows)
+        if beside:
+            numbers = -1 - self._beside - np.arange(len(rows), dtype=np.int64)
+            self._beside += len(rows)
+        else:
+            numbers = self._begun + np.arange(len(rows), dtype=np.int64)
+            self._begun += len(rows)
         whole = rows.assign(episode=numbers)
         begun = await self._on_its_rank(self._environment.reset, whole)
         return whole.assign(

@@ -58,7 +58,7 @@ def labelled(batch: Batch, label: str) -> Batch:
     on. DataError where a row lacks the label or it is neither true nor false.
     """
     if not label:
-        desirable = np.array([_hash(f"label {prompt}") % 2 == 0 for _, prompt in _texts(batch)], np.bool_)
+        desirable = np.array([about_half(f"label {prompt}") for _, prompt in _texts(batch)], np.bool_)
         texts = [
             str(answer) if good else corrupted(str(answer), str(prompt))
             for good, (answer, prompt) in zip(desirable, _texts(batch), strict=True)
@@ -84,6 +84,11 @@ def corrupted(answer: str, key: str) -> str:
         return answer[:-1]
     at = places[_hash(key) % len(places)]
     return answer[:at] + answer[at + 1] + answer[at] + answer[at + 2 :]
+
+
+def about_half(key: str) -> bool:
+    """True of about every second text, by the text alone."""
+    return _hash(key) % 2 == 0
 
 
 def best_and_worst(batch: Batch) -> Batch:

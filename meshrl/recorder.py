@@ -106,9 +106,10 @@ class Recorder:
         for file in (self._metrics, self._samples):
             os.fsync(file.fileno())
             sizes[Path(file.name).name] = file.tell()
-        with (self.folder / _EVALUATIONS).open("ab") as file:
-            os.fsync(file.fileno())
-            sizes[_EVALUATIONS] = file.tell()
+        if (self.folder / _EVALUATIONS).exists():
+            with (self.folder / _EVALUATIONS).open("ab") as file:
+                os.fsync(file.fileno())
+                sizes[_EVALUATIONS] = file.tell()
         return sizes
 
     def summary(self, **values: object) -> None:

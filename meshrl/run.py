@@ -18,7 +18,7 @@ from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
-from meshrl.errors import ConfigError, MeshrlError
+from meshrl.errors import ConfigError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.layout import Shape
 from meshrl.losses import effective_sample_size
@@ -304,7 +304,7 @@ class Run:
         try:
             if error is None:  # a script may break off its loop
                 await self._beside.settle()
-        except MeshrlError as failed:
+        except BaseException as failed:
             error = failed
             raise
         finally:
@@ -312,9 +312,11 @@ class Run:
 
     async def _end(self, error: BaseException | None) -> None:
         try:
-            await self._beside.close()
-            await self._checkpoints.close(error)
-            await self.engine.close()
+            try:
+                await self._beside.close()
+                await self._checkpoints.close(error)
+            finally:
+                await self.engine.close()
         finally:
             self._end_step()
             if self._events:

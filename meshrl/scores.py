@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.preferences import corrupted, pair_margins
+from meshrl.preferences import about_half, corrupted, pair_margins
 from meshrl.ragged import Ragged
 from meshrl.roles import RewardModel
 from meshrl.tasks import Row
@@ -117,14 +117,15 @@ async def with_labels(batch: Batch) -> Batch:
 async def step_metrics(model: RewardModel, batch: Batch) -> dict[str, float]:
     """How well the model tells right steps from wrong ones: a batch that `with_labels` has made; NaN without such.
 
-    `accuracy`, how often its score is above 0 where the label is above 1/2, and below it elsewhere; `right_score` and
-    `wrong_score`, the mean scores of both kinds; `solved`, how often that is so of all steps of a text.
+    `accuracy`, how often its score is above 0 where the label is above 1/2, and below 0 elsewhere: one of 0, as a new
+    head gives, is on neither side; `right_score` and `wrong_score`, the mean scores of both kinds; `solved`, how often
+    all steps of a text are told so.
     """
     batch = await (await model.token_scores(batch)).load("token_scores", "loss_mask", "labels")
     mask = np.asarray(batch.loss_mask.values, np.bool_)
     scores = np.asarray(batch.ragged("token_scores").values, np.float64)[mask]
     right = np.asarray(batch.ragged("labels").values, np.float64)[mask] > 0.5
-    told = (scores > 0) == right
+    told = np.where(right, scores > 0, scores < 0)
     row = np.repeat(np.arange(len(batch)), batch.loss_mask.lengths)[mask]
     missed = np.bincount(row[~told], minlength=len(batch))
     found = {
@@ -138,14 +139,9 @@ async def step_metrics(model: RewardModel, batch: Batch) -> dict[str, float]:
 
 def _made(answer: str, prompt: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """The characters of the answer, or of a corrupted one, and whether all up to each are the answer's."""
-    texts = tuple(corrupted(answer, prompt) if _odd(prompt) else answer)
+    texts = tuple((corrupted(answer, prompt) or answer) if about_half(f"steps {prompt}") else answer)
     wrong = next((at for at, (one, other) in enumerate(zip(texts, answer, strict=False)) if one != other), len(texts))
     return texts, tuple(float(at < wrong) for at in range(len(texts)))
-
-
-def _odd(prompt: str) -> bool:
-    """Of about every second prompt, by its text alone."""
-    return sum(prompt.encode()) % 2 == 1
 
 
 def _steps(number: int, row: Row, key: str) -> tuple[str, ...]:

@@ -37,8 +37,13 @@ class SpreadState(ABC):
         path = Path(folder)
         self._ranks.agree(lambda: path.mkdir(parents=True, exist_ok=True))
         self._writing.settle()
-        boxes = list(self._held(_kinds(self._steps), copied=not wait))
-        files = sum(self._ranks.agree(lambda: bool(boxes)))
+        boxes: list[Box] = []
+
+        def collect() -> bool:
+            boxes.extend(self._held(_kinds(self._steps), copied=not wait))
+            return bool(boxes)
+
+        files = sum(self._ranks.agree(collect))
         work = partial(self._write, path, boxes, Numbers(self._role, self._steps, files))
         if wait:
             self._ranks.agree(work)

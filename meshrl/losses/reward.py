@@ -100,7 +100,8 @@ class ProcessLoss(Normalised):
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
         """The loss of each step, float[steps]; what a policy's loss is given as `logprobs` are scores."""
         labels = columns["labels"]
-        right = ((logprobs.detach() > 0) == (labels > 0.5)).float()
+        scores = logprobs.detach()
+        right = (scores > 0).where(labels > 0.5, scores < 0).float()
         return TokenLoss(step_cross_entropy(logprobs, labels), {"accuracy": right})
 
 

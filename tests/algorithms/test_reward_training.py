@@ -144,6 +144,8 @@ def test_rows_give_margins_steps_and_labels() -> None:
 def test_steps_are_made_of_answers() -> None:
     prompts = [f"{number}>" for number in range(50)]
     made = labelled_steps(Batch.of(prompt=prompts, answer=["abcd"] * 50), "", "labels")
+    alone = labelled_steps(Batch.of(prompt=prompts, answer=["a"] * 50), "", "labels")
+    assert set(alone.objects("steps")) == {("a",)}
     texts = ["".join(cast("tuple[str, ...]", steps)) for steps in made.objects("steps")]
     assert 10 < texts.count("abcd") < 40
     for text, labels in zip(texts, made.objects("step_labels"), strict=True):

@@ -79,6 +79,17 @@ async def test_an_error_is_raised_between_two_steps_and_once() -> None:
     await beside.close()
 
 
+async def test_one_that_was_cancelled_is_not_passed_over() -> None:
+    async def cancelled() -> Mapping[str, float]:
+        raise asyncio.CancelledError
+
+    beside = Beside(lambda *_: None)
+    beside.add(Measurement(5, cancelled))
+    await beside.turn(5)
+    with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps was cancelled, and has no numbers$"):
+        await beside.settle()
+
+
 async def test_what_is_under_way_is_ended_with_the_run() -> None:
     ended: list[str] = []
 

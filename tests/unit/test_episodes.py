@@ -32,6 +32,7 @@ from meshrl import (
 )
 from meshrl.environment import FunctionEnvironment, load_environment
 from meshrl.generation import SwapMode
+from meshrl.judging import BesideSampling
 from meshrl.testing import FakeSampler
 
 GAMES = """
@@ -282,6 +283,16 @@ async def test_on_fakes_with_several_ranks_of_the_environment(games: str, tmp_pa
     assert batch.objects("completion")[0] == "a>bba>bba>"
     assert "".join(map(chr, batch.tokens[0].tolist())) == "a>a>\0bba>\0bba>\0"
     assert batch.rewards.tolist() == [3] * 3 + [6] * 3 + [3] * 3
+
+
+async def test_episodes_beside_training_leave_it_its_numbers(games: str) -> None:
+    config = EnvironmentConfig(source=f"{games}:Count")
+    episodes = Episodes(FakeSampler(SamplerConfig(model="none")), FunctionEnvironment(config), config)
+    numbers: list[list[int]] = []
+    for sampling in (Sampling(), BesideSampling(), Sampling(), BesideSampling()):
+        rows = [batch async for batch in episodes.generate(PROMPTS, sampling)]
+        numbers.append(sorted(int(number) for batch in rows for number in batch.row("episode")))
+    assert numbers == [[0, 1, 2], [-3, -2, -1], [3, 4, 5], [-6, -5, -4]]
 
 
 async def test_no_rows(games: str) -> None:

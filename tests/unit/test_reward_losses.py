@@ -125,6 +125,8 @@ def test_steps_give_their_cross_entropy_and_its_gradient(normalise: str, parts: 
 def test_a_step_is_told_right_where_its_score_is_on_the_labels_side() -> None:
     told = ProcessLoss()(torch.from_numpy(STEPS), {"labels": torch.from_numpy(LABELS)}).metrics["accuracy"]
     assert told.tolist() == [1, 1, 0, 1, 1, 1, 0]
+    nowhere = ProcessLoss()(torch.tensor([0.0, 0.0, torch.nan]), {"labels": torch.tensor([1.0, 0.0, 0.0])})
+    assert nowhere.metrics["accuracy"].tolist() == [0, 0, 0]
 
 
 def test_a_reward_model_takes_losses_of_scores_alone() -> None:
