@@ -1,7 +1,8 @@
 """Dr. GRPO: GRPO done right, without its two biases (Liu et al. 2025, arXiv:2503.20783).
 
-As GRPO, but advantages are not divided by the group's standard deviation, which favours prompts that are too easy or
-too hard, and each row's loss is divided by the same constant, not by its length, which favours long wrong completions.
+As the paper's GRPO, but advantages are not divided by the group's standard deviation, which favours prompts that are
+too easy or too hard, and each row's loss is divided by the same constant, not by its length, which favours long wrong
+completions.
 
     meshrl run dr_grpo/quickstart
 """

@@ -1,7 +1,8 @@
 """GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
 
 Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
-its group's; raise the probability of the better ones, within the clip.
+its group's; raise the probability of the better ones, within the clip. Each token of the batch weighs the same and
+there is no KL; the paper's objective is `loss.normalise = "sequence-mean"` and `loss.kl = 0.04`.
 
     meshrl run grpo/quickstart
 """

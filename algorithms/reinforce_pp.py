@@ -40,6 +40,7 @@ class ReinforcePpConfig(AlgorithmConfig):
     """Used where `kl` or `loss.kl` is above 0."""
     sampling: Sampling = Sampling()
     loss: ClippedLoss = ClippedLoss(clip=0.2, anchor="trainer")
+    """With `ahead` above 0 give it a `correction`: the trainer is the anchor, so that the ratio begins at 1."""
     kl: float = 0.0
     """The weight of the KL to the reference, which each token's reward is lowered by."""
     ahead: int = 0

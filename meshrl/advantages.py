@@ -71,7 +71,8 @@ def batch_advantages(rewards: ArrayLike) -> NDArray[np.float32]:
     `rewards` float[rows]; returns float32[rows]. Raises DataError where the shape is another or a reward is not finite.
 
     Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", whose
-    baseline is any number that does not depend on the row.
+    baseline is any number that does not depend on the row. This mean does, by one row of N: the expected gradient is
+    (N - 1) / N of the unbiased one.
     """
     return group_advantages(rewards, np.zeros(np.shape(rewards), np.int64), scale="none")
 

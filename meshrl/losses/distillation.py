@@ -48,7 +48,8 @@ def reverse_kl(logprobs: Tensor, sampler: Tensor, teacher: Tensor, most: float =
     All tensors are float[tokens]; `w = min(p / sampler, most)`, 1 on the policy's own tokens. The gradient is
     `w (log p - log q)` times that of `log p`: a policy gradient with the advantage `log q - log p` of each token. There
     `kl_k1` has an expected gradient of zero, and `kl_k2` this one. What a token does to later ones is not counted: the
-    single step of MiniLLM (Gu et al. 2024, arXiv:2306.08543), and "On-Policy Distillation" (Thinking Machines Lab
+    single step of MiniLLM (Gu et al. 2024, arXiv:2306.08543), which sums over the vocabulary where one drawn token
+    stands for the sum here: equal in expectation, with more noise; and "On-Policy Distillation" (Thinking Machines Lab
     2025); GKD (Agarwal et al. 2024, arXiv:2306.13649) with the reverse KL and tokens of the student alone.
     """
     now = logprobs.detach()

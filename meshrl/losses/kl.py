@@ -37,8 +37,9 @@ def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy || reference) from tokens of the policy: `q/p - 1 - log(q/p)`.
 
-    float[tokens]. Unbiased, of low variance, never negative. Schulman 2020, "Approximating KL Divergence",
-    k3; GRPO, DeepSeekMath (arXiv:2402.03300), equation 4.
+    float[tokens]. Unbiased, of low variance, never negative. As a loss its expected gradient on the policy's own tokens
+    is that of KL(reference || policy). Schulman 2020, "Approximating KL Divergence", k3; GRPO, DeepSeekMath
+    (arXiv:2402.03300), equation 4.
     """
     log_ratio = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio

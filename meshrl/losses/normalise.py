@@ -26,7 +26,8 @@ def token_weights(
     zero where the mask is False. `tokens` is the number of learned tokens of the global batch, `rows` the
     number of its rows that have any.
 
-    - "token-mean": `1 / tokens`; long rows weigh more. DAPO (arXiv:2503.14476), equation 12.
+    - "token-mean": `1 / tokens`; long rows weigh more. DAPO (arXiv:2503.14476), equation 12, which has it of a
+      prompt's group and not of the batch.
     - "sequence-mean": `1 / (rows * learned tokens of the row)`; rows weigh the same. DeepSeekMath
       (arXiv:2402.03300), equation 3.
     - "sequence-sum": `1 / rows`; a row's loss is the sum of its tokens', as the log-probability of a sequence is.

@@ -78,9 +78,11 @@ LEARNED: dict[str, Callable[[Mapping[str, float], list[Mapping[str, float]]], bo
     "online_dpo": lambda _, steps: steps[-1]["reward"] > steps[0]["reward"] + 1,
     "dpo": lambda after, _: after["held_out_accuracy"] == 1 and after["held_out_margin"] > 5,
     "kto": lambda _, steps: steps[-1]["utility"] > steps[0]["utility"] + 0.15,
-    "spin": lambda _, steps: steps[9]["chosen_log_ratio"] > 2 and steps[9]["accuracy"] == 1,
+    "spin": lambda _, steps: (
+        steps[9]["chosen_log_ratio"] > 2 and steps[9]["accuracy"] == 1 and abs(steps[10]["chosen_log_ratio"]) < 1e-4
+    ),
 }
-"""What a run on torch must show, from its summary and its steps; SPIN before its first change of opponent."""
+"""What a run on torch must show, from its summary and its steps; SPIN before and after its first change of opponent."""
 
 
 @pytest.mark.parametrize("name", ON_TORCH)

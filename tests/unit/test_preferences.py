@@ -1,7 +1,7 @@
 """Pairs and labels: what they are made of, and how far a policy prefers what it should."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -133,3 +133,47 @@ async def test_margins_and_what_is_told_of_them() -> None:
     masked = pairs.assign(loss_mask=Ragged(np.zeros(len(pairs.tokens.values), np.bool_), pairs.tokens.offsets))
     with pytest.raises(DataError, match="row 0 of the pairs has no learned token"):
         await with_margins(policy, reference, masked)
+
+
+class Telling(FakePolicy):
+    """A policy whose log-probability of each completion to each prompt is what it is told."""
+
+    def __init__(self, told: Mapping[tuple[str, str], float]) -> None:
+        super().__init__(PolicyConfig(model="none"))
+        self._told = told
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        pairs = zip(batch.objects("prompt"), batch.objects("completion"), strict=True)
+        rows = [
+            np.where(mask, self._told[str(prompt), str(completion)] / max(1, np.count_nonzero(mask)), 9.0)
+            for (prompt, completion), mask in zip(pairs, batch.loss_mask, strict=True)
+        ]
+        return batch.assign(logprobs=Ragged.of(rows, np.float32))
+
+
+class Silent(FakeReference):
+    """A reference whose log-probabilities are 0."""
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        zeros = np.zeros(len(batch.tokens.values), np.float32)
+        return batch.assign(reference_logprobs=Ragged(zeros, batch.tokens.offsets))
+
+
+async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completion() -> None:
+    rows = Batch.of(prompt=["p", "q", "r"], completion=["one", "two", "three"])
+    told = {(prompt, text): -9.0 for prompt in ("p", "q", "r") for text in ("one", "two", "three")}
+    told |= {("p", "two"): 2.5, ("q", "three"): -1.0, ("r", "one"): 0.75}
+    reference = Silent(ReferenceConfig(model="none"))
+    assert await mismatched_kl(Telling(told), reference, rows) == pytest.approx((2.5 - 1.0 + 0.75) / 3)
+    told["q", "three"] = -7.0
+    assert await mismatched_kl(Telling(told), reference, rows) == 0.0
+
+
+async def test_a_margin_is_of_the_preferred_row_less_the_other() -> None:
+    pairs = answer_pairs(SUMS, ["3", "5", "7"])
+    told = {("1+1=", "2"): -1.0, ("1+1=", "3"): -4.0, ("2+2=", "4"): -2.0, ("2+2=", "5"): -0.5}
+    told |= {("3+3=", "6"): -3.0, ("3+3=", "7"): -3.25}
+    policy = Telling(told)
+    pairs = await with_margins(policy, Silent(ReferenceConfig(model="none")), await policy.encode(pairs))
+    assert pairs.row("margins").tolist() == pytest.approx([3.0, 3.0, -1.5, -1.5, 0.25, 0.25])
+    assert pairs.row("log_ratios").tolist() == pytest.approx(list(told.values()))
