@@ -145,7 +145,7 @@ class Telling(FakePolicy):
     async def logprobs(self, batch: Batch) -> Batch:
         pairs = zip(batch.objects("prompt"), batch.objects("completion"), strict=True)
         rows = [
-            np.where(mask, self._told[str(prompt), str(completion)] / max(1, np.count_nonzero(mask)), 9.0)
+            np.where(mask, self._told[str(prompt), str(completion)] / max(1, int(np.count_nonzero(mask))), 9.0)
             for (prompt, completion), mask in zip(pairs, batch.loss_mask, strict=True)
         ]
         return batch.assign(logprobs=Ragged.of(rows, np.float32))
