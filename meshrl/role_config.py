@@ -217,6 +217,7 @@ class RewardTrainingConfig(ModelConfig):
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
     fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
 
 class SamplerConfig(ModelConfig):

@@ -14,7 +14,7 @@ from meshrl.errors import DataError, ModelError
 from meshrl.role_config import ModelConfig, RewardModelConfig
 from meshrl_hf.loading import JUDGE, load
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, ends
+from meshrl_hf.packing import MicroBatch, Split, ends, micro_batches
 from meshrl_hf.peers import ALONE, Peers
 from meshrl_hf.scoring import PredictAll, score
 from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts, texts_of
@@ -51,7 +51,9 @@ class ScoreModel:
         bias = cast("Tensor | None", self.head.bias)
         return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
 
-    def score(self, predict: PredictAll, batch: Batch, budget: int, peers: Peers = ALONE) -> Batch:
+    def score(
+        self, predict: PredictAll, batch: Batch, budget: int, peers: Peers = ALONE, split: Split = micro_batches
+    ) -> Batch:
         """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, by the model's own tokenizer.
 
         With `chat` they are two messages in its template; without, the tokens that a policy's `encode` gives. A
@@ -62,7 +64,7 @@ class ScoreModel:
         read: list[tuple[Ragged, NDArray[np.int64], dict[int, str]]] = []
         peers.agree(lambda: read.append(self._read(batch)))
         tokens, shared, errors = read[0]
-        values = score(predict, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None, budget, peers)
+        values = score(predict, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None, budget, peers, split)
         rewards = np.zeros(len(batch), np.float32)
         judged = np.flatnonzero(tokens.lengths)
         rewards[judged] = values[tokens.offsets[judged + 1] - 1]

@@ -19,7 +19,7 @@ from meshrl_hf import training
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load
 from meshrl_hf.model import LanguageModel, ready
-from meshrl_hf.packing import Rows, learned
+from meshrl_hf.packing import Rows, Split, learned, micro_batches
 from meshrl_hf.peers import ALONE, Peers
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_hf.scoring import Predict, PredictAll, score
@@ -110,7 +110,14 @@ def _texts(steps: Sequence[object]) -> list[list[str]]:
     return [[str(each) for each in cast("Sequence[object]", own)] for own in steps]
 
 
-def token_scores(judge: ScoreModel, predict: PredictAll, batch: Batch, budget: int, peers: Peers = ALONE) -> Batch:
+def token_scores(
+    judge: ScoreModel,
+    predict: PredictAll,
+    batch: Batch,
+    budget: int,
+    peers: Peers = ALONE,
+    split: Split = micro_batches,
+) -> Batch:
     """Add `token_scores`: the score at each token where `loss_mask` is True, 0 at the others."""
     kept: list[Batch] = []
     peers.agree(lambda: kept.append(_read_after(judge, batch, ())))
@@ -120,7 +127,7 @@ def token_scores(judge: ScoreModel, predict: PredictAll, batch: Batch, budget: i
     def rows() -> Rows:
         return learned(tokens, mask)
 
-    values = score(predict, after, rows, mask, budget, peers)
+    values = score(predict, after, rows, mask, budget, peers, split)
     return batch.assign(token_scores=Ragged(np.delete(values, tokens.offsets[:-1]), batch.tokens.offsets))
 
 
@@ -137,6 +144,13 @@ async def step(
 
     DataError, too, where the loss is not of scores, or the batch lacks a column that it reads.
     """
+    ready = prepared(judge, batch, loss, peers)
+    told = await training.step(optimizer, predict, ready, loss, budget, lambda: None, peers)
+    return counted(told, batch, peers)
+
+
+def prepared(judge: ScoreModel, batch: Batch, loss: Loss, peers: Peers) -> Batch:
+    """What a step computes of the batch, as a policy's step does of its tokens. DataError, on all ranks, as `step`."""
     kept: list[Batch] = []
 
     def prepare() -> None:
@@ -144,7 +158,11 @@ async def step(
         kept.append(_read_after(judge, batch, loss.columns))
 
     peers.agree(prepare)
-    told = await training.step(optimizer, predict, kept[0], loss, budget, lambda: None, peers)
+    return kept[0]
+
+
+def counted(told: Metrics, batch: Batch, peers: Peers) -> Metrics:
+    """The metrics of a step with the batch's own number of tokens, where it was of what `prepared` gave."""
     return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / peers.size)})
 
 

@@ -30,7 +30,7 @@ class MegatronCritic(Spread, Critic):
         rank = current_rank()
         torch.set_num_threads(rank.threads)
         self._budget = config.micro_batch_tokens
-        self._model = build(config, config.megatron, rank, valued=True)
+        self._model = build(config, config.megatron, rank, predicts="values")
         self._world = self._model.world
         self._trained = Trained(config.optimizer, self._model)
         self._pipeline = Pipeline(self._trained.stages, self._model, valued=True)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from meshrl.actor import Rank
 from meshrl.layout import MegatronConfig
+from meshrl.losses import Predicts
 from meshrl.role_config import ModelConfig
 from meshrl_hf.boxes import Box, Boxes
-from meshrl_hf.loading import load, outline
+from meshrl_hf.loading import GENERATOR, JUDGE, load, outline
 from meshrl_hf.model import LanguageModel
+from meshrl_hf.reward_training import kind_of, with_score
 from meshrl_hf.value_head import with_head
 from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.naming import Piece, Place, pieces
@@ -54,7 +56,7 @@ class Model:
     """The part of a model that this rank computes."""
 
     words: LanguageModel
-    """The whole model without values: its tokenizer and its checks."""
+    """The whole model without values: its tokenizer and its checks. A reward model's is a sequence classifier."""
     shape: Decoder
     config: TransformerConfig
     world: World
@@ -173,20 +175,26 @@ class Model:
 
 
 def build(
-    config: ModelConfig, layout: MegatronConfig, rank: Rank, *, valued: bool = False, recompute: bool = False
+    config: ModelConfig,
+    layout: MegatronConfig,
+    rank: Rank,
+    *,
+    predicts: Predicts = "logprobs",
+    recompute: bool = False,
 ) -> Model:
     """The model that a role's table names, on the ranks of its mesh: all call it at the same time.
 
-    `valued`: with a value head in place of its own. ConfigError where it cannot be divided over the mesh, ModelError
-    where it cannot be read or is of an architecture that this backend does not know; on all ranks.
+    `predicts`: "values" and "scores" take a critic's or a judge's head in place of its own. ConfigError where it
+    cannot be divided over the mesh, ModelError where it cannot be read or is of an architecture that this backend does
+    not know; on all ranks.
     """
     world = World.of(rank, layout.virtual_stages, layout.experts)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     kept: list[tuple[_Source, Decoder]] = []
 
     def read() -> None:
-        source = _Source.of(config)
-        shape = Decoder.of(source.words.network.config.get_text_config(), valued)
+        source = _Source.of(config, predicts)
+        shape = Decoder.of(source.words.network.config.get_text_config(), valued=predicts != "logprobs")
         shape.check(world.grid.sizes, layout)
         kept.append((source, shape))
 
@@ -194,10 +202,10 @@ def build(
     source, shape = kept[0]
     with quiet():
         told = shape.configuration(world.grid.sizes, dtype, layout, recompute=recompute)
-        stages = _stages(source, shape, told, world, layout.virtual_stages, valued)
-    unused = source.later(_LM_HEAD) if valued and not _is_tied(source) else dict
+        stages = _stages(source, shape, told, world, layout.virtual_stages, predicts)
+    unused = source.later(_LM_HEAD) if predicts == "values" and not _is_tied(source) else dict
     model = Model(source.words, shape, told, world, stages, unused)
-    world.agree(lambda: _fill(model, source, config))
+    world.agree(lambda: _fill(model, source))
     return model
 
 
@@ -209,18 +217,27 @@ class _Source(NamedTuple):
     tensors: Mapping[str, Tensor] | None
     """Whole in memory, or else in files."""
     files: Path | None
+    head: Mapping[str, Tensor]
+    """Of one number, by its name in a stage, where it is not among the others."""
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "_Source":
+    def of(cls, config: ModelConfig, predicts: Predicts) -> "_Source":
         whole = config.model_copy(update={"dtype": "float32"})
-        found = outline(whole)
-        if found:
-            return cls(found.model, _rotary(found.model), None, found.folder)
-        words = load(whole)
-        tensors = dict(words.tensors())
+        kind = kind_of(whole) if predicts == "scores" else GENERATOR
+        found = outline(whole, kind)
+        words = found.model if found else load(whole, kind)
         rotary = _rotary(words)
+        head: dict[str, Tensor] = {}
+        if predicts == "values":
+            head = with_head(words, config).head.state_dict(prefix="value_head.")
+        elif predicts == "scores":
+            judge = with_score(words, config)
+            words = judge.model
+            if kind is not JUDGE:
+                head = judge.head.state_dict(prefix="score.")
+        tensors = None if found else dict(words.tensors())
         nn.Module.to(words.network, "meta")
-        return cls(words, rotary, tensors, None)
+        return cls(words, rotary, tensors, found.folder if found else None, head)
 
     def later(self, name: str) -> Callable[[], Mapping[str, Tensor]]:
         """What gives one of the tensors, whole, and keeps no other: a file is read then, and not before."""
@@ -245,7 +262,7 @@ def _is_tied(source: _Source) -> bool:
 
 
 def _stages(
-    source: _Source, shape: Decoder, told: TransformerConfig, world: World, each: int, valued: bool
+    source: _Source, shape: Decoder, told: TransformerConfig, world: World, each: int, predicts: Predicts
 ) -> Sequence[Stage]:
     """This rank's stages: of pp ranks with two each, the first has stages 0 and pp, the last pp - 1 and 2 pp - 1."""
     pp, here = world.grid.sizes["pp"], world.grid.place["pp"]
@@ -260,21 +277,18 @@ def _stages(
             shape.layers // (pp * each),
             first=here == 0 and number == 0,
             last=here == pp - 1 and number == each - 1,
-            valued=valued,
+            predicts=predicts,
         )
         for number in range(each)
     ]
 
 
-def _fill(model: Model, source: _Source, config: ModelConfig) -> None:
+def _fill(model: Model, source: _Source) -> None:
     """Give the parameters their values: from files each rank reads its own parts alone."""
-    body = [held for held in model.held if not held.name.startswith("value_head.")]
-    for stage in model.stages:
-        if hasattr(stage, "value_head"):
-            stage.value_head.load_state_dict(with_head(source.words, config).head.state_dict())
+    body = [held for held in model.held if held.name not in source.head]
     with torch.no_grad():
-        for held in body:  # what stands beyond the vocabulary
-            held.parameter.zero_()
+        for held in model.held:  # zeros are what stands beyond the vocabulary
+            held.parameter.copy_(source.head.get(held.name, torch.zeros(())))
     if source.files is not None:
         Boxes(source.files).read(box for held in body for box in model.boxes(held, held.parameter))
         return

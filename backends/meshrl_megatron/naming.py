@@ -195,4 +195,5 @@ _OF_THE_ENDS: Final[Mapping[str, _Make]] = {
     "output_layer.weight": _output,
     "value_head.weight": _whole("value_head.weight", lambda shape: (1, shape.hidden)),
     "value_head.bias": _whole("value_head.bias", lambda _: (1,)),
+    "score.weight": _whole("score.weight", lambda shape: (1, shape.hidden)),
 }

@@ -39,7 +39,7 @@ class Decoder(Shape):
 
     @classmethod
     def of(cls, config: PretrainedConfig, valued: bool) -> "Decoder":
-        """What a model's configuration says. `valued`: it has a value head in place of its own.
+        """What a model's configuration says. `valued`: it has a head of one number in place of its own.
 
         ModelError for an architecture that this backend does not know.
         """

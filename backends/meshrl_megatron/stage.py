@@ -1,4 +1,4 @@
-"""A stage of the pipeline: Megatron's GPTModel over packed sequences, which ends in log-probs or in values."""
+"""A stage of the pipeline: Megatron's GPTModel over packed sequences, which ends in log-probs, values or scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from meshrl.losses import Predicts
 from meshrl_hf.model import MAX_LOGITS
 from meshrl_megatron.core import (
     ColumnParallelLinear,
@@ -34,11 +35,16 @@ _SPLIT: Final[Mapping[type[nn.Module], int]] = {
     VocabParallelEmbedding: 0,
 }
 """By module, the dim of its weight that ranks along tp divide."""
+_HEADS: Final[Mapping[Predicts, str]] = {"values": "value_head", "scores": "score"}
+"""What a head of one number is called."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the last stage is asked of a part: the tokens whose log-probs it is to give. A critic's is asked nothing."""
+    """What the last stage is asked of a part: the tokens whose log-probs it is to give.
+
+    One with a head of one number is asked nothing.
+    """
 
     chosen: Tensor
     """int64[n], one for each target of the part."""
@@ -59,12 +65,13 @@ class Stage(GPTModel):
         layers: int,
         first: bool,
         last: bool,
-        valued: bool,
+        predicts: Predicts,
     ) -> None:
         """`number`: of this rank's stages, where it has several; `layers`: in this one.
 
-        `rotary`: transformers' module of the model, which gives cosines and sines of positions. `valued`: the last
-        stage ends in a linear head of one number, float32, in place of the model's own.
+        `rotary`: transformers' module of the model, which gives cosines and sines of positions. `predicts`: where
+        it is no log-probs, the last stage ends in a linear head of one number in place of the model's own. A critic's
+        is float32; that of scores has no bias and is of the model's dtype, as in a classifier's folder.
         """
         super().__init__(
             config=config,
@@ -82,13 +89,17 @@ class Stage(GPTModel):
         self.first_layer = self.decoder.layers[0].layer_number - 1
         self._shape, self._tp, self._cp = shape, groups.tp, groups.cp
         self._sequence_parallel = config.sequence_parallel
+        self._predicts: Predicts = predicts
         for module in self.modules():
             if type(module) in _SPLIT and isinstance(module.weight, Tensor):
                 # Megatron says so of weights that it has given random values.
                 set_tensor_model_parallel_attributes(module.weight, True, _SPLIT[type(module)], 1)
-        if last and valued:
+        if last and predicts != "logprobs":
             del self.output_layer
-            self.value_head = nn.Linear(shape.hidden, 1, device="cuda" if torch.cuda.is_available() else "cpu")
+            is_score = predicts == "scores"
+            dtype = config.params_dtype if is_score else torch.float32
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.add_module(_HEADS[predicts], nn.Linear(shape.hidden, 1, bias=not is_score, device=device, dtype=dtype))
 
     def forward(self, part: Part, asked: Asked | None) -> Tensor:
         """Hidden states [tokens, 1, hidden]; from the last stage what it says of all targets, float32[targets]."""
@@ -113,7 +124,9 @@ class Stage(GPTModel):
             states = copy_to_tensor_model_parallel_region(states, group=self._tp)
         there = states[:, 0].index_select(0, part.source)
         if asked is None:
-            return cast("Tensor", self.value_head(there.float()))[:, 0]
+            head = cast("nn.Linear", self.get_submodule(_HEADS[self._predicts]))
+            bias = cast("Tensor | None", head.bias)
+            return functional.linear(there.float(), head.weight.float(), None if bias is None else bias.float())[:, 0]
         return self._logprobs(there, asked)
 
     def _logprobs(self, states: Tensor, asked: Asked) -> Tensor:

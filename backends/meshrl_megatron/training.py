@@ -1,4 +1,4 @@
-"""One optimizer step of a whole batch through the pipeline, for the policy and the critic alike."""
+"""One optimizer step of a whole batch through the pipeline, for all that is trained."""
 
 from collections.abc import Callable
 

@@ -31,6 +31,7 @@ NAMES = (
     "output_layer.weight",
     "value_head.weight",
     "value_head.bias",
+    "score.weight",
 )
 
 
@@ -51,6 +52,7 @@ def local_size(name: str, shape: Shape, tp: int) -> tuple[int, ...]:
         "mlp.linear_fc2.weight": (shape.hidden, shape.ffn // tp),
         "value_head.weight": (1, shape.hidden),
         "value_head.bias": (1,),
+        "score.weight": (1, shape.hidden),
     }.get(tail, (shape.hidden,))
 
 
@@ -168,7 +170,7 @@ def test_names_and_sizes_are_those_of_transformers(kind: str, tied: bool, absent
     )
     with torch.device("meta"):
         network = cast("nn.Module", AutoModelForCausalLM.from_config(config))
-    names = [name for name in NAMES if "value_head" not in name and not any(each in name for each in absent)]
+    names = [name for name in NAMES if not any(each in name for each in ("value_head", "score", *absent))]
     found: dict[str, tuple[int, ...]] = {}
     for first in (-1, 0):  # NAMES has a stage's second layer
         for name in names:

@@ -7,7 +7,18 @@ import pytest
 import pytest_asyncio
 
 from meshrl import RankFailed, Resources
-from meshrl.testing.conformance import CHECKS, Bench, Check, Subject, checkpoints, name_of, numbers, state
+from meshrl.testing.conformance import (
+    CHECKS,
+    REWARD_MODEL,
+    Bench,
+    Check,
+    Subject,
+    checkpoints,
+    judging,
+    name_of,
+    numbers,
+    state,
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -54,6 +65,7 @@ GROUPED: Sequence[Check] = [
     numbers.critic_updates,
     numbers.a_reference_takes_weights,
     state.saving,
+    judging.reward_model_updates,
 ]
 """What is asked with fewer heads of keys than of queries, and a head of the model's own."""
 
@@ -78,10 +90,10 @@ async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
 
 
 CASES = [
-    *asked(ONE, CHECKS, GROUPED),
-    *asked(SPLIT, CHECKS, GROUPED),
+    *asked(ONE, (*CHECKS, *REWARD_MODEL), GROUPED),
+    *asked(SPLIT, (*CHECKS, *REWARD_MODEL), GROUPED),
     *asked(WHOLE_STATES, LAYOUT),
-    *asked(PIPELINE, LAYOUT, GROUPED),
+    *asked(PIPELINE, (*LAYOUT, *REWARD_MODEL), GROUPED),
     *asked(DATA, LAYOUT),
     *asked(CONTEXT, LAYOUT, GROUPED),
     *asked(FOUR, FEW),
