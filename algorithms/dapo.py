@@ -10,6 +10,7 @@ from meshrl import (
     AlgorithmConfig,
     ClippedLoss,
     GroupSampling,
+    Metrics,
     Policy,
     PolicyConfig,
     Reference,
@@ -26,6 +27,7 @@ from meshrl import (
     evaluate_during,
     group_advantages,
     has_signal,
+    minibatches,
     overlong_penalty,
     publish,
     rollouts,
@@ -47,6 +49,9 @@ class DapoConfig(AlgorithmConfig):
     scale: Scale = "std"
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    epochs: int = 1
+    minibatches: int = 16
+    """Updates an epoch, each of as many rows; with more than one in all, the clip acts at `ahead = 0` too."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400
@@ -65,7 +70,7 @@ async def dapo(run: Run, config: DapoConfig) -> None:
     prompts = task.batches(config.prompts, run.seed)
     drawn = rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=has_signal)
     async with drawn as stream:
-        async for _ in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
@@ -74,8 +79,9 @@ async def dapo(run: Run, config: DapoConfig) -> None:
             batch = await batch.load("rewards", "groups", "loss_mask")
             lengths = [mask.sum() for mask in batch.loss_mask]
             rewards = batch.rewards + overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
-            advantages = group_advantages(rewards, batch.groups, scale=config.scale)
-            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            batch = batch.assign(advantages=group_advantages(rewards, batch.groups, scale=config.scale))
+            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)
 

@@ -9,6 +9,7 @@ all tokens of the batch and over their standard deviation; raise the better toke
 from meshrl import (
     AlgorithmConfig,
     ClippedLoss,
+    Metrics,
     Policy,
     PolicyConfig,
     Reference,
@@ -24,6 +25,7 @@ from meshrl import (
     TaskConfig,
     evaluate,
     evaluate_during,
+    minibatches,
     publish,
     rewards_to_go,
     rollouts,
@@ -45,6 +47,9 @@ class ReinforcePpConfig(AlgorithmConfig):
     """The weight of the KL to the reference, which each token's reward is lowered by."""
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    epochs: int = 1
+    minibatches: int = 1
+    """Updates an epoch, each of as many rows; with more than one in all, the clip acts at `ahead = 0` too."""
     prompts: int = 512
     steps: int = 400
 
@@ -61,15 +66,16 @@ async def reinforce_pp(run: Run, config: ReinforcePpConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for _ in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await policy.logprobs(await anext(stream))
             if reference:
                 batch = await (await reference.logprobs(batch)).load("reference_logprobs")
             batch = await batch.load("rewards", "loss_mask", "logprobs")
             referred = batch.ragged("reference_logprobs") if reference else None
             returns = rewards_to_go(batch.rewards, batch.loss_mask, config.kl, batch.ragged("logprobs"), referred)
-            advantages = whiten(returns, batch.loss_mask)
-            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            batch = batch.assign(advantages=whiten(returns, batch.loss_mask))
+            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)
 

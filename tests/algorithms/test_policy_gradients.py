@@ -28,7 +28,7 @@ PAGES: dict[str, dict[str, object]] = {
     "dr_grpo": {**GROUP, "loss": {"constant": 4}},
     "gspo": GROUP,
     "cispo": GROUP,
-    "dapo": GROUP,
+    "dapo": {**GROUP, "minibatches": 1},
     "reinforce_pp": {**SINGLE, "kl": 1e-3},
     "reinforce_pp_baseline": GROUP,
     "remax": {**SINGLE, "prompts": 32},
@@ -37,11 +37,12 @@ PAGES: dict[str, dict[str, object]] = {
 }
 """What each page is run with here: 64 completions a step."""
 
-TAUGHT = {
-    **PAGES,
-    "grpo": GROUP,
-    "ppo": {**SINGLE, "critic": {"optimizer": {"lr": 0.02}}, "epochs": 2, "minibatches": 2},
-}
+CLIPPED = ("grpo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
+"""The pages that may make several updates of a batch; all but the first meet the clip."""
+
+TAUGHT = {**PAGES, "grpo": GROUP, "ppo": {**SINGLE, "critic": {"optimizer": {"lr": 0.02}}}}
+TAUGHT |= {name: {**TAUGHT[name], "minibatches": 2} for name in CLIPPED}
+TAUGHT["cispo"]["loss"] = {"clip_high": 0.2}
 """On a model all of them, with those that have tests of their own on fakes."""
 
 COMPARES_A_GROUP = [name for name, table in PAGES.items() if table["sampling"] == GROUP["sampling"]]
@@ -93,6 +94,8 @@ async def test_a_page_teaches_a_model(tmp_path: Path, name: str) -> None:
     steps, _ = await run_page(name, tmp_path, table)
     assert [step["reward_errors"] for step in steps] == [0] * 12
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.3
+    if name in CLIPPED:
+        assert max(step["clip_fraction"] for step in steps) > 0
 
 
 @pytest.mark.parametrize("name", COMPARES_A_GROUP)
