@@ -188,6 +188,7 @@ class RewardModelConfig(ModelConfig):
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
     fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
     @field_validator("backend")
     @classmethod

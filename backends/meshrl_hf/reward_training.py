@@ -14,7 +14,7 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts
 from meshrl.metrics import Metrics
-from meshrl.role_config import ModelConfig, NewModel
+from meshrl.role_config import ModelConfig, NewModel, RewardModelConfig
 from meshrl_hf import training
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load
@@ -35,7 +35,9 @@ def load_learner(config: ModelConfig) -> ScoreModel:
 
 
 def kind_of(config: ModelConfig) -> Kind:
-    """What the model that a role's table names is: a judge, or a generator."""
+    """What the model that a role's table names is: a judge, as a frozen reward's has to be, or a generator."""
+    if isinstance(config, RewardModelConfig):
+        return JUDGE
     if isinstance(config.model, NewModel):
         return GENERATOR
     folder = folder_of(config.model)

@@ -12,6 +12,7 @@ ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_megatron.critic:MegatronCritic",
     "Policy": "meshrl_megatron.policy:MegatronPolicy",
     "Reference": "meshrl_megatron.reference:MegatronReference",
+    "Reward": "meshrl_megatron.reward:MegatronReward",
     "RewardModel": "meshrl_megatron.reward_model:MegatronRewardModel",
 }
 """Where each role's class is. Strings, so that looking a role up imports neither torch nor Megatron."""

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from meshrl import (
     Batch,
@@ -23,6 +29,7 @@ from meshrl import (
 from meshrl.actor import Rank, rank_context
 from meshrl_fsdp.reward_model import FsdpRewardModel
 from meshrl_hf.text import character_tokenizer
+from meshrl_megatron.reward import MegatronReward
 from meshrl_megatron.reward_model import MegatronRewardModel
 from meshrl_torch.reward import TorchReward
 from meshrl_torch.reward_model import TorchRewardModel
@@ -102,6 +109,22 @@ async def test_a_judge_is_read_with_its_head_and_written_with_it(
     await made.save(str(tmp_path / "saved"))
     again = TorchReward(RewardModelConfig(model=str(tmp_path / "saved"), dtype="float32"))
     np.testing.assert_allclose((await again.score(PAIRS)).rewards, learnt, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_frozen_judge_scores_as_in_the_torch_backend(shape: str, tmp_path: Path) -> None:
+    config = RewardModelConfig(model=judge_of(SHAPES[shape], tmp_path / "judge"))
+    batch = Batch.of(prompt=["abc>", "abd>", "abc>"], completion=["cba", "!", "abcabc"])  # "!" has no token
+    found, expected = await MegatronReward(config).score(batch), await TorchReward(config).score(batch)
+    np.testing.assert_allclose(found.rewards, expected.rewards, atol=1e-5)
+    assert found.objects("reward_error") == expected.objects("reward_error")
+
+
+async def test_a_frozen_judge_is_no_generator(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is a LlamaForCausalLM, not a sequence classifier"):
+        MegatronReward(RewardModelConfig(model=str(tmp_path)))
 
 
 async def test_a_model_that_is_no_judge_scores_zero_and_learns_as_in_the_torch_backend(tmp_path: Path) -> None:

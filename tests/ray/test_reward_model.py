@@ -1,4 +1,4 @@
-"""A reward whose model is spread over two processes: its scores are those of one rank."""
+"""A reward whose model is split over two processes: its scores are those of one rank."""
 
 import asyncio
 from pathlib import Path
@@ -13,6 +13,7 @@ from meshrl import Batch, DataError, Mesh, RankFailed, Resources, Reward, Reward
 from meshrl.engines.ray import RayEngine
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_hf.text import character_tokenizer
+from meshrl_megatron.reward import MegatronReward
 from meshrl_torch.reward import TorchReward
 
 SHAPE: dict[str, Any] = {
@@ -43,7 +44,10 @@ async def two(engine: RayEngine) -> Mesh:
     return await Mesh.reserve(engine, 2, Resources(cpus=0))
 
 
-@pytest.fixture(params=[LlamaConfig(**SHAPE), Qwen3Config(**SHAPE)], ids=["llama", "qwen3"])
+LLAMA, QWEN3 = LlamaConfig(**SHAPE), Qwen3Config(**SHAPE)
+
+
+@pytest.fixture
 def judge(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The folder of a judge."""
     config: PretrainedConfig = request.param
@@ -57,13 +61,28 @@ def judge(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-async def spawn(mesh: Mesh, judge: str, budget: int = 64) -> Reward:
-    return await mesh.spawn(FsdpReward, RewardModelConfig(backend="fsdp", model=judge, micro_batch_tokens=budget))
+async def spawn(mesh: Mesh, judge: str, backend: str = "fsdp", budget: int = 64) -> Reward:
+    config = RewardModelConfig(backend=backend, model=judge, micro_batch_tokens=budget)
+    return await mesh.spawn(MegatronReward if backend == "megatron" else FsdpReward, config)
 
 
-@pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 1, "tp": 2}], ids=str)
-async def test_scores_are_those_of_one_rank(two: Mesh, judge: str, shape: dict[str, int]) -> None:
-    made = await spawn(two.shape(**shape), judge)
+SPLITS = [
+    *((model, "fsdp", shape) for model in (LLAMA, QWEN3) for shape in ({"dp": 2}, {"dp": 1, "tp": 2})),
+    *(
+        pytest.param(LLAMA, "megatron", {"dp": 1, axis: 2}, marks=pytest.mark.megatron)
+        for axis in ("dp", "tp", "pp", "cp")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("judge", "backend", "shape"),
+    SPLITS,
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else str(value),
+    indirect=["judge"],
+)
+async def test_scores_are_those_of_one_rank(two: Mesh, judge: str, backend: str, shape: dict[str, int]) -> None:
+    made = await spawn(two.shape(**shape), judge, backend)
     whole = TorchReward(RewardModelConfig(model=judge))
     for count in (9, 1, 2, 0, 9):  # of one row, one rank has none
         batch = rows(count)
@@ -74,7 +93,7 @@ async def test_scores_are_those_of_one_rank(two: Mesh, judge: str, shape: dict[s
     assert [error is None for error in expected.objects("reward_error")] == [row != 3 for row in range(9)]
 
 
-@pytest.mark.parametrize("judge", [LlamaConfig(**SHAPE)], ids=["llama"], indirect=True)
+@pytest.mark.parametrize("judge", [LLAMA], ids=["llama"], indirect=True)
 async def test_a_row_that_no_rank_can_take_leaves_the_others_free(two: Mesh, judge: str) -> None:
     made = await spawn(two.shape(dp=2), judge, budget=1)
     with pytest.raises((RankFailed, DataError), match="`completion` of row 0 is 3"):
