@@ -113,6 +113,29 @@ def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.flo
     return centred * np.float32(len(centred) / max(1, int(differ[group].sum())))
 
 
+def penalised_rewards(
+    rewards: ArrayLike,
+    loss_mask: Ragged,
+    kl: float = 0.0,
+    logprobs: Ragged | None = None,
+    reference: Ragged | None = None,
+) -> NDArray[np.float32]:
+    """Each reward less `kl` times the KL of its row, `r - kl sum_t log(pi(y_t) / pi_ref(y_t))`, float32[rows].
+
+    `rewards` float[rows]; the sum is of `logprobs - reference` over the row's learned tokens. With `kl` 0 neither is
+    read. Raises DataError for wrong shapes and a missing column.
+
+    RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), whose baseline is of rewards that are lowered so:
+    `leave_one_out(penalised_rewards(...), groups)`.
+    """
+    values = _one_a_row("penalised_rewards", rewards, loss_mask)
+    if kl:
+        row = np.repeat(np.arange(len(values)), loss_mask.lengths)[np.asarray(loss_mask.values, np.bool_)]
+        penalties = _penalties("penalised_rewards", "kl", Gae(kl=kl), loss_mask, logprobs, reference)
+        values -= np.bincount(row, penalties, minlength=len(values))
+    return values.astype(np.float32)
+
+
 def rewards_to_go(
     rewards: ArrayLike,
     loss_mask: Ragged,
@@ -156,9 +179,7 @@ def gae(
     column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
     (arXiv:1909.08593), equation 2.
     """
-    last = np.array(rewards, np.float64)
-    if last.shape != (len(loss_mask),):
-        raise DataError(f"gae: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one a row")
+    last = _one_a_row("gae", rewards, loss_mask)
     mask = np.asarray(loss_mask.values, np.bool_)
     value = _learned("values", values, loss_mask)
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
@@ -168,13 +189,7 @@ def gae(
     ends = np.cumsum(counts)
     reward = np.zeros(len(value))
     if config.kl:
-        if logprobs is None or reference is None:
-            raise DataError(
-                f"gae: kl = {config.kl:g} lowers rewards by the KL of `logprobs` from `reference_logprobs`, and one of "
-                "them is missing: call policy.logprobs and reference.logprobs before, or set gae.kl = 0"
-            )
-        distance = _learned("logprobs", logprobs, loss_mask) - _learned("reference_logprobs", reference, loss_mask)
-        reward -= config.kl * distance
+        reward -= _penalties("gae", "gae.kl", config, loss_mask, logprobs, reference)
     reward[ends[counts > 0] - 1] += last[counts > 0]
     advantages = _discounted(reward, value, counts, config)
     return _spread(advantages, loss_mask), _spread(advantages + value, loss_mask)
@@ -211,6 +226,29 @@ def _discounted(
         after = values[at]
         found[at] = later
     return found
+
+
+def _one_a_row(name: str, rewards: ArrayLike, loss_mask: Ragged) -> NDArray[np.float64]:
+    """A copy of the rewards, float64[rows]; DataError if there is not one for each row."""
+    values = np.array(rewards, np.float64)
+    if values.shape != (len(loss_mask),):
+        raise DataError(
+            f"{name}: rewards have shape {values.shape} and there are {len(loss_mask)} rows: give one a row"
+        )
+    return values
+
+
+def _penalties(
+    name: str, setting: str, config: Gae, loss_mask: Ragged, logprobs: Ragged | None, reference: Ragged | None
+) -> NDArray[np.float64]:
+    """What the KL takes from each learned token's reward; DataError if a column is missing or does not fit."""
+    if logprobs is None or reference is None:
+        raise DataError(
+            f"{name}: kl = {config.kl:g} lowers rewards by the KL of `logprobs` from `reference_logprobs`, and one of "
+            f"them is missing: call policy.logprobs and reference.logprobs before, or set {setting} = 0"
+        )
+    distance = _learned("logprobs", logprobs, loss_mask) - _learned("reference_logprobs", reference, loss_mask)
+    return config.kl * distance
 
 
 def _learned(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:

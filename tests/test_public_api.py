@@ -107,6 +107,7 @@ PUBLIC = [
     "minibatches",
     "optimal_advantages",
     "overlong_penalty",
+    "penalised_rewards",
     "publish",
     "ranks",
     "rescaled_advantages",
