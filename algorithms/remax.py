@@ -29,6 +29,7 @@ from meshrl import (
     evaluate_during,
     greedy_baseline,
     publish,
+    rewards_to_go,
     rollouts,
 )
 
@@ -39,9 +40,11 @@ class RemaxConfig(AlgorithmConfig):
     sampler: SamplerConfig
     reward: RewardConfig | RewardModelConfig
     reference: ReferenceConfig
-    """Used where `loss.kl` is above 0."""
+    """Used where `kl` or `loss.kl` is above 0."""
     sampling: Sampling = Sampling()
     loss: ReinforceLoss = ReinforceLoss()
+    kl: float = 0.0
+    """The weight of the KL to the reference, which each token's reward is lowered by."""
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     prompts: int = 256
@@ -53,7 +56,8 @@ async def remax(run: Run, config: RemaxConfig) -> None:
     policy = await run.spawn(Policy, config.policy)
     sampler = await run.spawn(Sampler, config.sampler)
     reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+    reference = await run.spawn(Reference, config.reference) if config.kl or config.loss.kl else None
+    apart = ("logprobs", "reference_logprobs") if config.kl else ()
 
     async def score(batch: Batch) -> Batch:
         return await greedy_baseline(sampler, await reward.score(batch), config.sampling, reward.score)
@@ -65,10 +69,13 @@ async def remax(run: Run, config: RemaxConfig) -> None:
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=score) as stream:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
+            if config.kl:
+                batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await batch.load("rewards", "baseline")
-            advantages = batch.rewards - np.asarray(batch.row("baseline"), np.float32)
+            batch = await batch.load("rewards", "baseline", "loss_mask", *apart)
+            better = batch.rewards - np.asarray(batch.row("baseline"), np.float32)
+            advantages = rewards_to_go(better, batch.loss_mask, config.kl, *map(batch.ragged, apart))
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
             await publish(policy, stream)
             await run.record(metrics, batch)

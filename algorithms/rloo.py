@@ -1,7 +1,7 @@
 """RLOO: REINFORCE with the mean of the others as baseline (Ahmadian et al. 2024, arXiv:2402.14740).
 
-Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than the mean of
-the *others* of its group; raise the log-probability of the whole completion by it. No clip, no standard deviation.
+Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
+the mean of its group's *others*; raise the log-probability of the whole completion by it. No clip and no deviation.
 
     meshrl run rloo/quickstart
 """
@@ -25,6 +25,7 @@ from meshrl import (
     evaluate,
     evaluate_during,
     leave_one_out,
+    penalised_rewards,
     publish,
     rollouts,
 )
@@ -36,9 +37,11 @@ class RlooConfig(AlgorithmConfig):
     sampler: SamplerConfig
     reward: RewardConfig | RewardModelConfig
     reference: ReferenceConfig
-    """Used where `loss.kl` is above 0."""
+    """Used where `kl` or `loss.kl` is above 0."""
     sampling: GroupSampling = GroupSampling()
     loss: ReinforceLoss = ReinforceLoss()
+    kl: float = 0.0
+    """The weight of the KL to the reference, which a reward is lowered by."""
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     prompts: int = 64
@@ -51,7 +54,8 @@ async def rloo(run: Run, config: RlooConfig) -> None:
     policy = await run.spawn(Policy, config.policy)
     sampler = await run.spawn(Sampler, config.sampler)
     reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+    reference = await run.spawn(Reference, config.reference) if config.kl or config.loss.kl else None
+    apart = ("logprobs", "reference_logprobs") if config.kl else ()
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
@@ -60,10 +64,13 @@ async def rloo(run: Run, config: RlooConfig) -> None:
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
+            if config.kl:
+                batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await batch.load("rewards", "groups")
-            advantages = leave_one_out(batch.rewards, batch.groups)
+            batch = await batch.load("rewards", "groups", "loss_mask", *apart)
+            rewards = penalised_rewards(batch.rewards, batch.loss_mask, config.kl, *map(batch.ragged, apart))
+            advantages = leave_one_out(rewards, batch.groups)
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
             await publish(policy, stream)
             await run.record(metrics, batch)
