@@ -1,0 +1,243 @@
+"""What a page gives to `policy.update`, row by row against the paper in float64, and in which order roles are asked."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, cast
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from numpy.typing import ArrayLike, NDArray
+
+from meshrl import (
+    Batch,
+    Loss,
+    MeshConfig,
+    Metrics,
+    PolicyConfig,
+    Ragged,
+    ReferenceConfig,
+    RewardConfig,
+    Run,
+    RunConfig,
+    SamplerConfig,
+    Task,
+)
+from meshrl.config import validate
+from meshrl.ragged import Source
+from meshrl.scripts import load_script
+from meshrl.testing import FakePolicy, FakeReference, FakeReward, FakeRun, FakeSampler
+
+Floats: TypeAlias = NDArray[np.float64]
+
+ALGORITHMS = Path(__file__).parents[2] / "algorithms"
+FAKE = {"backend": "fake", "model": "none"}
+KL = 0.3
+
+
+def logprobs(tokens: ArrayLike, of: str) -> NDArray[np.float32]:
+    """A log-prob of each token that is neither the same for all nor for both models."""
+    numbers = np.asarray(tokens, np.int64) * {"policy": 7, "reference": 5}[of]
+    return ((numbers + np.arange(len(numbers))) % 11 / -10).astype(np.float32)
+
+
+def reward(completion: str) -> float:
+    return sum(map(ord, completion)) % 9 / 9
+
+
+class Told(FakePolicy):
+    """A policy of known log-probs that notes when it is asked."""
+
+    def __init__(self, skill: float, asked: list[str]) -> None:
+        super().__init__(PolicyConfig(model="none"), skill=skill)
+        self.asked = asked
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        self.asked.append("policy.logprobs")
+        column = Ragged.of([logprobs(row, "policy") for row in batch.tokens], np.float32)
+        return batch.assign(logprobs=Ragged(column.values, column.offsets, source=Source.trainer(self.version)))
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        self.asked.append("policy.update")
+        return await super().update(batch, loss)
+
+
+class ToldReference(FakeReference):
+    """A reference of known log-probs that notes when it is asked."""
+
+    def __init__(self, asked: list[str]) -> None:
+        super().__init__(ReferenceConfig(model="none"))
+        self.asked = asked
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        self.asked.append("reference.logprobs")
+        column = Ragged.of([logprobs(row, "reference") for row in batch.tokens], np.float32)
+        return batch.assign(reference_logprobs=Ragged(column.values, column.offsets, source=Source("reference")))
+
+
+class Graded(FakeReward):
+    """A reward of many values."""
+
+    async def score(self, batch: Batch) -> Batch:
+        scores = [reward(text) for text in cast("tuple[str, ...]", batch.objects("completion"))]
+        return batch.assign(rewards=np.array(scores, np.float32), reward_error=[None] * len(batch))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row that was trained on: its texts, and of its learned tokens the log-ratio and the advantage."""
+
+    group: int
+    prompt: str
+    answer: str
+    completion: str
+    log_ratios: Floats
+    advantages: Floats
+
+    @property
+    def reward(self) -> float:
+        return reward(self.completion)
+
+
+async def run_page(name: str, policy: Told, table: Mapping[str, object]) -> list[Batch]:
+    """What the page gives to `policy.update`; with a reference where it is to have one."""
+    script = load_script(ALGORITHMS / f"{name}.py")
+    config = validate(
+        script.schema,
+        {"task": {"source": "none"}, "policy": FAKE, "reward": {"backend": "fake"}, **table},
+        "test",
+    )
+    rows = Batch.of(prompt=[f"{n}+1=" for n in range(12)], answer=[f"{n + 1}" for n in range(12)], row=[{}] * 12)
+    task = Task(train=rows, held_out=rows.select([0, 1]))
+    reference = [ToldReference(policy.asked)] if "kl" in table or "loss" in table else []
+    sampler = FakeSampler(SamplerConfig(model="none"))
+    with patch.object(Task, "load", lambda _: task):
+        await script.function(FakeRun(policy, sampler, Graded(RewardConfig()), *reference), config)
+    return policy.updates
+
+
+def rows_of(updates: Sequence[Batch]) -> list[Row]:
+    """The rows of all updates; an advantage of a row is that of each of its tokens."""
+    rows = []
+    for batch in updates:
+        prompts, answers, texts = (
+            cast("tuple[str, ...]", batch.objects(n)) for n in ("prompt", "answer", "completion")
+        )
+        given = batch["advantages"]
+        for at, tokens in enumerate(batch.tokens):
+            mask = np.asarray(batch.loss_mask[at], np.bool_)
+            whole = given[at] if isinstance(given, Ragged) else np.where(mask, batch.row("advantages")[at], 0)
+            advantages = np.asarray(whole, np.float64)
+            assert not advantages[~mask].any()
+            apart = logprobs(tokens, "policy").astype(float) - logprobs(tokens, "reference").astype(float)
+            group = int(batch.groups[at])
+            rows.append(Row(group, prompts[at], answers[at], texts[at], apart[mask], advantages[mask]))
+    return rows
+
+
+def rest(values: Floats) -> Floats:
+    """The sum from each entry on."""
+    return np.array([values[at:].sum() for at in range(len(values))])
+
+
+def rloo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """`R_i - mean(R_j, j != i)`, `R = r - kl log(pi(y) / pi_ref(y))`: arXiv:2402.14740."""
+    lowered = [row.reward - kl * row.log_ratios.sum() for row in rows]
+    found: list[Floats] = []
+    for at, row in enumerate(rows):
+        others = [lowered[j] for j, other in enumerate(rows) if other.group == row.group and j != at]
+        found.append(np.full(len(row.log_ratios), lowered[at] - float(np.mean(others))))
+    return found
+
+
+def remax(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """`r(y) - r(greedy)`, less the KL from the token on: arXiv:2310.10505. Greedy is right from a skill of 1/2 on."""
+    greedy = [reward(row.answer if skill >= 0.5 else row.prompt) for row in rows]
+    return [row.reward - baseline - kl * rest(row.log_ratios) for row, baseline in zip(rows, greedy, strict=True)]
+
+
+def whitened(values: Sequence[Floats]) -> list[Floats]:
+    """Less the mean over all tokens of the batch, over their standard deviation."""
+    tokens = np.concatenate(values)
+    return [(each - tokens.mean()) / tokens.std() for each in values]
+
+
+def reinforce_pp(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """The reward less the KL from the token on, whitened: arXiv:2501.03262."""
+    return whitened([row.reward - kl * rest(row.log_ratios) for row in rows])
+
+
+def reinforce_pp_baseline(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """The reward less its group's mean, whitened: the same paper, with baseline."""
+    means = {row.group: float(np.mean([each.reward for each in rows if each.group == row.group])) for row in rows}
+    return whitened([np.full(len(row.log_ratios), row.reward - means[row.group]) for row in rows])
+
+
+PAPERS: dict[str, Callable[[Sequence[Row], float, float], list[Floats]]] = {
+    "rloo": rloo,
+    "remax": remax,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+@pytest.mark.parametrize("skill", [0.4, 0.6])
+@pytest.mark.parametrize(
+    ("name", "kl"),
+    [("rloo", 0.0), ("rloo", KL), ("remax", 0.0), ("remax", KL), ("reinforce_pp", KL), ("reinforce_pp_baseline", 0.0)],
+)
+async def test_a_pages_advantages_are_the_papers(name: str, kl: float, skill: float) -> None:
+    table: dict[str, object] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": 8}}
+    if kl:
+        table["kl"] = kl
+    rows = rows_of(await run_page(name, Told(skill, []), table))
+    assert len(rows) == 24
+    assert len({row.reward for row in rows}) > 4
+    expected = PAPERS[name](rows, kl, skill)
+    for row, own in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row.advantages, own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["rloo", "remax"])
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({}, ["policy.update"]),
+        ({"loss": {"kl": 0.1}}, ["reference.logprobs", "policy.update"]),
+        ({"kl": 0.1}, ["policy.logprobs", "reference.logprobs", "policy.update"]),
+    ],
+    ids=["no KL", "in the loss", "in the reward"],
+)
+async def test_only_a_kl_asks_for_log_probs_and_before_the_update(
+    name: str, table: dict[str, object], expected: list[str]
+) -> None:
+    policy = Told(0.4, [])
+    await run_page(name, policy, {"steps": 3, "prompts": 4, "sampling": {"n": 2, "max_tokens": 8}, **table})
+    assert policy.asked == expected * 3
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("name", ["rloo", "remax"])
+async def test_a_page_with_the_kl_in_the_reward_learns_where_columns_stay_on_their_ranks(
+    tmp_path: Path, name: str, ahead: int
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(100)))
+    table = {
+        **dict.fromkeys(("policy", "sampler", "reference"), FAKE),
+        "reward": {"backend": "fake"},
+        "task": {"source": str(rows), "held_out": 8, "held_out_fraction": 0.2},
+        "sampling": {"n": 4, "max_tokens": 8},
+        "prompts": 8,
+        "steps": 6,
+        "ahead": ahead,
+        "kl": 0.1,
+    }
+    script = load_script(ALGORITHMS / f"{name}.py")
+    keys = RunConfig(folder=str(tmp_path), name=name, inline_bytes=0, meshes={"main": MeshConfig(cpus=1)})
+    async with Run(keys) as run:
+        await script.function(run, validate(script.schema, table, "test"))
+    summary = json.loads((tmp_path / name / "summary.json").read_bytes())
+    assert (summary["exact_match_before"], summary["exact_match_after"]) == (0.0, 1.0)
