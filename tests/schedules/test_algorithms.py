@@ -79,10 +79,14 @@ async def ppo(seed: int) -> None:
     await train("ppo", seed, epochs=2, minibatches=2)
 
 
+async def rloo(seed: int) -> None:
+    await train("rloo", seed, kl=0.1)
+
+
 async def remax(seed: int) -> None:
-    await train("remax", seed)
+    await train("remax", seed, kl=0.1 * (seed % 2))
 
 
-@pytest.mark.parametrize("scenario", [grpo, ppo, remax])
+@pytest.mark.parametrize("scenario", [grpo, ppo, rloo, remax])
 def test_a_shipped_script_keeps_the_bound(scenario: Scenario) -> None:
     explore(scenario, seeds=40)
