@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -130,6 +131,35 @@ def test_k1_and_k3_are_unbiased_and_the_gradient_of_k2_is_that_of_the_kl(
     assert gradient(fixed * kl_k2(policy, reference), logits) == pytest.approx(exact, abs=1e-9)
     policy = logits.log_softmax(0)
     assert gradient(fixed * kl_k1(policy, reference), logits) == pytest.approx([0.0] * len(rows), abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2, max_size=8))
+def test_the_gradient_of_k3_is_that_of_the_kl_of_the_reference_from_the_policy(rows: list[tuple[float, float]]) -> None:
+    logits, other = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(0), other.log_softmax(0)
+    exact = gradient(reference.exp() * (reference - policy), logits)
+    policy = logits.log_softmax(0)
+    assert gradient(policy.detach().exp() * kl_k3(policy, reference), logits) == pytest.approx(exact, abs=1e-9)
+
+
+EQUATIONS: dict[KlEstimator, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k2": lambda logprobs, reference: (reference - logprobs) ** 2 / 2,
+    "k3": lambda logprobs, reference: reference.exp() / logprobs.exp() - (reference - logprobs) - 1,
+}
+"""Of each token: Schulman 2020; k3 is DeepSeekMath (arXiv:2402.03300), equation 4."""
+
+
+@pytest.mark.parametrize("estimator", EQUATIONS)
+def test_the_kl_in_a_loss_has_the_gradient_of_its_equation_token_by_token(estimator: KlEstimator) -> None:
+    random = torch.Generator().manual_seed(5)
+    reference, start = (-4 * torch.rand(20, generator=random, dtype=torch.float64) for _ in range(2))
+    columns = {"sampler_logprobs": start, "advantages": torch.zeros(20).double(), "reference_logprobs": reference}
+    found, expected = start.clone().requires_grad_(), start.clone().requires_grad_()
+    told = ClippedLoss(kl=0.1, kl_estimator=estimator)(found, columns).values
+    equation = 0.1 * EQUATIONS[estimator](expected, reference)
+    torch.testing.assert_close(told, equation, rtol=1e-9, atol=1e-12)
+    assert gradient(told, found) == pytest.approx(gradient(equation, expected), rel=1e-9)
 
 
 def test_cross_entropy_equals_torch() -> None:
