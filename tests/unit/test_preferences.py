@@ -1,10 +1,12 @@
 """Pairs and labels: what they are made of, and how far a policy prefers what it should."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from meshrl import PolicyConfig, ReferenceConfig
 from meshrl.config import validate
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
+from meshrl.losses import PreferenceLoss, token_weights
 from meshrl.preferences import (
     PairSampling,
     answer_pairs,
@@ -167,6 +170,60 @@ async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completi
     assert await mismatched_kl(Telling(told), reference, rows) == pytest.approx((2.5 - 1.0 + 0.75) / 3)
     told["q", "three"] = -7.0
     assert await mismatched_kl(Telling(told), reference, rows) == 0.0
+
+
+class Known(FakePolicy):
+    """A policy of known log-probs."""
+
+    def __init__(self, column: Ragged) -> None:
+        super().__init__(PolicyConfig(model="none"))
+        self._column = column
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        return batch.assign(logprobs=self._column)
+
+
+class KnownReference(FakeReference):
+    """A reference of known log-probs."""
+
+    def __init__(self, column: Ragged) -> None:
+        super().__init__(ReferenceConfig(model="none"))
+        self._column = column
+
+    async def logprobs(self, batch: Batch) -> Batch:
+        return batch.assign(reference_logprobs=self._column)
+
+
+async def test_margins_and_the_loss_of_them_are_dpos_of_the_learned_tokens() -> None:
+    """`-log sigmoid(beta (log pi(w)/ref(w) - log pi(l)/ref(l)))`, the mean over pairs: arXiv:2305.18290, equation 7."""
+    random = np.random.default_rng(8)
+    mask = Ragged.of([[False, *random.integers(0, 2, length), True] for length in (2, 5, 1, 3, 4, 2)], np.bool_)
+    columns = [Ragged(random.normal(-2, 1, len(mask.values)).astype(np.float32), mask.offsets) for _ in range(2)]
+    batch = Batch.of(
+        groups=np.array([4, 1, 1, 4, 6, 6]), preferred=np.array([-1, 1, -1, 1, 1, -1], np.int8), loss_mask=mask
+    )
+    pairs = await with_margins(Known(columns[0]), KnownReference(columns[1]), batch)
+    ratios = [
+        sum(float(p) - float(q) for p, q, learned in zip(*row, strict=True) if learned)
+        for row in zip(*columns, mask, strict=True)
+    ]
+    margins = [ratios[chosen] - ratios[rejected] for chosen, rejected in ((3, 0), (1, 2), (4, 5))]
+    assert pairs.row("log_ratios").tolist() == pytest.approx(ratios, rel=1e-6)
+    assert pairs.row("margins").tolist() == pytest.approx([margins[pair] for pair in (0, 1, 1, 0, 2, 2)], rel=1e-6)
+
+    learned = np.asarray(mask.values, np.bool_)
+    row = np.repeat(np.arange(6), mask.lengths)[learned]
+    logprobs = torch.from_numpy(columns[0].values[learned].astype(np.float64))
+    loss = PreferenceLoss(beta=0.3)
+    told = {
+        "logprobs": logprobs,
+        "margins": torch.from_numpy(pairs.row("margins").astype(np.float64)[row]),
+        "preferred": torch.from_numpy(batch.row("preferred")[row]),
+        "rows": torch.from_numpy(row),
+    }
+    weights = token_weights(mask, loss.normalise, tokens=len(row), rows=6)[learned].astype(np.float64)
+    expected = np.mean([math.log(1 + math.exp(-0.3 * margin)) for margin in margins])
+    assert loss(logprobs, told).values.numpy() @ weights == pytest.approx(expected, rel=1e-6)
 
 
 async def test_a_margin_is_of_the_preferred_row_less_the_other() -> None:

@@ -8,12 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl import Batch, with_scores
 from meshrl.config import validate
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import BradleyTerryLoss, CrossEntropy, ProcessLoss, ValueLoss, check_predicts, token_weights
 from meshrl.losses.loss import Loss
 from meshrl.preferences import pair_margins
 from meshrl.ragged import Ragged
+from meshrl.role_config import RewardTrainingConfig
+from meshrl.testing import FakeRewardModel
 
 Floats = NDArray[np.float64]
 
@@ -86,6 +89,38 @@ def test_pairs_give_the_bradley_terry_loss_and_its_gradient_however_rows_are_div
     assert value == pytest.approx(equation(SCORES), rel=1e-6)
     np.testing.assert_allclose(gradient, slopes(equation, SCORES), rtol=1e-5, atol=1e-8)
     assert (gradient[[4, 5]] == 0).all()
+
+
+class Scores(FakeRewardModel):
+    """A reward model of known scores, each at the last of three tokens."""
+
+    async def token_scores(self, batch: Batch) -> Batch:
+        values = np.full((len(batch), 3), 9.0, np.float32)  # where nothing is scored the column is not read
+        values[:, 2] = SCORES
+        return batch.assign(token_scores=Ragged(values.reshape(-1), batch.loss_mask.offsets))
+
+
+@pytest.mark.parametrize("centre", [0.0, 0.01])
+async def test_what_with_scores_makes_of_pairs_gives_llama_2s_loss(centre: float) -> None:
+    """The mean of `-log sigmoid(r_c - r_r - m)`, and `centre (r_c + r_r)^2`: arXiv:2307.09288, equation 2."""
+    mask = Ragged.of([[False, False, True]] * 8, np.bool_)
+    pairs = Batch.of(groups=GROUPS.copy(), preferred=PREFERRED.copy(), loss_mask=mask, least_margins=LEAST.copy())
+    model = Scores(RewardTrainingConfig(model="none"))
+    scored = await with_scores(model, pairs)
+    other = [3, 2, 1, 0, 5, 4, 7, 6]
+    assert scored.row("scores").tolist() == pytest.approx(SCORES.tolist())
+    assert scored.row("pair_sums").tolist() == pytest.approx((SCORES + SCORES[other]).tolist())
+    assert scored.row("margins").tolist() == pytest.approx((PREFERRED * (SCORES - SCORES[other])).tolist())
+    assert (await with_scores(model, pairs.drop("least_margins"))).row("least_margins").tolist() == [0.0] * 8
+
+    apart = [SCORES[chosen] - SCORES[rejected] - LEAST[chosen] for chosen, rejected in PAIRS]
+    sums = [SCORES[chosen] + SCORES[rejected] for chosen, rejected in PAIRS]
+    expected = sum(np.log(1 + np.exp(-one)) + centre * both**2 for one, both in zip(apart, sums, strict=True)) / 4
+    loss = BradleyTerryLoss(centre=centre)
+    columns = {name: scored.row(name).astype(np.float64) for name in loss.columns if name != "token_scores"}
+    columns["token_scores"] = scored.ragged("token_scores").values[2::3].astype(np.float64)
+    value, _ = trained(loss, SCORES, [1] * 8, columns, [range(8)])
+    assert value == pytest.approx(expected, rel=1e-6)
 
 
 def test_scores_far_apart_give_finite_numbers() -> None:
