@@ -41,7 +41,8 @@ CLIPPED = ("grpo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforc
 """The pages that may make several updates of a batch; all but the first meet the clip."""
 
 TAUGHT = {**PAGES, "grpo": GROUP, "ppo": {**SINGLE, "critic": {"optimizer": {"lr": 0.02}}}}
-TAUGHT |= {name: {**TAUGHT[name], "minibatches": 2} for name in CLIPPED}
+TAUGHT.update({name: {**TAUGHT[name], "minibatches": 2} for name in CLIPPED})
+TAUGHT.update({name: {**TAUGHT[name], "kl": 1e-3} for name in ("rloo", "remax")})
 TAUGHT["cispo"]["loss"] = {"clip_high": 0.2}
 """On a model all of them, with those that have tests of their own on fakes."""
 
