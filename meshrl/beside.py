@@ -47,6 +47,11 @@ class Beside:
     def __bool__(self) -> bool:
         return self._of is not None
 
+    @property
+    def prepared_every(self) -> int | None:
+        """The steps between two measurements that something is done for; None where nothing is."""
+        return self._of.every if self._of and self._of.prepare else None
+
     async def turn(self, done: int) -> None:
         """Between two steps, of which so many are done: begin what is due. Raises what the last one raised."""
         if self._task and self._task.done():

@@ -7,6 +7,7 @@ async for _ in run.steps(config.steps):
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -122,10 +123,7 @@ def evaluate_during(
     async def measure() -> Mapping[str, float]:
         return (await judge(sampler, some, drawn, score)).numbers(config.at_least)
 
-    async def prepare() -> None:
-        if policy:
-            await publish(policy, sampler)
-
+    prepare = partial(publish, policy, sampler) if policy else None
     run.beside(Measurement(config.every, measure, config.wait, prepare))
 
 

@@ -29,7 +29,7 @@ from meshrl.recorder import Recorder
 from meshrl.registry import implementation
 from meshrl.role_config import RoleConfig, check_axes
 from meshrl.roles import Stateful
-from meshrl.schedule import DIFFERENCE, Schedule, read_schedule, schedule
+from meshrl.schedule import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 
 R = TypeVar("R")
 
@@ -190,9 +190,12 @@ class Run:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
 
         Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
-        the loop where that was written; loops before it are over.
+        the loop where that was written; loops before it are over. DataError where a schedule is replayed of another
+        number of steps, or of other publications for an evaluation.
         """
         loop, first = next(self._loops), 0
+        if self._schedule:
+            self._schedule.loop(Loop(count, self._beside.prepared_every))
         if self._saved and loop <= self._saved.loop:
             first = self._saved.step if loop == self._saved.loop else count
         return Steps(range(first, count), partial(self._turn, loop, first, count))

@@ -51,7 +51,15 @@ class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
     places: Mapping[str, list[int]]
 
 
-Entry: TypeAlias = Decision | Opened | Load
+class Loop(msgspec.Struct, tag_field="kind", tag="loop", frozen=True):
+    """A loop of `run.steps`: what decides, beside streams, how often the sampler is given weights."""
+
+    steps: int
+    published_every: int | None
+    """Steps between two publications for an evaluation; None where a script publishes its weights itself."""
+
+
+Entry: TypeAlias = Decision | Opened | Load | Loop
 _decoder = msgspec.json.Decoder(Entry)
 
 
@@ -104,6 +112,7 @@ class Schedule:
         self._replayed = replayed
         self._file = path.open("wb")
         self._streams = 0
+        self._loops = 0
         self._samplers: list[Sampler] = []
 
     def script(self, sampler: Sampler, opened: Opened) -> Script:
@@ -112,12 +121,26 @@ class Schedule:
         before = [each for each in self._replayed or () if isinstance(each, Opened)][number : number + 1]
         if self._replayed is not None and before != [opened]:
             raise DataError(
-                f"a schedule of another stream cannot be followed: this one is {opened}, and the one that is replayed "
-                f"{before[0] if before else 'was never opened'}; use the configuration of that run"
+                "the schedule that is replayed is of another stream of rollouts: "
+                f"{_differing(before[0], opened) if before else 'there it was never opened'}. {_REMEDY}"
             )
         self.write(opened)
         decided = [each for each in self._replayed or () if isinstance(each, Decision) and each.stream == number]
         return Script(self.write, number, decided, lambda: self._number(sampler))
+
+    def loop(self, loop: Loop) -> None:
+        """A loop over steps begins. DataError where that of the run that is repeated was another.
+
+        A run that had ended before it says nothing.
+        """
+        number, self._loops = self._loops, self._loops + 1
+        before = [each for each in self._replayed or () if isinstance(each, Loop)][number : number + 1]
+        if before not in ([], [loop]):
+            raise DataError(
+                "the schedule that is replayed is of another loop, and the sampler would wait for weights that never "
+                f"come: {_differing(before[0], loop)}. {_REMEDY}"
+            )
+        self.write(loop)
 
     async def load(self, sampler: Sampler, weights: Weights) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
@@ -151,6 +174,9 @@ DIFFERENCE: Final = "sampler_difference"
 """The gauge of how far a sampler's log-probs are from its policy's, after it took new weights."""
 PAUSE: Final = "sampler_pause_s"
 """The gauge of how long a sampler drew nothing while it took new weights."""
+_REMEDY: Final = "Follow it with the configuration of that run, which its config.toml tells"
+_WORDS: Final = {"size": "prompts in a batch", "published_every": "evaluation.every"}
+"""For users, of what is called otherwise in a schedule."""
 _PLACES: Final = ("rank", "load", "call", "steps")
 
 schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
@@ -171,6 +197,17 @@ async def _load(sampler: Sampler, weights: Weights) -> Batch:
         if column in places:
             gauge(name, float(places.row(column).max()))
     return places
+
+
+def _differing(there: Opened | Loop, here: Opened | Loop) -> str:
+    told = [
+        (_WORDS.get(name, name), getattr(there, name), value) for name, value in msgspec.structs.asdict(here).items()
+    ]
+    return ", ".join(
+        f"{name} = {'nothing' if before is None else before} there and {'nothing' if now is None else now} here"
+        for name, before, now in told
+        if before != now
+    )
 
 
 def read_schedule(folder: Path) -> list[Entry]:

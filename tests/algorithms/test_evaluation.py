@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import pytest
 
 from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, Run, RunConfig, SamplerConfig, Task
 from meshrl.config import validate
-from meshrl.errors import MeshrlError, RankFailed
+from meshrl.errors import DataError, MeshrlError, RankFailed
 from meshrl.losses import Loss
 from meshrl.report.content import make_content
 from meshrl.report.reading import read_run
@@ -203,15 +204,29 @@ async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None
         assert outcome(again) == outcome(first)
 
 
-async def test_a_page_that_does_not_publish_itself_is_judged_by_its_newest_weights(tmp_path: Path) -> None:
+async def tuned(folder: Path, every: Mapping[str, object] | None, **settings: object) -> Path:
+    """A run of `sft`, which publishes weights for an evaluation alone."""
     sft = load_script(SCRIPTS["sft"])
     table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "rows": 4, "steps": 9}
-    every = {"every": 3, "n": 2, "wait": True}
-    config = validate(sft.schema, {**table, "evaluation": every}, "test")
     with patch.object(Task, "load", lambda _: TASK):
-        async with Run(RunConfig(folder=str(tmp_path))) as run:
-            await sft.function(run, config)
-    found = lines(tmp_path / "run" / "evaluations.jsonl")
+        async with Run(RunConfig.model_validate({"folder": str(folder), **settings})) as run:
+            await sft.function(run, validate(sft.schema, {**table, "evaluation": every}, "test"))
+    return run.folder
+
+
+async def test_a_replay_may_evaluate_otherwise_but_not_at_other_steps(tmp_path: Path) -> None:
+    first = await tuned(tmp_path, {"every": 3, "n": 2}, name="first", deterministic=True)
+    again = await tuned(tmp_path, {"every": 3, "n": 1, "wait": True}, name="again", replay=str(first))
+    assert lines(again / "metrics.jsonl") == lines(first / "metrics.jsonl")
+    assert len(lines(again / "evaluations.jsonl")) == 4
+    for every, told in (({"every": 4}, "4"), (None, "nothing")):
+        with pytest.raises(DataError, match=f"evaluation.every = 3 there and {told} here"):
+            await tuned(tmp_path, every, name="other", replay=str(first))
+
+
+async def test_a_page_that_does_not_publish_itself_is_judged_by_its_newest_weights(tmp_path: Path) -> None:
+    folder = await tuned(tmp_path, {"every": 3, "n": 2, "wait": True})
+    found = lines(folder / "evaluations.jsonl")
     assert [line["eval/version_oldest"] for line in found] == [line["step"] for line in found] == [0, 3, 6, 9]
     assert found[0]["eval/greedy"] == 0
     assert found[-1]["eval/greedy"] == 1
