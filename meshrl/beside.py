@@ -67,13 +67,19 @@ class Beside:
         if of.wait:
             await self.settle()
 
+    async def wait(self) -> None:
+        """Wait until none is under way. What the last one raised, the next `turn` or `settle` does."""
+        if self._task is None:
+            return
+        with waiting("trainer", "the evaluation", lambda: f"{self._what} is still under way"):
+            await asyncio.wait([self._task])
+
     async def settle(self) -> None:
         """Wait until none is under way. MeshrlError where the last one failed."""
         if self._task is None:
             return
-        task, what = self._task, f"the evaluation after {self._begun} steps"
-        with waiting("trainer", "the evaluation", lambda: f"{what} is still under way"):
-            await asyncio.wait([task])
+        await self.wait()
+        task, what = self._task, self._what
         self._task = None
         if task.cancelled():
             raise MeshrlError(f"{what} was cancelled, and has no numbers")
@@ -90,7 +96,11 @@ class Beside:
         self._task.cancel()
         await asyncio.wait([self._task])
         if not self._task.cancelled() and (failure := self._task.exception()):
-            log.warning(f"the evaluation after {self._begun} steps failed: {type(failure).__name__}: {failure}")
+            log.warning(f"{self._what} failed: {type(failure).__name__}: {failure}")
+
+    @property
+    def _what(self) -> str:
+        return f"the evaluation after {self._begun} steps"
 
     async def _run(self, of: Measurement, done: int) -> None:
         self._record(done, await of.measure())

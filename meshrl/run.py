@@ -227,7 +227,7 @@ class Run:
         if step == first:
             self._begin_loop(loop, first, count)
         elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
-            await self._beside.settle()  # a run that goes on from here has what it found
+            await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
             data = self._position.reached()  # before anything else goes on
             once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
             saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import patch
@@ -168,6 +169,34 @@ async def test_a_run_that_goes_on_has_each_evaluation_once(tmp_path: Path) -> No
         await ran("killed")
     assert lines(tmp_path / "killed" / "evaluations.jsonl") == whole[:3]
     assert await ran("killed", resume=True) == whole
+
+
+async def test_a_checkpoint_that_is_due_is_written_before_a_failed_evaluation_ends_the_run(tmp_path: Path) -> None:
+    update, score, due = FakePolicy.update, FakeReward.score, threading.Event()
+
+    async def telling(self: FakePolicy, batch: Batch, loss: Loss) -> Metrics:
+        metrics = await update(self, batch, loss)
+        if self.version == 4:
+            due.set()
+        return metrics
+
+    async def failing_then(self: FakeReward, batch: Batch) -> Batch:
+        if batch.objects("prompt")[0] in TASK.held_out.objects("prompt"):
+            await asyncio.to_thread(due.wait)
+            raise RuntimeError("no idea")
+        return await score(self, batch)
+
+    async def ran(name: str, **settings: object) -> Path:
+        chosen: dict[str, object] = {"steps": 8, "evaluation": {"every": 4, "n": 2}}
+        return await trained(tmp_path, name, fakes(), {"checkpoint_every": 4, **settings}, **chosen)
+
+    fails = pytest.raises(MeshrlError, match="the evaluation after 0 steps failed")
+    with patch.object(FakePolicy, "update", telling), patch.object(FakeReward, "score", failing_then), fails:
+        await ran("mine")
+    assert len(lines(tmp_path / "mine" / "metrics.jsonl")) == 4
+    folder, whole = await ran("mine", resume=True), await ran("whole")
+    assert [line["step"] for line in lines(folder / "evaluations.jsonl")] == [4, 8]
+    assert lines(folder / "metrics.jsonl") == lines(whole / "metrics.jsonl")
 
 
 def torch_roles(folder: Path) -> dict[str, object]:
