@@ -42,6 +42,7 @@ class Judged:
     truncated: float
     """The share of the sampled ones that were cut at the most tokens."""
     reward_errors: int
+    """Of both."""
     versions: tuple[int, int]
     """Of the weights that drew the oldest and the newest token."""
 
@@ -69,15 +70,16 @@ async def judge(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Sco
     """
     greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
     sampled = await _scored(await rollout(sampler, prompts, sampling), score)
-    errors = sampled.objects("reward_error") if "reward_error" in sampled else ()
+    # Only the rows drawn last have the newest token, and of the greedy ones no token column is brought here.
+    newest = int((await sampled.load("versions")).versions.values.max(initial=0))
     oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
-    newest = [int(each.versions.values.max(initial=0)) for each in (greedy, sampled)]
+    errors = [error for each in (greedy, sampled) if "reward_error" in each for error in each.objects("reward_error")]
     return Judged(
         greedy=greedy.rewards,
         sampled=sampled.rewards.reshape(len(prompts), sampling.n),
         truncated=float(np.asarray(sampled.row("truncated"), np.float64).mean()),
         reward_errors=sum(error is not None for error in errors),
-        versions=(min(oldest), max(newest)),
+        versions=(min(oldest), max(newest, *oldest)),
     )
 
 
@@ -139,4 +141,4 @@ async def _scored(rollouts: Batch, score: Score | None) -> Batch:
         right = [exact_match("", str(text), {"answer": answer}) for text, answer in pairs]
         rollouts = rollouts.assign(rewards=np.array(right, np.float32))
     errors = ("reward_error",) if "reward_error" in rollouts else ()
-    return await rollouts.load("rewards", "truncated", "oldest_version", "versions", *errors)
+    return await rollouts.load("rewards", "truncated", "oldest_version", *errors)

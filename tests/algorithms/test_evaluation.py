@@ -82,7 +82,7 @@ async def test_a_reward_that_raises_is_counted_and_ends_nothing(tmp_path: Path) 
     (tmp_path / "broken.py").write_text("def judge(prompt, completion, row):\n    raise ValueError('no')\n", "utf-8")
     roles = {**fakes(), "reward": {"function": f"{tmp_path}/broken.py:judge"}}
     folder = await trained(tmp_path, "mine", roles, {}, steps=1, evaluation={"every": 1, "n": 2})
-    assert [line["eval/reward_errors"] for line in lines(folder / "evaluations.jsonl")] == [12, 12]
+    assert [line["eval/reward_errors"] for line in lines(folder / "evaluations.jsonl")] == [18, 18]  # 6 greedy
 
 
 def updates(seconds: float, **chosen: object) -> tuple[list[Batch], list[dict[str, float]], float]:
