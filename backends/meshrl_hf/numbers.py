@@ -1,6 +1,7 @@
 """The small file beside a model's tensors in a checkpoint, which says whose they are."""
 
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -29,8 +30,19 @@ class Numbers(msgspec.Struct, frozen=True, omit_defaults=True):
         (folder / _FILE).write_bytes(msgspec.json.encode(self))
 
 
-def opened(folder: Path, role: str, read: Callable[[], T]) -> tuple[Numbers, T]:
-    """The numbers of a folder, and what `read` finds there; ModelError where one fails, or they are of another role."""
+def opened(folder: Path, role: str, files: str, read: Callable[[], T]) -> tuple[Numbers, T]:
+    """The numbers of a folder, and what `read` finds there; ModelError where one fails, or they are of another role.
+
+    `files`: a pattern of what this backend calls its files of tensors. ModelError where there are others alone.
+    """
+    there = sorted(each.name for each in folder.glob("*.safetensors"))
+    if there and not any(fnmatch(name, files) for name in there):
+        more = f" and {len(there) - 1} more" if len(there) > 1 else ""
+        raise ModelError(
+            f"{folder} is the state of a {role} that another backend has written: it has {there[0]}{more}, and this "
+            f"backend reads {files}. Nothing is wrong with the checkpoint: go on with the `backend` that it was "
+            "written with, or start a run of another name"
+        )
     try:
         numbers = msgspec.json.decode((folder / _FILE).read_bytes(), type=Numbers)
         found = read()

@@ -20,6 +20,9 @@ MODEL: Final = "model"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each element."""
 
+_FILES: Final = "shard-*-model-00001-of-00001.safetensors"
+"""A file of each rank, by its number."""
+
 
 class SpreadState(ABC):
     """A model in training. What `write` keeps, `read` puts back, to the bit, also in another layout of ranks."""
@@ -94,12 +97,12 @@ class SpreadState(ABC):
         """Read this rank's parts."""
 
     def _write(self, folder: Path, boxes: Sequence[Box], numbers: Numbers) -> None:
-        write_boxes(folder / f"shard-{self._ranks.number + 1:05}-model-00001-of-00001.safetensors", boxes)
+        write_boxes(folder / _FILES.replace("*", f"{self._ranks.number + 1:05}"), boxes)
         if self._ranks.number == 0:
             numbers.write(folder)
 
     def _open(self, path: Path, sizes: Mapping[str, tuple[int, ...]]) -> tuple[Numbers, Boxes]:
-        numbers, boxes = opened(path, self._role, lambda: Boxes(path))
+        numbers, boxes = opened(path, self._role, _FILES, lambda: Boxes(path))
         if numbers.files not in (None, len(boxes.files)):
             raise ModelError(f"{path} has the files of {len(boxes.files)} ranks and not of {numbers.files}. {REMOVE}")
         for name in boxes.sizes:

@@ -45,7 +45,7 @@ class TrainingState:
     def read(self, folder: str) -> None:
         """Take what was written; ModelError, and nothing taken, where it is of another role or model."""
         path = Path(folder)
-        numbers, saved = opened(path, self.role, lambda: load_file(path / _TENSORS))
+        numbers, saved = opened(path, self.role, _TENSORS, lambda: load_file(path / _TENSORS))
         self._check(path, saved)
         with torch.no_grad():
             for name, tensor in self.tensors.items():

@@ -14,6 +14,7 @@ from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
+from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 
@@ -97,6 +98,20 @@ async def test_a_damaged_file_is_told_with_what_to_do(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ModelError, match=r"cannot be read as the state of a policy.*Remove the checkpoint"):
         await made.restore(str(tmp_path / "state"))
+
+
+async def test_a_checkpoint_of_another_backend_is_told_as_such(tmp_path: Path) -> None:
+    other = TorchPolicy(PolicyConfig(model=MODEL))
+    for steps in range(2):
+        for each, folder in ((policy(), tmp_path / f"fsdp-{steps}"), (other, tmp_path / f"torch-{steps}")):
+            if steps:
+                await each.update(rollouts(), ClippedLoss())
+            await each.checkpoint(str(folder))
+        of_ranks, of_one = r"shard-00001\S+ .*reads state\.safetensors", r"has state\.safetensors, .* reads shard-\*"
+        with pytest.raises(ModelError, match=f"another backend has written: it has {of_ranks}.*Nothing is wrong"):
+            await other.restore(str(tmp_path / f"fsdp-{steps}"))
+        with pytest.raises(ModelError, match=f"another backend has written: it {of_one}"):
+            await policy().restore(str(tmp_path / f"torch-{steps}"))
 
 
 async def test_a_checkpoint_that_does_not_tell_its_files_is_read(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ async def checkpoint_of_another_model() -> None:
     await _run(PolicyConfig(model=TINY.model_copy(update={"hidden_size": 16})))
 
 
+async def checkpoint_of_another_backend() -> None:
+    await _run(PolicyConfig(model=TINY))
+    await _run(PolicyConfig(model=TINY, backend="fsdp"))
+
+
 async def checkpoint_of_other_prompts() -> None:
     await _run()
     await _run(seed=1)
