@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshrl.losses import Predicts
 from meshrl.role_config import OptimizerConfig
 from meshrl_fsdp.parts import is_split, local
 from meshrl_fsdp.sharded import Sharded
@@ -25,7 +26,7 @@ class ShardedOptimizer(Optimizer):
         self._is_split: Final = [is_split(each) for each in self._spread]
         super().__init__(config, self.shards, self._total_norm)
 
-    def step(self) -> float:
+    def step(self, predicts: Predicts) -> float:
         """As the base's, on all ranks at the same time."""
         for parameter in self._sharded.partial:
             if parameter.grad is not None:  # a view of the gradient, which is summed in place
@@ -33,7 +34,7 @@ class ShardedOptimizer(Optimizer):
         for shard, spread in zip(self.shards, self._spread, strict=True):
             gradient = spread.grad
             shard.grad = None if gradient is None else local(gradient)
-        return super().step()
+        return super().step(predicts)
 
     def forget(self) -> None:
         """Drop the gradients."""

@@ -1,13 +1,24 @@
 """AdamW with a warm-up, a schedule and clipping."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from meshrl.errors import ModelError
+from meshrl.losses import Predicts
 from meshrl.role_config import OptimizerConfig
+
+_CAUSES: Final[Mapping[Predicts, str]] = {
+    "logprobs": "infinite log-probs or advantages in the batch",
+    "values": "infinite `returns` in the batch, or values that have grown too large",
+    "scores": (
+        "`margins`, `least_margins` or `labels` in the batch that are not finite, or scores that have grown too large "
+        "(`centre` of BradleyTerryLoss holds them near 0)"
+    ),
+}
 
 
 class Optimizer:
@@ -47,12 +58,12 @@ class Optimizer:
         """The learning rate of the next step."""
         return learning_rate(self._config, self.steps)
 
-    def step(self) -> float:
+    def step(self, predicts: Predicts) -> float:
         """Clip the gradients, step, and forget them; the gradients' norm before clipping.
 
-        ModelError, and no step, if the norm is not finite.
+        ModelError, and no step, if the norm is not finite. `predicts`: what the model does, for that message.
         """
-        norm = self._clip()
+        norm = self._clip(predicts)
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
@@ -64,25 +75,24 @@ class Optimizer:
         """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def _clip(self) -> float:
+    def _clip(self, predicts: Predicts) -> float:
         gradients = [each.grad for each in self._parameters if each.grad is not None]
         total = self._norm(gradients)
         norm = float(total)
         if not math.isfinite(norm):
             self.forget()
-            raise not_finite(norm, gradients, self.steps, self.lr)
+            raise not_finite(predicts, norm, gradients, self.steps, self.lr)
         if self._config.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, total)
         return norm
 
 
-def not_finite(norm: float, gradients: Sequence[Tensor], step: int, lr: float) -> ModelError:
-    """What is said of a gradient with such a norm."""
+def not_finite(predicts: Predicts, norm: float, gradients: Sequence[Tensor], step: int, lr: float) -> ModelError:
+    """What is said of a gradient with such a norm, of a model that predicts this."""
     worst = sum(not bool(gradient.isfinite().all()) for gradient in gradients)
     return ModelError(
         f"the gradient of step {step} is not finite: its norm is {norm}, in {worst} of {len(gradients)} tensors, at "
-        f"learning rate {lr:.3g}. No step was made. Look for infinite log-probs or advantages in the batch, or lower "
-        "optimizer.lr"
+        f"learning rate {lr:.3g}. No step was made. Look for {_CAUSES[predicts]}, or lower optimizer.lr"
     )
 
 

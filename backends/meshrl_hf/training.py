@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
-from meshrl.losses import Loss, token_weights
+from meshrl.losses import Loss, Predicts, token_weights
 from meshrl.metrics import Metrics
 from meshrl_hf.packing import IDLE, MicroBatch, Split, check_first, learned, micro_batches
 from meshrl_hf.peers import ALONE, Peers, Share
@@ -30,8 +30,11 @@ class Steps(Protocol):
         """The learning rate of the next step."""
         ...
 
-    def step(self) -> float:
-        """Step, and forget the gradients; their norm before clipping. ModelError, and no step, if it is not finite."""
+    def step(self, predicts: Predicts) -> float:
+        """Step, and forget the gradients; their norm before clipping. ModelError, and no step, if it is not finite.
+
+        `predicts`: what the model does, for the message.
+        """
         ...
 
     def forget(self) -> None:
@@ -113,6 +116,11 @@ class Judge:
         self._batch, self._loss, self._weights = batch, loss, weights
         self._failure: Exception | None = None
 
+    @property
+    def predicts(self) -> Predicts:
+        """What the loss is of."""
+        return self._loss.predicts
+
     def __call__(self, predicted: Tensor, micro: MicroBatch, peers: Peers) -> Tensor:
         """The micro-batch's part of the loss, float32[].
 
@@ -156,7 +164,7 @@ def stepped(optimizer: Steps, judge: Judge, batch: Batch, peers: Peers) -> Metri
     peers.agree(judge.check)
     ranks = peers.size
     rate = optimizer.lr
-    norm = optimizer.step()
+    norm = optimizer.step(judge.predicts)
     own = Metrics.of(
         loss=(judge.total, 1 / ranks),
         grad_norm=(norm / ranks, 1 / ranks),

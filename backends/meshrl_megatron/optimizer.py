@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshrl.losses import Predicts
 from meshrl.role_config import OptimizerConfig
 from meshrl_hf.optimizer import learning_rate, not_finite
 from meshrl_hf.spread_state import MOMENTS
@@ -68,21 +69,20 @@ class Trained:
         for shard in self._shards():
             shard.grad = None
 
-    def step(self) -> float:
+    def step(self, predicts: Predicts) -> float:
         """Clip the gradients, step, and forget them; the gradients' norm before clipping.
 
-        ModelError, on all ranks, and no step, if the norm is not finite.
+        ModelError, on all ranks, and no step, if the norm is not finite. `predicts`: what the model does, for that.
         """
         with quiet():
-            return self._step()
+            return self._step(predicts)
 
-    def _step(self) -> float:
+    def _step(self, predicts: Predicts) -> float:
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         if not math.isfinite(norm):
-            failure = not_finite(
-                norm, [each.grad for each in self._shards() if each.grad is not None], self.steps, self.lr
-            )
+            gradients = [each.grad for each in self._shards() if each.grad is not None]
+            failure = not_finite(predicts, norm, gradients, self.steps, self.lr)
             self.forget()
             raise failure
         most = self._config.max_grad_norm

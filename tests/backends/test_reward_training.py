@@ -258,6 +258,18 @@ async def test_what_a_reward_model_refuses(policy_folder: str, tmp_path: Path) -
         TorchRewardModel(table(policy_folder))
 
 
+@pytest.mark.parametrize("backend", [TorchRewardModel, FsdpRewardModel])
+async def test_a_gradient_that_is_not_finite_names_what_a_reward_model_reads(
+    policy_folder: str, backend: type[TorchRewardModel | FsdpRewardModel]
+) -> None:
+    made = backend(table(policy_folder))
+    scored = await with_scores(made, await made.encode(PAIRS))
+    wrong = scored.assign(margins=np.full(len(scored), np.nan, np.float32))
+    with pytest.raises(ModelError, match=r"its norm is nan.*Look for `margins`.*scores.*optimizer\.lr"):
+        await made.update(wrong, BradleyTerryLoss())
+    assert (await made.update(scored, BradleyTerryLoss()))["grad_norm"] > 0
+
+
 async def test_an_architecture_without_a_classifier(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     config = CohereConfig(**shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=48)

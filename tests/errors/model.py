@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshrl import (
     Batch,
+    BradleyTerryLoss,
     ClippedLoss,
     Critic,
     CriticConfig,
@@ -20,6 +21,8 @@ from meshrl import (
     Policy,
     PolicyConfig,
     Ragged,
+    RewardModel,
+    RewardTrainingConfig,
     Run,
     RunConfig,
     Sampler,
@@ -28,6 +31,7 @@ from meshrl import (
     ValueLoss,
     publish,
     rollout,
+    with_scores,
 )
 from meshrl.cli import app
 from meshrl.losses import TokenLoss
@@ -37,6 +41,8 @@ TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2,
 FOLDER = Path("tiny")
 SOURCES = Source("sampler"), Source.trainer(7)
 BATCH = Batch.of(tokens=Ragged.of([[2, 3, 4], [5]], np.int32), loss_mask=Ragged.of([[0, 1, 1], [0]], np.bool_))
+
+ADVANTAGES = np.array([np.inf, 0], np.float32)
 
 
 async def _save(folder: str = "tiny", model: NewModel = TINY) -> None:
@@ -235,6 +241,23 @@ async def nothing_to_learn() -> None:
 
 async def first_token_learned() -> None:
     await _update(CrossEntropy(), loss_mask=Ragged.of([[0, 1, 1], [1]], np.bool_))
+
+
+async def advantages_that_are_infinite() -> None:
+    await _update(ClippedLoss(), sampler_logprobs=Ragged.of([[0.0, -1, -1], [0]], np.float32), advantages=ADVANTAGES)
+
+
+async def margins_that_are_nan() -> None:
+    pairs = Batch.of(
+        prompt=["cat>", "cat>"],
+        completion=["tac", "cat"],
+        groups=np.zeros(2, np.int64),
+        preferred=np.array([1, -1], np.int8),
+        least_margins=np.full(2, np.nan, np.float32),
+    )
+    async with Run(RunConfig()) as run:
+        judge = await run.spawn(RewardModel, RewardTrainingConfig(model=TINY))
+        await judge.update(await with_scores(judge, await judge.encode(pairs)), BradleyTerryLoss())
 
 
 async def value_head_of_another_model() -> None:
