@@ -3,9 +3,10 @@
     trl_learning.py MODEL JOB FOLDER
 
 MODEL is a Hugging Face folder to start from, JOB a JSON file (`Job` in bench/learning.py). Writes FOLDER/metrics.jsonl,
-an object a step with what TRL logs of it, and FOLDER/model, as transformers does. Everything is float32. Each step is
-one optimizer step on one batch, so that TRL takes the log-probs of that step as those of the sampler. The learning rate
-is given for each step: TRL's own warm-up begins at 0 where meshrl's begins at its first part.
+an object a step with what TRL logs of it, and FOLDER/model, as transformers does; what TRL itself leaves lies in
+FOLDER/trl. Everything is float32. Each step is one optimizer step on one batch, so that TRL takes the log-probs of that
+step as those of the sampler. The learning rate is given for each step: TRL's own warm-up begins at 0 where meshrl's
+begins at its first part.
 """
 
 import json
@@ -43,7 +44,7 @@ def main(folder: str, job_path: str, out: str) -> None:
     rates = [*job["rates"], 0.0]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step] / rates[0])
     trainer = {"grpo": grpo, "rloo": rloo, "dpo": dpo}[job["algorithm"]](
-        folder,
+        out,
         job,
         {
             "model": model,
@@ -62,29 +63,30 @@ def load(folder: str):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
 
 
-def grpo(folder: str, job, common):
+def grpo(out: str, job, common):
     """GRPO without a KL, its loss a mean over tokens, its advantages over the standard deviation of the group."""
-    args = GRPOConfig(**on_policy(folder, job), loss_type="dapo", scale_rewards="group", epsilon=job["clip"], beta=0.0)
+    args = GRPOConfig(**on_policy(out, job), loss_type="dapo", scale_rewards="group", epsilon=job["clip"], beta=0.0)
     return GRPOTrainer(args=args, reward_funcs=exact, train_dataset=prompts(job), **common)
 
 
-def rloo(folder: str, job, common):
+def rloo(out: str, job, common):
     """RLOO without a KL, its advantages as they are."""
-    args = RLOOConfig(**on_policy(folder, job), normalize_advantages=False, beta=0.0)
+    args = RLOOConfig(**on_policy(out, job), normalize_advantages=False, beta=0.0)
     return RLOOTrainer(args=args, reward_funcs=exact, train_dataset=prompts(job), **common)
 
 
-def dpo(folder: str, job, common):
+def dpo(out: str, job, common):
     """DPO on the pairs in their order."""
     args = DPOConfig(
-        **settings(folder, job),
+        **settings(out, job),
         per_device_train_batch_size=job["prompts_per_step"],
         train_sampling_strategy="sequential",
         loss_type="sigmoid",
         beta=job["beta"],
     )
     pairs = {"prompt": job["prompts"], "chosen": job["answers"], "rejected": job["rejected"]}
-    return DPOTrainer(args=args, ref_model=load(folder), train_dataset=Dataset.from_dict(pairs), **common)
+    reference = load(common["model"].name_or_path)
+    return DPOTrainer(args=args, ref_model=reference, train_dataset=Dataset.from_dict(pairs), **common)
 
 
 def exact(prompts, completions, answer, **_):
@@ -98,10 +100,10 @@ def prompts(job) -> Dataset:
     return Dataset.from_dict({"prompt": job["prompts"], "answer": job["answers"]})
 
 
-def on_policy(folder: str, job) -> dict[str, object]:
+def on_policy(out: str, job) -> dict[str, object]:
     """What GRPO and RLOO share: a batch is drawn, trained on once, and forgotten."""
     return {
-        **settings(folder, job),
+        **settings(out, job),
         "per_device_train_batch_size": job["prompts_per_step"] * job["completions"],
         "num_generations": job["completions"],
         "num_iterations": 1,
@@ -114,10 +116,10 @@ def on_policy(folder: str, job) -> dict[str, object]:
     }
 
 
-def settings(folder: str, job) -> dict[str, object]:
+def settings(out: str, job) -> dict[str, object]:
     """What all three share."""
     return {
-        "output_dir": str(Path(folder) / "trl"),
+        "output_dir": str(Path(out) / "trl"),
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
