@@ -5,6 +5,8 @@ from math import prod
 from typing import Final
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.actor import Rank
@@ -16,6 +18,12 @@ from meshrl_hf.ranks import Ranks
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
 TP: Final = "tp"
+
+_meshes: Final[dict[tuple[object, ...], DeviceMesh]] = {}
+"""By device and grid of ranks: roles of one layout share their process groups, which take threads and are never given
+back."""
+_world: dist.ProcessGroup | None = None
+"""The default group that they are of: where a process was made anew, all are."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class World(Ranks):
         order = [list(rank.shape).index(axis) for axis in ("dp", "tp") if axis in rank.shape]
         others = [index for index in range(numbers.dim()) if index not in order]
         grid = numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
-        mesh = DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP))
+        mesh = _shared(device, grid)
         here = mesh.get_coordinate() or (0, 0, 0)
         place = tuple(here[:2])  # ranks along tp have the same rows
         return cls(dp, place, mesh, device)
@@ -58,3 +66,15 @@ class World(Ranks):
     def tensors(self) -> DeviceMesh:
         """The mesh that matrices are split over."""
         return self.mesh[TP]
+
+
+def _shared(device: torch.device, grid: Tensor) -> DeviceMesh:
+    """The mesh of this grid, int64[replicate, shard, tp]: made once a process, by all ranks at the same time."""
+    global _world  # noqa: PLW0603 - as torch's default group, of which these are parts
+    if _world is not dist.group.WORLD:
+        _meshes.clear()
+        _world = dist.group.WORLD
+    key = device.type, *grid.shape, *grid.flatten().tolist()
+    if key not in _meshes:
+        _meshes[key] = DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP))
+    return _meshes[key]

@@ -35,6 +35,7 @@ from meshrl import (
     at,
     endpoint,
     respawn,
+    stop,
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.losses.loss import TokenLoss
@@ -74,6 +75,12 @@ class Process(Actor):
     @endpoint
     async def pid(self) -> Gather[np.ndarray]:
         return np.array([os.getpid()])
+
+    @endpoint
+    async def carriers(self) -> Gather[np.ndarray]:
+        """How many threads carry what its process groups send."""
+        names = [file.read_text("utf-8") for file in Path("/proc/self/task").glob("*/comm")]
+        return np.array([sum("gloo" in name for name in names)])
 
 
 class Maker(Process):
@@ -214,6 +221,16 @@ async def test_a_checkpoint_without_the_file_of_a_rank_is_not_whole(two: Mesh, t
     next((tmp_path / "state").glob("shard-00001*")).unlink()
     with pytest.raises(RankFailed, match="has the files of 1 ranks and not of 2"):
         await policy.restore(str(tmp_path / "state"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have names where Linux tells them")
+async def test_a_role_that_is_spawned_again_takes_no_more_threads(two: Mesh) -> None:
+    process, counts = await two.spawn(Process), list[list[int]]()
+    for _ in range(3):
+        await stop(await spawn(two))
+        counts.append((await process.carriers()).tolist())
+    assert counts[0] == counts[1] == counts[2]
+    assert min(counts[0]) > 0
 
 
 async def test_a_part_of_the_ranks_is_not_called_alone(two: Mesh) -> None:
