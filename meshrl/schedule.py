@@ -6,6 +6,7 @@ differ in speed.
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -77,6 +78,7 @@ class Script:
         self._number = number
         self._decided = deque(decided)
         self._begin = begin
+        self._delivered = {label for each in self._decided if each.what == "deliver" for label in each.groups}
 
     async def begin(self) -> None:
         """Before the first decision: tell the sampler what it is to repeat."""
@@ -95,6 +97,14 @@ class Script:
     def is_turn(self, what: Kind) -> bool:
         """Whether this may be done now."""
         return self.is_free or self.next(what) is not None
+
+    def drop(self, labels: AbstractSet[int]) -> None:
+        """`keep` does not want these groups. DataError where the run that is repeated trained on one."""
+        if lost := labels & self._delivered:
+            raise DataError(
+                f"`keep` drops group {min(lost)}, which the run whose schedule is replayed trained on: its rewards or "
+                f"what `keep` wants of them were others. {_REMEDY}"
+            )
 
     def note(self, what: Kind, count: int = 0, groups: Sequence[int] = (), owners: Sequence[int] = ()) -> None:
         """A decision was taken."""

@@ -21,6 +21,7 @@ from meshrl import (
     publish,
     rollouts,
 )
+from meshrl.stream import Keep
 
 TASK = Task(
     train=Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"]), held_out=Batch.of(prompt=["dog>"], answer=["god"])
@@ -42,12 +43,14 @@ async def _tuned(settings: Mapping[str, object], *, steps: int = 4, every: int =
         await evaluate(sampler, TASK.held_out, Sampling())
 
 
-async def _streamed(settings: Mapping[str, object], *, steps: int = 2, ahead: int = 1) -> None:
+async def _streamed(
+    settings: Mapping[str, object], *, steps: int = 2, ahead: int = 1, keep: Keep | None = None
+) -> None:
     async with Run(RunConfig.model_validate(settings)) as run:
         policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none"))
         sampler = await run.spawn(Sampler, SamplerConfig(backend="fake", model="none"))
         prompts = (TASK.train.assign(groups=np.arange(2) + 2 * number) for number in range(9))
-        async with rollouts(sampler, prompts, Sampling(), ahead=ahead) as stream:
+        async with rollouts(sampler, prompts, Sampling(), ahead=ahead, keep=keep) as stream:
             async for _ in run.steps(steps):
                 await policy.update(await anext(stream), CrossEntropy())
                 await publish(policy, stream)
@@ -67,6 +70,11 @@ async def replay_of_other_steps() -> None:
 async def replay_of_another_stream() -> None:
     await _streamed(FIRST)
     await _streamed(AGAIN, ahead=0)
+
+
+async def replay_of_another_keep() -> None:
+    await _streamed(FIRST)
+    await _streamed(AGAIN, keep=lambda batch: batch.groups != 0)
 
 
 async def replay_of_no_schedule() -> None:

@@ -316,7 +316,7 @@ def test_prompts_without_groups_are_refused() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
 def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode, ranks: int) -> None:
-    def run(name: str, seed: int, replayed: str | None = None, ranks: int = ranks) -> list[Batch]:
+    def run(name: str, seed: int, replayed: str | None = None, ranks: int = ranks, keep: int = 5) -> list[Batch]:
         slow = delayed(FakeSampler, generate=Lognormal(1.0, 1.0), seed=seed)
 
         async def script() -> list[Batch]:
@@ -328,7 +328,7 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
             )
             schedule.set(kept)
             try:
-                return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % 5, sampler=sampler)
+                return await streamed(10, ahead=2, swap=swap, keep=lambda batch: batch.groups % keep, sampler=sampler)
             finally:
                 kept.close()
 
@@ -345,3 +345,5 @@ def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, sw
     assert any(owners != [row % ranks for row in range(len(owners))] for owners in divided) == (ranks > 1)
     with pytest.raises(DataError, match=f"another stream of rollouts: replicas = {ranks} there and {ranks + 1} here"):
         run("elsewhere", 3, replayed="first", ranks=ranks + 1)
+    with pytest.raises(DataError, match=r"`keep` drops group \d+, which the run whose schedule is replayed trained on"):
+        run("filtered", 3, replayed="first", keep=3)
