@@ -32,7 +32,6 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.advantages import Scale
 
 
 class DapoConfig(AlgorithmConfig):
@@ -46,7 +45,6 @@ class DapoConfig(AlgorithmConfig):
     loss: ClippedLoss = ClippedLoss(clip=0.2, clip_high=0.28)
     overlong: int = 0
     """The last so many of `sampling.max_tokens` cost up to 1 of the reward; 0: they cost nothing."""
-    scale: Scale = "std"
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     epochs: int = 1
@@ -70,7 +68,7 @@ async def dapo(run: Run, config: DapoConfig) -> None:
     prompts = task.batches(config.prompts, run.seed)
     drawn = rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=has_signal)
     async with drawn as stream:
-        async for step in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
@@ -79,8 +77,8 @@ async def dapo(run: Run, config: DapoConfig) -> None:
             batch = await batch.load("rewards", "groups", "loss_mask")
             lengths = [mask.sum() for mask in batch.loss_mask]
             rewards = batch.rewards + overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
-            batch = batch.assign(advantages=group_advantages(rewards, batch.groups, scale=config.scale))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            batch = batch.assign(advantages=group_advantages(rewards, batch.groups))
+            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

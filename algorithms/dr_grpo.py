@@ -64,7 +64,7 @@ async def dr_grpo(run: Run, config: DrGrpoConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for step in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
@@ -72,7 +72,7 @@ async def dr_grpo(run: Run, config: DrGrpoConfig) -> None:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups")
             batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups, scale="none"))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

@@ -10,6 +10,7 @@ there is no KL; the paper's objective is `loss.normalise = "sequence-mean"` and 
 from meshrl import (
     AlgorithmConfig,
     ClippedLoss,
+    GroupSampling,
     Metrics,
     Policy,
     PolicyConfig,
@@ -21,7 +22,6 @@ from meshrl import (
     Run,
     Sampler,
     SamplerConfig,
-    Sampling,
     Task,
     TaskConfig,
     evaluate,
@@ -31,7 +31,6 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.advantages import Scale
 
 
 class GrpoConfig(AlgorithmConfig):
@@ -41,9 +40,8 @@ class GrpoConfig(AlgorithmConfig):
     reward: RewardConfig | RewardModelConfig
     reference: ReferenceConfig
     """Used where `loss.kl` is above 0."""
-    sampling: Sampling = Sampling(n=8)
+    sampling: GroupSampling = GroupSampling()
     loss: ClippedLoss = ClippedLoss(clip=0.2)
-    scale: Scale = "std"
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     epochs: int = 1
@@ -66,15 +64,15 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for step in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups")
-            batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups, scale=config.scale))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups))
+            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

@@ -30,7 +30,6 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.advantages import Scale
 
 
 class GspoConfig(AlgorithmConfig):
@@ -42,7 +41,6 @@ class GspoConfig(AlgorithmConfig):
     """Used where `loss.kl` is above 0."""
     sampling: GroupSampling = GroupSampling()
     loss: SequenceLoss = SequenceLoss()
-    scale: Scale = "std"
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     epochs: int = 1
@@ -65,15 +63,15 @@ async def gspo(run: Run, config: GspoConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for step in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups")
-            batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups, scale=config.scale))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups))
+            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

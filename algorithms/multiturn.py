@@ -28,7 +28,6 @@ from meshrl import (
     rollout,
     rollouts,
 )
-from meshrl.advantages import Scale
 
 
 class MultiturnConfig(AlgorithmConfig):
@@ -41,7 +40,6 @@ class MultiturnConfig(AlgorithmConfig):
     sampling: Sampling = Sampling(n=8)
     """`max_tokens` and `stop` are of a turn."""
     loss: ClippedLoss = ClippedLoss(clip=0.2)
-    scale: Scale = "std"
     ahead: int = 0
     """How many versions the episodes may be behind the policy; above 0 they go on while it trains."""
     prompts: int = 64
@@ -71,7 +69,7 @@ async def multiturn(run: Run, config: MultiturnConfig) -> None:
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            advantages = group_advantages(batch.rewards, batch.groups, scale=config.scale)
+            advantages = group_advantages(batch.rewards, batch.groups)
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
             await publish(policy, stream)
             await run.record(metrics, batch)

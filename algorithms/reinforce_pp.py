@@ -66,7 +66,7 @@ async def reinforce_pp(run: Run, config: ReinforcePpConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for step in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await policy.logprobs(await anext(stream))
             if reference:
                 batch = await (await reference.logprobs(batch)).load("reference_logprobs")
@@ -74,7 +74,7 @@ async def reinforce_pp(run: Run, config: ReinforcePpConfig) -> None:
             referred = batch.ragged("reference_logprobs") if reference else None
             returns = rewards_to_go(batch.rewards, batch.loss_mask, config.kl, batch.ragged("logprobs"), referred)
             batch = batch.assign(advantages=whiten(returns, batch.loss_mask))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

@@ -65,7 +65,7 @@ async def reinforce_pp_baseline(run: Run, config: ReinforcePpBaselineConfig) -> 
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for step in run.steps(config.steps):
+        async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
@@ -74,7 +74,7 @@ async def reinforce_pp_baseline(run: Run, config: ReinforcePpBaselineConfig) -> 
             batch = await batch.load("rewards", "groups", "loss_mask")
             centred = group_advantages(batch.rewards, batch.groups, scale="none")
             batch = batch.assign(advantages=whiten(rewards_to_go(centred, batch.loss_mask), batch.loss_mask))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

@@ -242,7 +242,7 @@ async def contest(model: str, job: Job) -> None:
 
         async def step(stream: Rollouts) -> Batch:
             batch = await (await anext(stream)).load("rewards", "asked")
-            advantages = group_advantages(batch.rewards, batch.row("asked"), scale=config.scale)
+            advantages = group_advantages(batch.rewards, batch.row("asked"))
             await policy.update(batch.assign(advantages=advantages), config.loss)
             await publish(policy, stream)
             return batch

@@ -210,7 +210,7 @@ async def changed(model: Path, lr: str, dtype: str) -> list[float]:
         batch = await batch.load("completion", "answer", "groups")
         pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
         rewards = np.array([exact_match("", str(one), {"answer": other}) for one, other in pairs], np.float32)
-        advantages = group_advantages(rewards, batch.groups, scale=config.scale)
+        advantages = group_advantages(rewards, batch.groups)
         await policy.update(batch.assign(rewards=rewards, advantages=advantages), config.loss)
         weights = await policy.weights()
         versions = [bucket for bucket in weights.buckets if isinstance(bucket, Version)]

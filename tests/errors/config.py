@@ -57,7 +57,7 @@ def wrong_type() -> None:
 
 
 def wrong_choice() -> None:
-    _check('scale = "sdt"')
+    _check(tables='[loss]\nanchor = "trainr"')
 
 
 def out_of_range() -> None:
