@@ -19,12 +19,12 @@ from meshrl_fsdp.sharded import gathered
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import one_by_one
+from meshrl_hf.spread_training import SpreadTraining
 from meshrl_hf.value_head import values
 
 
-class FsdpCritic(Spread, Critic):
+class FsdpCritic(SpreadTraining, Critic):
     """The policy's architecture with a linear head in place of its last layer, sharded; a new head gives 0.
 
     A call runs on all ranks at the same time, from its beginning to its end.
@@ -65,18 +65,6 @@ class FsdpCritic(Spread, Critic):
         whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
         head = {name: gathered(parameter).cpu() for name, parameter in self._valued.head.named_parameters()}
         self._world.first(lambda: checkpoint.write(self._valued.model, folder, head, whole))
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder, wait)
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._state.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
-        self._state.read(folder)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return self._sharded(partial(self._valued.predicted, batch, micro))

@@ -24,12 +24,12 @@ from meshrl_hf.encoding import encoded
 from meshrl_hf.lora import published, trained
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.probe import probe
-from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import check_readable, logprobs, one_by_one, predicted
+from meshrl_hf.spread_training import SpreadTraining
 from meshrl_hf.transfer import arrays
 
 
-class FsdpPolicy(Spread, Policy):
+class FsdpPolicy(SpreadTraining, Policy):
     """A model whose parameters and optimizer, float32, are sharded; it computes in the dtype of its table.
 
     A call runs on all ranks at the same time, from its beginning to its end.
@@ -100,18 +100,6 @@ class FsdpPolicy(Spread, Policy):
                 checkpoint.write_adapters(self._model, folder, tensors, self._config)
 
         self._world.first(write)
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder, wait)
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._state.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
-        self._state.read(folder)
 
     def _cast(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.to(self._dtype) for name, tensor in tensors.items()}

@@ -16,11 +16,11 @@ from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, reward_training
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import one_by_one
+from meshrl_hf.spread_training import SpreadTraining
 
 
-class FsdpRewardModel(Spread, RewardModel):
+class FsdpRewardModel(SpreadTraining, RewardModel):
     """A sequence classifier with one label, sharded; a new head gives 0 for every text.
 
     A call runs on all ranks at the same time, from its beginning to its end.
@@ -63,18 +63,6 @@ class FsdpRewardModel(Spread, RewardModel):
         """Write a Hugging Face folder of a sequence classifier, whole or not at all; the first rank does."""
         whole = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
         self._world.first(lambda: checkpoint.write(self._judge.model, folder, tensors=whole))
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write this rank's shards of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder, wait)
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._state.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, also on another number of ranks. ModelError where it is of another model."""
-        self._state.read(folder)
 
     def _predicted(self, batch: Batch, micro: MicroBatch) -> Tensor:
         return self._sharded(partial(self._judge.predicted, batch, micro))

@@ -2,7 +2,7 @@
 
 From a role's table to a model: `files`, `loading`, `model`, `text`. From rows to a gradient: `packing`, `attention`,
 `scoring`, `training`, `optimizer`; `value_head` for a critic. Out again: `transfer` for weights, `checkpoint` for a
-folder.
+folder, `state` or, over several ranks, `spread_training` for what a run's checkpoints keep.
 """
 
 __all__: list[str] = []

@@ -10,7 +10,7 @@ from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.role_config import CriticConfig
 from meshrl.roles import Critic
-from meshrl_hf.ranks import Spread
+from meshrl_hf.spread_training import SpreadTraining
 from meshrl_hf.value_head import values
 from meshrl_megatron import training
 from meshrl_megatron.export import save
@@ -20,7 +20,7 @@ from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
 
 
-class MegatronCritic(Spread, Critic):
+class MegatronCritic(SpreadTraining, Critic):
     """The policy's architecture with a linear head in place of its last layer; a new head gives 0.
 
     A call runs on all ranks at the same time, from its beginning to its end.
@@ -59,15 +59,3 @@ class MegatronCritic(Spread, Critic):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder with a `value_head.safetensors`, whole or not at all."""
         save(self._model, folder)
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write this rank's parts of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder, wait)
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._state.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, also in another layout. ModelError where it is of another model."""
-        self._state.read(folder)

@@ -14,8 +14,8 @@ from meshrl.roles import Policy
 from meshrl.weights import Weights
 from meshrl_hf.encoding import encoded
 from meshrl_hf.probe import probe
-from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import check_readable, logprobs
+from meshrl_hf.spread_training import SpreadTraining
 from meshrl_hf.transfer import arrays
 from meshrl_megatron import training
 from meshrl_megatron.export import save
@@ -25,7 +25,7 @@ from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
 
 
-class MegatronPolicy(Spread, Policy):
+class MegatronPolicy(SpreadTraining, Policy):
     """A model in the dtype of its table, whose optimizer keeps float32; split as its mesh's axes say.
 
     A call runs on all ranks at the same time, from its beginning to its end.
@@ -78,15 +78,3 @@ class MegatronPolicy(Spread, Policy):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder in the dtype of the table, whole or not at all."""
         save(self._model, folder)
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write this rank's parts of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder, wait)
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._state.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, also in another layout. ModelError where it is of another model."""
-        self._state.read(folder)

@@ -9,8 +9,8 @@ from meshrl.metrics import Metrics
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.roles import RewardModel
 from meshrl_hf import reward_training
-from meshrl_hf.ranks import Spread
 from meshrl_hf.reward_head import ScoreModel
+from meshrl_hf.spread_training import SpreadTraining
 from meshrl_megatron import training
 from meshrl_megatron.export import save
 from meshrl_megatron.model import build
@@ -19,7 +19,7 @@ from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
 
 
-class MegatronRewardModel(Spread, RewardModel):
+class MegatronRewardModel(SpreadTraining, RewardModel):
     """A sequence classifier with one label, split as its mesh's axes say; a new head gives 0 for every text.
 
     A call runs on all ranks at the same time, from its beginning to its end.
@@ -64,15 +64,3 @@ class MegatronRewardModel(Spread, RewardModel):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder of a sequence classifier, whole or not at all."""
         save(self._model, folder)
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write this rank's parts of the weights and of the optimizer's moments, and the number of steps."""
-        self._state.write(folder, wait)
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._state.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote, also in another layout. ModelError where it is of another model."""
-        self._state.read(folder)
