@@ -1,14 +1,9 @@
 """The policy of the torch backend: packed training of a whole model on one rank."""
 
-import asyncio
-
-import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.delta import Sender
-from meshrl.errors import ContractError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
@@ -25,19 +20,14 @@ from meshrl_hf.probe import probe
 from meshrl_hf.scoring import check_readable, logprobs, one_by_one, predicted
 from meshrl_hf.state import TrainingState
 from meshrl_hf.transfer import arrays
-from meshrl_hf.writing import Writing
+from meshrl_torch.one_rank import OneRankTraining
 
 
-class TorchPolicy(Policy):
+class TorchPolicy(OneRankTraining, Policy):
     """A model in float32 (or bfloat16, its optimizer too), trained by AdamW."""
 
     def __init__(self, config: PolicyConfig) -> None:
-        rank = current_rank()
-        if rank.size > 1:
-            raise ContractError(
-                f"TorchPolicy trains on one rank, and its mesh has {rank.size}: set run.meshes.{config.mesh}.ranks = 1"
-            )
-        torch.set_num_threads(rank.threads)
+        super().__init__(config.mesh)
         self._config = config
         self._model = load(config)
         adapt(self._model, config.lora, config.seed)
@@ -47,8 +37,6 @@ class TorchPolicy(Policy):
         self._trained = trained(self._model)
         self._optimizer = Optimizer(config.optimizer, list(self._trained.values()))
         self._sender = Sender(changes=config.delta_sync)
-        self._updating = asyncio.Lock()
-        self._writing = Writing()
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -94,22 +82,6 @@ class TorchPolicy(Policy):
             checkpoint.write(self._model, folder)
         else:
             checkpoint.write_adapters(self._model, folder, self._model.tensors(), self._config)
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
-        async with self._updating:
-            self._writing.begin(self._state.copied(folder))
-        if wait:
-            await self._writing.written()
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._writing.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take them; ModelError, and nothing taken, where they are of another role or model."""
-        async with self._updating:
-            self._state.read(folder)
 
     @property
     def _state(self) -> TrainingState:

@@ -1,12 +1,6 @@
 """The reward model of the torch backend: a whole model with a head that scores, trained on one rank."""
 
-import asyncio
-
-import torch
-
-from meshrl.actor import current_rank
 from meshrl.data import Batch
-from meshrl.errors import ContractError
 from meshrl.losses import Loss
 from meshrl.metrics import Metrics
 from meshrl.role_config import RewardTrainingConfig
@@ -15,26 +9,18 @@ from meshrl_hf import checkpoint, reward_training
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.scoring import one_by_one
 from meshrl_hf.state import TrainingState
-from meshrl_hf.writing import Writing
+from meshrl_torch.one_rank import OneRankTraining
 
 
-class TorchRewardModel(RewardModel):
+class TorchRewardModel(OneRankTraining, RewardModel):
     """A sequence classifier with one label, all of it trained by AdamW. A new head gives 0 for every text."""
 
     def __init__(self, config: RewardTrainingConfig) -> None:
-        rank = current_rank()
-        if rank.size > 1:
-            raise ContractError(
-                f"TorchRewardModel trains on one rank, and its mesh has {rank.size}: "
-                f"set run.meshes.{config.mesh}.ranks = 1"
-            )
-        torch.set_num_threads(rank.threads)
+        super().__init__(config.mesh)
         self._budget = config.micro_batch_tokens
         self._judge = reward_training.load_learner(config)
         self._parameters = dict(self._judge.model.network.named_parameters())
         self._optimizer = Optimizer(config.optimizer, list(self._parameters.values()))
-        self._updating = asyncio.Lock()
-        self._writing = Writing()
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask`."""
@@ -63,22 +49,6 @@ class TorchRewardModel(RewardModel):
     async def save(self, folder: str) -> None:
         """Write a Hugging Face folder of a sequence classifier, whole or not at all."""
         checkpoint.write(self._judge.model, folder)
-
-    async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write the weights, the optimizer's moments and the number of steps, after the updates that were called."""
-        async with self._updating:
-            self._writing.begin(self._state.copied(folder))
-        if wait:
-            await self._writing.written()
-
-    async def written(self) -> None:
-        """Wait until the last checkpoint is written."""
-        await self._writing.written()
-
-    async def restore(self, folder: str) -> None:
-        """Take them; ModelError, and nothing taken, where they are of another role or model."""
-        async with self._updating:
-            self._state.read(folder)
 
     @property
     def _state(self) -> TrainingState:
