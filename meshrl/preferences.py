@@ -170,17 +170,23 @@ def pair_metrics(batch: Batch) -> dict[str, float]:
 
     `margin`; `accuracy`, how often it is above 0; `chosen_log_ratio` and `rejected_log_ratio`. All before the update.
     """
-    preferred, ratios, margins = (
-        np.asarray(batch.row(each), np.float64) for each in ("preferred", "log_ratios", "margins")
-    )
+    return pair_means(batch, "log_ratios", "log_ratio")
+
+
+def pair_means(batch: Batch, column: str, name: str) -> dict[str, float]:
+    """Means over pairs in which one is preferred: of `margins`, how often they are above 0, and a column of both texts.
+
+    That is `margin`, `accuracy`, `chosen_NAME` and `rejected_NAME`; NaN where there are no such pairs.
+    """
+    preferred, values, margins = (np.asarray(batch.row(each), np.float64) for each in ("preferred", column, "margins"))
     chosen, rejected = preferred > 0, preferred < 0
     found = {
         "margin": margins[chosen],
         "accuracy": margins[chosen] > 0,
-        "chosen_log_ratio": ratios[chosen],
-        "rejected_log_ratio": ratios[rejected],
+        f"chosen_{name}": values[chosen],
+        f"rejected_{name}": values[rejected],
     }
-    return {name: float(values.mean()) if len(values) else float("nan") for name, values in found.items()}
+    return {key: float(each.mean()) if len(each) else float("nan") for key, each in found.items()}
 
 
 async def mismatched_kl(policy: Policy, reference: Reference, batch: Batch) -> float:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.preferences import about_half, corrupted, pair_margins
+from meshrl.preferences import about_half, corrupted, pair_margins, pair_means
 from meshrl.ragged import Ragged
 from meshrl.roles import RewardModel
 from meshrl.tasks import Row
@@ -66,17 +66,7 @@ def score_metrics(batch: Batch) -> dict[str, float]:
 
     `margin`; `accuracy`, how often it is above 0; `chosen_score` and `rejected_score`. All before the update.
     """
-    preferred, scores, margins = (
-        np.asarray(batch.row(each), np.float64) for each in ("preferred", "scores", "margins")
-    )
-    chosen = preferred > 0
-    found = {
-        "margin": margins[chosen],
-        "accuracy": margins[chosen] > 0,
-        "chosen_score": scores[chosen],
-        "rejected_score": scores[preferred < 0],
-    }
-    return {name: float(values.mean()) if len(values) else float("nan") for name, values in found.items()}
+    return pair_means(batch, "scores", "score")
 
 
 def labelled_steps(batch: Batch, steps: str, labels: str) -> Batch:

@@ -96,6 +96,25 @@ class Normalised(Config):
         return self
 
 
+class OfRows(Config):
+    """What losses of whole rows share: rows weigh the same, whatever their lengths."""
+
+    @property
+    def predicts(self) -> Predicts:
+        """A policy's log-probs."""
+        return "logprobs"
+
+    @property
+    def normalise(self) -> Normalise:
+        """The mean over rows."""
+        return "sequence-mean"
+
+    @property
+    def constant(self) -> None:
+        """There is none."""
+        return
+
+
 class Penalised(Normalised):
     """The fields of a loss that adds `kl` times the KL to a reference where `kl` > 0, and how it does so."""
 

@@ -10,43 +10,25 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshrl.config import Config
-from meshrl.losses.loss import Predicts, TokenLoss
+from meshrl.losses.loss import OfRows, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from meshrl.losses.normalise import Normalise
-
 PairForm: TypeAlias = Literal["sigmoid", "ipo", "hinge"]
 """What function of a pair's margin is minimised: `dpo_loss`, `ipo_loss` or `hinge_loss`."""
 
 
-class OfRows(Config):
-    """What losses of whole rows share: rows weigh the same, whatever their lengths."""
+class NearReference(OfRows):
+    """What losses of whole rows share that hold a policy near its reference."""
 
     beta: float = Field(default=0.1, gt=0)
     """How much leaving the reference costs: small values let the policy go far."""
 
-    @property
-    def predicts(self) -> Predicts:
-        """A policy's log-probs."""
-        return "logprobs"
 
-    @property
-    def normalise(self) -> Normalise:
-        """The mean over rows."""
-        return "sequence-mean"
-
-    @property
-    def constant(self) -> None:
-        """There is none."""
-        return
-
-
-class PreferenceLoss(OfRows):
+class PreferenceLoss(NearReference):
     """The loss of pairs: DPO (arXiv:2305.18290), with label smoothing where told, IPO (arXiv:2310.12036) or a hinge.
 
     The mean over pairs of a function of the margin, `log pi(w)/ref(w) - log pi(l)/ref(l)`, for the preferred row w and
@@ -129,7 +111,7 @@ def hinge_loss(margins: Tensor, beta: float) -> Tensor:
     return (1 - beta * margins).clamp(min=0)
 
 
-class KtoLoss(OfRows):
+class KtoLoss(NearReference):
     """The loss of completions that are labelled good or bad, one at a time: KTO (arXiv:2402.01306).
 
     Reads `reference_logprobs`; `desirable` (bool, one a row); and `kl`, one number a row, the same for all: what

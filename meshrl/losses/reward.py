@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from meshrl.config import Config
-from meshrl.losses.loss import Normalised, Predicts, TokenLoss
+from meshrl.losses.loss import Normalised, OfRows, Predicts, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from meshrl.losses.normalise import Normalise
 
-
-class BradleyTerryLoss(Config):
+class BradleyTerryLoss(OfRows):
     """The loss of pairs of texts: the better one's score r_w is to be above the other's, r_l.
 
     The mean over pairs of `bradley_terry` and, where `centre` is above 0, of `centre * (r_w + r_l)^2`. Reads
@@ -40,16 +37,6 @@ class BradleyTerryLoss(Config):
     def predicts(self) -> Predicts:
         """A reward model's scores."""
         return "scores"
-
-    @property
-    def normalise(self) -> Normalise:
-        """The mean over rows, which have one score each."""
-        return "sequence-mean"
-
-    @property
-    def constant(self) -> None:
-        """There is none."""
-        return
 
     @property
     def columns(self) -> tuple[str, ...]:
