@@ -1,10 +1,15 @@
 """What holds for every test."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # How long one example takes says more of the machine's load than of the code; each test has a time limit as a whole.
 settings.register_profile("meshrl", deadline=None)
@@ -21,3 +26,28 @@ def ray_cluster() -> Iterator[None]:
     ray.init("local", num_cpus=2, resources={"shelf": 2}, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., str]:
+    """`random_model(config, folder)`: a model of 11 tokens whose every parameter is random, norms and biases too.
+
+    It is that of a causal language model, or of another `auto` class; with `noise = 0` it is as it is initialised.
+    Returns the folder, which has a tokenizer as well.
+    """
+    import torch  # noqa: PLC0415 -- slow to import, as the others are
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from meshrl_hf.text import character_tokenizer  # noqa: PLC0415
+
+    def save(config: "PretrainedConfig", folder: Path, auto: Any = AutoModelForCausalLM, noise: float = 0.2) -> str:
+        torch.manual_seed(0)
+        network = auto.from_config(config)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(torch.randn_like(parameter) * noise)
+        network.save_pretrained(folder)
+        character_tokenizer("abcdefgh>", 48).save_pretrained(folder)
+        return str(folder)
+
+    return save

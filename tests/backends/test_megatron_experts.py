@@ -1,16 +1,13 @@
 """Mixtures of experts in the Megatron backend, against the torch backend's numbers."""
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 import pytest
 import pytest_asyncio
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig
 
-from meshrl import PolicyConfig, Resources
+from meshrl import Resources
 from meshrl.testing.conformance import Bench, Check, Subject, checkpoints, name_of, numbers, state
-from meshrl.testing.conformance.material import SMALL
-from meshrl_torch.policy import TorchPolicy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -34,31 +31,25 @@ FEW = [*numbers.POLICY[:1], state.saving]
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mixture(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of two layers, with two of four experts for each token."""
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    TorchPolicy(PolicyConfig(model=SMALL))._model.tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    network = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=11,
-            hidden_size=32,
-            moe_intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            max_position_embeddings=40,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=1,
-            initializer_range=0.15,
-        )
+    config = Qwen3MoeConfig(
+        vocab_size=11,
+        hidden_size=32,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=40,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        initializer_range=0.15,
     )
-    network.save_pretrained(folder)
-    return str(folder)
+    return random_model(config, tmp_path_factory.mktemp("mixture"), noise=0)
 
 
 def pairs(checks: Iterable[Check], *subjects: Subject) -> list[object]:

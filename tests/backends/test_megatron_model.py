@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from meshrl import Batch, MegatronConfig, PolicyConfig, Ragged
 from meshrl.actor import Rank, rank_context
 from meshrl.ragged import Source
 from meshrl_hf.model import _Chosen
 from meshrl_hf.scoring import logprobs
-from meshrl_hf.text import character_tokenizer
 from meshrl_megatron import stage
 from meshrl_megatron.model import Model, build
 from meshrl_megatron.passes import Pipeline
@@ -58,18 +57,11 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="module", params=list(SHAPES.values()), ids=list(SHAPES))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    request: pytest.FixtureRequest, random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A model whose every parameter is random: norms and biases too."""
-    config: PretrainedConfig = request.param
-    place = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    network.save_pretrained(place)
-    character_tokenizer("abcdefgh>", 48).save_pretrained(place)
-    return place
+    return Path(random_model(request.param, tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(params=["float32", "bfloat16"])

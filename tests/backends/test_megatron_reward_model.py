@@ -1,11 +1,11 @@
 """A Megatron reward model of one rank: what it reads and writes is what the other backends do."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -68,21 +68,17 @@ def _one_thread() -> None:
     rank_context.set(Rank(threads=1))
 
 
-def judge_of(shape: PretrainedConfig, folder: Path) -> str:
-    """A judge's folder, whose every parameter is random."""
-    torch.manual_seed(0)
-    network = AutoModelForSequenceClassification.from_config(shape)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) / 5)
-    network.save_pretrained(folder)
-    character_tokenizer("abcdefgh>", 48).save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def judge_of(
+    random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[PretrainedConfig], str]:
+    """Makes the folder of a judge, whose every parameter is random."""
+    return lambda config: random_model(config, tmp_path_factory.mktemp("judge"), AutoModelForSequenceClassification)
 
 
 @pytest.fixture
-def judge(tmp_path: Path) -> str:
-    return judge_of(SHAPES["Llama"], tmp_path / "judge")
+def judge(judge_of: Callable[[PretrainedConfig], str]) -> str:
+    return judge_of(SHAPES["Llama"])
 
 
 def table(model: object, **changes: object) -> RewardTrainingConfig:
@@ -96,9 +92,9 @@ async def learned(model: RewardModel) -> dict[str, float]:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_a_judge_is_read_with_its_head_and_written_with_it(
-    shape: PretrainedConfig, dtype: str, tmp_path: Path
+    shape: PretrainedConfig, dtype: str, judge_of: Callable[[PretrainedConfig], str], tmp_path: Path
 ) -> None:
-    folder, tolerance = judge_of(shape, tmp_path / "judge"), 1e-5 if dtype == "float32" else 0.1
+    folder, tolerance = judge_of(shape), 1e-5 if dtype == "float32" else 0.1
     made = MegatronRewardModel(table(folder, dtype=dtype))
     expected = (await TorchRewardModel(table(folder, dtype=dtype)).score(PAIRS)).rewards
     assert np.abs(expected).max() > 0.5
@@ -112,8 +108,10 @@ async def test_a_judge_is_read_with_its_head_and_written_with_it(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_a_frozen_judge_scores_as_in_the_torch_backend(shape: str, tmp_path: Path) -> None:
-    config = RewardModelConfig(model=judge_of(SHAPES[shape], tmp_path / "judge"))
+async def test_a_frozen_judge_scores_as_in_the_torch_backend(
+    shape: str, judge_of: Callable[[PretrainedConfig], str]
+) -> None:
+    config = RewardModelConfig(model=judge_of(SHAPES[shape]))
     batch = Batch.of(prompt=["abc>", "abd>", "abc>"], completion=["cba", "!", "abcabc"])  # "!" has no token
     found, expected = await MegatronReward(config).score(batch), await TorchReward(config).score(batch)
     np.testing.assert_allclose(found.rewards, expected.rewards, atol=1e-5)
@@ -148,11 +146,11 @@ async def test_the_backend_fsdp_goes_on_from_a_checkpoint_and_back(judge: str, t
         np.testing.assert_allclose((await target.score(PAIRS)).rewards, (await source.score(PAIRS)).rewards, atol=1e-5)
 
 
-async def test_what_a_megatron_reward_model_refuses(judge: str, tmp_path: Path) -> None:
+async def test_what_a_megatron_reward_model_refuses(judge: str, judge_of: Callable[[PretrainedConfig], str]) -> None:
     made = MegatronRewardModel(table(judge))
     batch = await made.encode(PAIRS)
     with pytest.raises(DataError, match="this is a reward model"):
         await made.update(batch, CrossEntropy())
     two: dict[str, Any] = {**SIZES, "num_labels": 2}
     with pytest.raises(ModelError, match="has 2 labels"):
-        MegatronRewardModel(table(judge_of(LlamaConfig(**two), tmp_path / "two")))
+        MegatronRewardModel(table(judge_of(LlamaConfig(**two))))

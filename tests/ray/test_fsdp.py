@@ -2,16 +2,15 @@
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshrl import (
     Actor,
@@ -41,7 +40,6 @@ from meshrl.engines.ray import RayEngine
 from meshrl.losses.loss import TokenLoss
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
-from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
@@ -168,17 +166,11 @@ SHAPE: dict[str, Any] = {
     ids=["norms of heads", "biases"],
 )
 async def test_matrices_split_over_two_ranks_leave_the_numbers(
-    two: Mesh, tmp_path: Path, config: PretrainedConfig
+    two: Mesh, tmp_path: Path, config: PretrainedConfig, random_model: Callable[..., str]
 ) -> None:
-    torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    network.save_pretrained(tmp_path / "model")
-    character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path / "model")
-    split = await spawn(two.shape(dp=1, tp=2), model=str(tmp_path / "model"))
-    whole = TorchPolicy(CONFIG.model_copy(update={"model": str(tmp_path / "model")}))
+    folder = random_model(config, tmp_path / "model")
+    split = await spawn(two.shape(dp=1, tp=2), model=folder)
+    whole = TorchPolicy(CONFIG.model_copy(update={"model": folder}))
     for seed in range(3):
         told = [(await each.update(rollouts(seed=seed), ClippedLoss())).means() for each in (split, whole)]
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-5)

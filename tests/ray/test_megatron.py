@@ -5,13 +5,14 @@ One layout at a time is held in tests/conformance/test_megatron.py.
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed import ProcessGroup
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from meshrl import (
     Actor,
@@ -50,28 +51,22 @@ OPTIMIZER = {"lr": 0.03, "eps": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.5}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(random_model: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four layers, fewer heads of keys than of queries, a head of its own."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    network = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=48,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=1,
-            initializer_range=0.2,
-        )
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=48,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        initializer_range=0.2,
     )
-    network.save_pretrained(folder)
-    character_tokenizer("abcdefgh>", 48).save_pretrained(folder)
-    return str(folder)
+    return random_model(config, tmp_path_factory.mktemp("model"), noise=0)
 
 
 def policy_of(model: str, **keys: object) -> PolicyConfig:

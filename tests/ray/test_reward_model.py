@@ -1,18 +1,17 @@
 """A reward whose model is split over two processes: its scores are those of one rank."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshrl import Batch, DataError, Mesh, RankFailed, Resources, Reward, RewardModelConfig
 from meshrl.engines.ray import RayEngine
 from meshrl_fsdp.reward import FsdpReward
-from meshrl_hf.text import character_tokenizer
 from meshrl_megatron.reward import MegatronReward
 from meshrl_torch.reward import TorchReward
 
@@ -48,17 +47,9 @@ LLAMA, QWEN3 = LlamaConfig(**SHAPE), Qwen3Config(**SHAPE)
 
 
 @pytest.fixture
-def judge(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def judge(request: pytest.FixtureRequest, random_model: Callable[..., str], tmp_path: Path) -> str:
     """The folder of a judge."""
-    config: PretrainedConfig = request.param
-    torch.manual_seed(0)
-    network = AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    network.save_pretrained(tmp_path / "model")
-    character_tokenizer("abcdefgh>", 48).save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
+    return random_model(request.param, tmp_path / "model", AutoModelForSequenceClassification)
 
 
 async def spawn(mesh: Mesh, judge: str, backend: str = "fsdp", budget: int = 64) -> Reward:
