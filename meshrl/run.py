@@ -18,7 +18,7 @@ from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.engine import INLINE_BYTES, Engine, Resources
 from meshrl.engines.local import LocalEngine
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.layout import Shape
 from meshrl.losses import effective_sample_size
@@ -191,8 +191,10 @@ class Run:
 
         Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
         the loop where that was written; loops before it are over. DataError where a schedule is replayed of another
-        number of steps, or of other publications for an evaluation.
+        number of steps, or of other publications for an evaluation, and for a count below 0.
         """
+        if count < 0:
+            raise DataError(f"run.steps({count}): a loop has 0 steps or more")
         loop, first = next(self._loops), 0
         if self._schedule:
             self._schedule.loop(Loop(count, self._beside.prepared_every))

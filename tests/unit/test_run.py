@@ -21,7 +21,7 @@ from meshrl import (
     Weights,
     ranks,
 )
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, DataError
 
 
 def config(folder: Path) -> RunConfig:
@@ -53,3 +53,10 @@ async def test_axes_that_do_not_fit_are_told_before_ranks_are_reserved(tmp_path:
             await run.spawn(Sampler, SamplerConfig(backend="fake", model="none", axes={"dp": 2, "tp": 3}))
         with pytest.raises(ConfigError, match=r"the mesh 'aside' has ranks = 1: .* or set run\.meshes\.aside\.ranks"):
             await run.spawn(Sampler, SamplerConfig(backend="fake", model="none", mesh="aside", axes={"dp": 2}))
+
+
+async def test_a_loop_has_no_fewer_than_no_steps(tmp_path: Path) -> None:
+    async with Run(config(tmp_path)) as run:
+        assert [step async for step in run.steps(0)] == []
+        with pytest.raises(DataError, match=r"run\.steps\(-1\): a loop has 0 steps or more"):
+            run.steps(-1)
