@@ -1,15 +1,19 @@
 """What holds for every test."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from meshrl.testing.conformance import Bench, Subject
 
 # How long one example takes says more of the machine's load than of the code; each test has a time limit as a whole.
 settings.register_profile("meshrl", deadline=None)
@@ -51,3 +55,32 @@ def random_model() -> Callable[..., str]:
         return str(folder)
 
     return save
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bench_of(request: pytest.FixtureRequest) -> "AsyncGenerator[Callable[[Subject], Awaitable[Bench]]]":
+    """The bench of a subject. Tests that ask for the same one after another share it, and the processes it starts.
+
+    Not a fixture with parameters of its own: beside others that change, pytest makes such a one anew for each test.
+    """
+    from meshrl.testing.conformance import Bench  # noqa: PLC0415 -- most tests do without
+
+    held: list[Bench] = []
+    async with AsyncExitStack() as stack:
+
+        async def of(subject: "Subject") -> Bench:
+            if [bench.subject for bench in held] != [subject]:
+                held.clear()
+                await stack.aclose()
+                if subject.engine == "ray":
+                    request.getfixturevalue("ray_cluster")
+                held.append(await stack.enter_async_context(Bench(subject)))
+            return held[0]
+
+        yield of
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def bench(request: pytest.FixtureRequest, bench_of: "Callable[[Subject], Awaitable[Bench]]") -> "Bench":
+    """The bench of the subject that is the test's parameter."""
+    return await bench_of(request.param)

@@ -1,9 +1,8 @@
 """Mixtures of experts in the Megatron backend, against the torch backend's numbers."""
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
-import pytest_asyncio
 from transformers import Qwen3MoeConfig
 
 from meshrl import Resources
@@ -58,15 +57,6 @@ def pairs(checks: Iterable[Check], *subjects: Subject) -> list[object]:
         for subject in subjects
         for check in checks
     ]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
-    subject: Subject = request.param
-    if subject.engine == "ray":
-        request.getfixturevalue("ray_cluster")
-    async with Bench(subject) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

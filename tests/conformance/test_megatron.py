@@ -1,10 +1,9 @@
 """The Megatron backend in every kind of layout, against the suite that each backend must pass."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 import pytest
-import pytest_asyncio
 
 from meshrl import RankFailed, Resources
 from meshrl.testing.conformance import (
@@ -78,15 +77,6 @@ def asked(subject: Subject, checks: Iterable[Check], grouped: Iterable[Check] = 
         pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}", marks=marks)
         for model, check in cases
     ]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
-    subject: Subject = request.param
-    if subject.engine == "ray":
-        request.getfixturevalue("ray_cluster")
-    async with Bench(subject) as made:
-        yield made
 
 
 CASES = [

@@ -1,11 +1,9 @@
 """The backends that sample, against the suite that each of them must pass."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -34,12 +32,6 @@ SUBJECTS = [
     (Subject("torch"), SAMPLER),
     (Subject("torch", {"dp": 2}), ON_TWO_RANKS),
 ]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
-    async with Bench(request.param) as made:
-        yield made
 
 
 CASES = [

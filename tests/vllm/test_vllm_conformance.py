@@ -1,6 +1,6 @@
 """The vLLM sampler, on the real engine, against the suite that each sampler must pass."""
 
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 
 import pytest
 import pytest_asyncio
@@ -17,11 +17,12 @@ CASES = {
 """By `after_load`."""
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def bench(request: pytest.FixtureRequest, python: str | None) -> AsyncIterator[Bench]:
+@pytest_asyncio.fixture(loop_scope="module")
+async def bench(
+    request: pytest.FixtureRequest, python: str | None, bench_of: Callable[[Subject], Awaitable[Bench]]
+) -> Bench:
     keys = {"vllm": {"python": python, "kv_cache_mib": 32, "after_load": request.param}}
-    async with Bench(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False)) as made:
-        yield made
+    return await bench_of(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False))
 
 
 @pytest.mark.parametrize(
