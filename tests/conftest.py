@@ -10,6 +10,8 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
+from meshrl.actor import current_rank, rank_context
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
 # How long one example takes says more of the machine's load than of the code; each test has a time limit as a whole.
 settings.register_profile("meshrl", deadline=None)
 settings.load_profile("meshrl")
+
+
+@pytest.fixture(autouse=True)
+def _own_rank() -> Iterator[None]:
+    """The rank that a test says it runs on is no other test's."""
+    token = rank_context.set(current_rank())
+    yield
+    rank_context.reset(token)
 
 
 @pytest.fixture(scope="session")
