@@ -6,6 +6,8 @@ BIN := .venv/bin
 ENGINE ?= local
 PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.txt)
+# Two files of tests at a time: much of what they do is to wait for processes.
+TESTS := $(BIN)/pytest -n 2 --dist loadfile
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
@@ -24,7 +26,7 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup  ## the tests
-	$(BIN)/pytest
+	$(TESTS)
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
@@ -37,7 +39,7 @@ check: setup  ## formatting, lint, both type checkers, the tests
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(BIN)/pytest
+	$(TESTS)
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
