@@ -82,11 +82,14 @@ def test_another_process_reads_it_and_its_lease_ends_with_it(pool: Pool) -> None
         Segment(path, MIB)
 
 
-def test_what_a_killed_process_left_is_swept(pool: Pool) -> None:
+def test_what_a_killed_process_left_is_swept(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.shared_memory.FOLDER", tmp_path)  # where no process of another test sweeps
     kept = written(pool, 1)
     script = (
-        "import os, signal; from meshrl.shared_memory import pool\n"
-        f"writing = pool.write({MIB}); print(writing.done().path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal; from pathlib import Path; from meshrl import shared_memory\n"
+        f"shared_memory.FOLDER = Path({str(tmp_path)!r})\n"
+        f"writing = shared_memory.pool.write({MIB}); print(writing.done().path, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     left = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout.strip()
     assert Path(left).exists()
