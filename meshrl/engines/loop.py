@@ -21,8 +21,8 @@ class _Mailbox(selectors.DefaultSelector):
 
     @property
     def has_files(self) -> bool:
-        """Whether something else than another thread can wake the loop."""
-        return self.has_signals or len(self.get_map()) > 1
+        """Whether something else than another thread can wake the loop. Nothing wakes one that is closed."""
+        return self.has_signals or len(self.get_map() or ()) > 1
 
     def ring(self) -> None:
         """End the wait, now or the next one. Ringing twice is ringing once."""

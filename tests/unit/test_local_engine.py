@@ -124,6 +124,13 @@ def test_the_rank_loop_wakes_for_threads_files_and_timers() -> None:
         runner.run(main())
 
 
+def test_a_loop_may_end_before_the_thread_that_ends_it_has_woken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = RankLoop()
+    monkeypatch.setattr(loop._mailbox, "ring", loop.close)
+    loop.call_soon_threadsafe(loop.stop)
+    assert loop.is_closed()
+
+
 async def test_two_respawns_at_once_leave_no_thread(mesh: Mesh) -> None:
     """The fixture looks for threads that are left."""
     threads = await mesh.spawn(Threads)
