@@ -49,7 +49,7 @@ class DapoConfig(AlgorithmConfig):
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     epochs: int = 1
     minibatches: int = 16
-    """Updates an epoch, each of as many rows; with more than one in all, the clip acts at `ahead = 0` too."""
+    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400
@@ -68,7 +68,7 @@ async def dapo(run: Run, config: DapoConfig) -> None:
     prompts = task.batches(config.prompts, run.seed)
     drawn = rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=has_signal)
     async with drawn as stream:
-        async for _ in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
@@ -78,7 +78,7 @@ async def dapo(run: Run, config: DapoConfig) -> None:
             lengths = [mask.sum() for mask in batch.loss_mask]
             rewards = batch.rewards + overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
             batch = batch.assign(advantages=group_advantages(rewards, batch.groups))
-            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
+            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

@@ -46,7 +46,7 @@ class DrGrpoConfig(AlgorithmConfig):
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     epochs: int = 1
     minibatches: int = 1
-    """Updates an epoch, each of as many rows; with more than one in all, the clip acts at `ahead = 0` too."""
+    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400
@@ -64,15 +64,15 @@ async def dr_grpo(run: Run, config: DrGrpoConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for _ in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await batch.load("rewards", "groups")
+            batch = await batch.load("rewards", "groups", "loss_mask")
             batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups, scale="none"))
-            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
+            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
             await run.record(metrics, batch)

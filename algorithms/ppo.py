@@ -73,7 +73,7 @@ async def ppo(run: Run, config: PpoConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for _ in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await policy.logprobs(await anext(stream))  # before any update: the policy that the clip is around
             if reference:
                 batch = await reference.logprobs(batch)
@@ -81,7 +81,7 @@ async def ppo(run: Run, config: PpoConfig) -> None:
             if config.whiten:
                 batch = batch.assign(advantages=whiten(batch.ragged("advantages"), batch.loss_mask))
             updates: list[tuple[Metrics, Metrics]] = []
-            for part in minibatches(batch, config.epochs, config.minibatches, run.seed):
+            for part in minibatches(batch, config.epochs, config.minibatches, (run.seed, step)):
                 both = policy.update(part, config.loss), critic.update(part, config.value_loss)
                 updates.append(await asyncio.gather(*both))
             await publish(policy, stream)

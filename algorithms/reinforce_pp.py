@@ -25,6 +25,7 @@ from meshrl import (
     TaskConfig,
     evaluate,
     evaluate_during,
+    kl_metrics,
     minibatches,
     publish,
     rewards_to_go,
@@ -49,7 +50,7 @@ class ReinforcePpConfig(AlgorithmConfig):
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     epochs: int = 1
     minibatches: int = 1
-    """Updates an epoch, each of as many rows; with more than one in all, the clip acts at `ahead = 0` too."""
+    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
     prompts: int = 512
     steps: int = 400
 
@@ -66,7 +67,7 @@ async def reinforce_pp(run: Run, config: ReinforcePpConfig) -> None:
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     prompts = task.batches(config.prompts, run.seed)
     async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
-        async for _ in run.steps(config.steps):
+        async for step in run.steps(config.steps):
             batch = await policy.logprobs(await anext(stream))
             if reference:
                 batch = await (await reference.logprobs(batch)).load("reference_logprobs")
@@ -74,10 +75,10 @@ async def reinforce_pp(run: Run, config: ReinforcePpConfig) -> None:
             referred = batch.ragged("reference_logprobs") if reference else None
             returns = rewards_to_go(batch.rewards, batch.loss_mask, config.kl, batch.ragged("logprobs"), referred)
             batch = batch.assign(advantages=whiten(returns, batch.loss_mask))
-            parts = minibatches(batch, config.epochs, config.minibatches, run.seed)
+            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
             metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
             await publish(policy, stream)
-            await run.record(metrics, batch)
+            await run.record(metrics, batch, **kl_metrics(batch))
 
     after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))

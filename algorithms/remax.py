@@ -28,8 +28,10 @@ from meshrl import (
     evaluate,
     evaluate_during,
     greedy_baseline,
+    kl_columns,
+    kl_metrics,
+    penalised_rewards,
     publish,
-    rewards_to_go,
     rollouts,
 )
 
@@ -44,7 +46,7 @@ class RemaxConfig(AlgorithmConfig):
     sampling: Sampling = Sampling()
     loss: ReinforceLoss = ReinforceLoss()
     kl: float = 0.0
-    """The weight of the KL to the reference, which each token's reward is lowered by."""
+    """The weight of the KL to the reference, which a reward is lowered by."""
     ahead: int = 0
     """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
     prompts: int = 256
@@ -57,7 +59,6 @@ async def remax(run: Run, config: RemaxConfig) -> None:
     sampler = await run.spawn(Sampler, config.sampler)
     reward = await run.spawn(Reward, config.reward)
     reference = await run.spawn(Reference, config.reference) if config.kl or config.loss.kl else None
-    apart = ("logprobs", "reference_logprobs") if config.kl else ()
 
     async def score(batch: Batch) -> Batch:
         return await greedy_baseline(sampler, await reward.score(batch), config.sampling, reward.score)
@@ -73,12 +74,11 @@ async def remax(run: Run, config: RemaxConfig) -> None:
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await batch.load("rewards", "baseline", "loss_mask", *apart)
-            better = batch.rewards - np.asarray(batch.row("baseline"), np.float32)
-            advantages = rewards_to_go(better, batch.loss_mask, config.kl, *map(batch.ragged, apart))
+            batch = await batch.load("rewards", "baseline", *kl_columns(config.kl))
+            advantages = penalised_rewards(batch, config.kl) - np.asarray(batch.row("baseline"), np.float32)
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
             await publish(policy, stream)
-            await run.record(metrics, batch)
+            await run.record(metrics, batch, **kl_metrics(batch))
 
     after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))

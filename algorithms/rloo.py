@@ -24,6 +24,8 @@ from meshrl import (
     TaskConfig,
     evaluate,
     evaluate_during,
+    kl_columns,
+    kl_metrics,
     leave_one_out,
     penalised_rewards,
     publish,
@@ -55,7 +57,6 @@ async def rloo(run: Run, config: RlooConfig) -> None:
     sampler = await run.spawn(Sampler, config.sampler)
     reward = await run.spawn(Reward, config.reward)
     reference = await run.spawn(Reference, config.reference) if config.kl or config.loss.kl else None
-    apart = ("logprobs", "reference_logprobs") if config.kl else ()
 
     await publish(policy, sampler)
     before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
@@ -68,12 +69,11 @@ async def rloo(run: Run, config: RlooConfig) -> None:
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await batch.load("rewards", "groups", "loss_mask", *apart)
-            rewards = penalised_rewards(batch.rewards, batch.loss_mask, config.kl, *map(batch.ragged, apart))
-            advantages = leave_one_out(rewards, batch.groups)
-            metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
+            batch = await batch.load("rewards", "groups", *kl_columns(config.kl))
+            batch = batch.assign(advantages=leave_one_out(penalised_rewards(batch, config.kl), batch.groups))
+            metrics = await policy.update(batch, config.loss)
             await publish(policy, stream)
-            await run.record(metrics, batch)
+            await run.record(metrics, batch, **kl_metrics(batch))
 
     after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))

@@ -8,7 +8,6 @@ from meshrl.advantages import (
     group_advantages,
     leave_one_out,
     optimal_advantages,
-    penalised_rewards,
     rescaled_advantages,
     rewards_to_go,
     whiten,
@@ -62,6 +61,7 @@ from meshrl.preferences import (
     with_margins,
 )
 from meshrl.ragged import Ragged, Source
+from meshrl.reference_kl import kl_columns, kl_metrics, penalised_rewards
 from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.role_config import (
     AlgorithmConfig,
@@ -195,6 +195,8 @@ __all__ = [
     "greedy_baseline",
     "group_advantages",
     "has_signal",
+    "kl_columns",
+    "kl_metrics",
     "labelled",
     "labelled_steps",
     "least_margins",

@@ -113,29 +113,6 @@ def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.flo
     return centred * np.float32(len(centred) / max(1, int(differ[group].sum())))
 
 
-def penalised_rewards(
-    rewards: ArrayLike,
-    loss_mask: Ragged,
-    kl: float = 0.0,
-    logprobs: Ragged | None = None,
-    reference: Ragged | None = None,
-) -> NDArray[np.float32]:
-    """Each reward less `kl` times the KL of its row, `r - kl sum_t log(pi(y_t) / pi_ref(y_t))`, float32[rows].
-
-    `rewards` float[rows]; the sum is of `logprobs - reference` over the row's learned tokens. With `kl` 0 neither is
-    read. Raises DataError for wrong shapes and a missing column.
-
-    RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), whose baseline is of rewards that are lowered so:
-    `leave_one_out(penalised_rewards(...), groups)`.
-    """
-    values = _one_a_row("penalised_rewards", rewards, loss_mask)
-    if kl:
-        row = np.repeat(np.arange(len(values)), loss_mask.lengths)[np.asarray(loss_mask.values, np.bool_)]
-        penalties = _penalties("penalised_rewards", "kl", Gae(kl=kl), loss_mask, logprobs, reference)
-        values -= np.bincount(row, penalties, minlength=len(values))
-    return values.astype(np.float32)
-
-
 def rewards_to_go(
     rewards: ArrayLike,
     loss_mask: Ragged,
@@ -181,7 +158,7 @@ def gae(
     """
     last = _one_a_row("gae", rewards, loss_mask)
     mask = np.asarray(loss_mask.values, np.bool_)
-    value = _learned("values", values, loss_mask)
+    value = learned_values("values", values, loss_mask)
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
     counts = np.bincount(row[mask], minlength=len(loss_mask))
     last[counts == 0] = 0
@@ -202,12 +179,22 @@ def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
     variance. PPO scripts do so before each update; see Huang et al. 2024
     (arXiv:2403.17031), detail "Whiten advantages". Raises DataError where the columns do not fit each other.
     """
-    values = _learned("advantages", advantages, loss_mask)
+    values = learned_values("advantages", advantages, loss_mask)
     if len(values):
         values = values - values[0]  # so that equal ones give exactly 0
         values -= values.mean()
         values /= np.sqrt(values.var() + _EPSILON)
     return _spread(values, loss_mask)
+
+
+def learned_values(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:
+    """A token column's entries where `loss_mask` is True, float64[tokens]; DataError if it does not fit the mask."""
+    if not np.array_equal(column.offsets, loss_mask.offsets):
+        raise DataError(
+            f"`{name}` has {len(column)} rows of {len(column.values)} tokens and `loss_mask` {len(loss_mask)} rows of "
+            f"{len(loss_mask.values)}, or rows of other lengths: both must have one value for each token"
+        )
+    return np.asarray(column.values, np.float64)[np.asarray(loss_mask.values, np.bool_)]
 
 
 def _discounted(
@@ -247,18 +234,8 @@ def _penalties(
             f"{name}: kl = {config.kl:g} lowers rewards by the KL of `logprobs` from `reference_logprobs`, and one of "
             f"them is missing: call policy.logprobs and reference.logprobs before, or set {setting} = 0"
         )
-    distance = _learned("logprobs", logprobs, loss_mask) - _learned("reference_logprobs", reference, loss_mask)
-    return config.kl * distance
-
-
-def _learned(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:
-    """The column's entries of learned tokens; DataError if it does not fit the mask."""
-    if not np.array_equal(column.offsets, loss_mask.offsets):
-        raise DataError(
-            f"`{name}` has {len(column)} rows of {len(column.values)} tokens and `loss_mask` {len(loss_mask)} rows of "
-            f"{len(loss_mask.values)}, or rows of other lengths: both must have one value for each token"
-        )
-    return np.asarray(column.values, np.float64)[np.asarray(loss_mask.values, np.bool_)]
+    own = learned_values("logprobs", logprobs, loss_mask)
+    return config.kl * (own - learned_values("reference_logprobs", reference, loss_mask))
 
 
 def _spread(values: NDArray[np.float64], loss_mask: Ragged) -> Ragged:

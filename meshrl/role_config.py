@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 from types import NoneType
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, ClassVar, Final, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshrl.config import Config
 from meshrl.errors import ConfigError
@@ -73,14 +73,44 @@ class EvaluationConfig(Config):
     """Let no step go on meanwhile: then all tokens are of one version."""
 
 
+_LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches": 1, "ahead": 0, "kl": 0}
+"""Keys that mean the same in every algorithm, and the least that each may be."""
+
+
 class AlgorithmConfig(Config):
     """The base of an algorithm's configuration.
 
-    A role that names no `model` has the policy's, but for a reward and a teacher.
+    A role that names no `model` has the policy's, but for a reward and a teacher. Refused are values without sense of
+    the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`, where a script has them, and a
+    learning rate that is 0 before the last of `steps * epochs * minibatches` updates.
     """
 
     evaluation: EvaluationConfig | None = None
     """Judge held-out prompts beside the steps; nothing means not to."""
+
+    @field_validator("*")
+    @classmethod
+    def _enough(cls, value: object, info: ValidationInfo) -> object:
+        least = _LEAST.get(info.field_name or "")
+        if least is not None and isinstance(value, int | float) and value < least:
+            raise ValueError(f"must be greater than or equal to {least}")
+        return value
+
+    @model_validator(mode="after")
+    def _learns_to_the_end(self) -> Self:
+        steps, epochs, parts = (getattr(self, name, 1) for name in ("steps", "epochs", "minibatches"))
+        updates = steps * epochs * parts
+        for name in type(self).model_fields:
+            optimizer = getattr(getattr(self, name), "optimizer", None)
+            if not isinstance(optimizer, OptimizerConfig) or optimizer.schedule == "constant":
+                continue
+            if optimizer.total_steps is not None and optimizer.total_steps < updates:
+                raise ValueError(
+                    f"{name}.optimizer.total_steps = {optimizer.total_steps}: the learning rate is 0 from there on, "
+                    f"and the run makes {updates} updates (steps = {steps}, epochs = {epochs}, minibatches = {parts}): "
+                    f"set it to {updates}, or make fewer"
+                )
+        return self
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:

@@ -78,7 +78,7 @@ LAYERS = (
         "report.content",
     },
     {"data", "losses", "engines.ray.reservation", "report.page"},
-    {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "critic", "engines.ray.engine"},
+    {"assembly", "calls", "prompts", "roles", "mesh", "tasks", "minibatches", "reference_kl", "critic", "engines.ray.engine"},
     {"balance", "preferences", "schedule", "registry", "rewards", "recorder", "checkpoints", "teacher", "engines.ray"},
     {"run", "generation", "environment", "serve", "scores"},
     {"stream", "check", "episodes"},

@@ -107,6 +107,8 @@ PUBLIC = [
     "minibatches",
     "optimal_advantages",
     "overlong_penalty",
+    "kl_columns",
+    "kl_metrics",
     "penalised_rewards",
     "publish",
     "ranks",

@@ -15,10 +15,8 @@ from meshrl import (
     Weights,
     batch_advantages,
     greedy_baseline,
-    leave_one_out,
     optimal_advantages,
     overlong_penalty,
-    penalised_rewards,
     rescaled_advantages,
     rewards_to_go,
     rollout,
@@ -84,30 +82,6 @@ def test_reinforce_pp_lowers_a_reward_by_the_kl_from_the_token_on() -> None:
     assert whitened.tolist() == pytest.approx(((learned - learned.mean()) / learned.std()).tolist(), abs=1e-5)
 
 
-def test_rloo_lowers_all_rewards_by_the_kl_before_it_compares_them() -> None:
-    """`R_i - mean(R_j, j != i)`, where `R_i = r_i - kl sum_t log(pi(y_i,t) / pi_ref(y_i,t))`."""
-    random = np.random.default_rng(4)
-    mask = Ragged.of([random.integers(0, 2, length) for length in (5, 1, 7, 3, 4, 6)], np.bool_)
-    logprobs, reference = (Ragged(random.normal(-2, 1, 26).astype(np.float32), mask.offsets) for _ in range(2))
-    lowered = [
-        float(reward) - 0.3 * sum(float(p) - float(q) for p, q, learned in zip(*row, strict=True) if learned)
-        for reward, *row in zip(REWARDS, logprobs, reference, mask, strict=True)
-    ]
-    got = penalised_rewards(REWARDS, mask, 0.3, logprobs, reference)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, lowered, rtol=1e-6)
-    others = [np.array([GROUPS[j] == GROUPS[i] and i != j for j in range(6)]) for i in range(6)]
-    expected = [lowered[i] - np.mean(np.array(lowered)[others[i]]) for i in range(6)]
-    np.testing.assert_allclose(leave_one_out(got, GROUPS), expected, atol=1e-6)
-
-
-def test_without_a_kl_a_reward_stays_and_a_row_without_learned_tokens_keeps_it() -> None:
-    assert penalised_rewards([2.0, 3.0, -1.0], MASK).tolist() == [2.0, 3.0, -1.0]
-    one, none = (Ragged(np.full(8, value, np.float32), MASK.offsets) for value in (1, 0))
-    assert penalised_rewards([2.0, 3.0, -1.0], MASK, 0.5, one, none).tolist() == [1.0, 3.0, -2.5]
-    assert penalised_rewards([], Ragged.of([], np.bool_), 0.5, *[Ragged.of([], np.float32)] * 2).tolist() == []
-
-
 def test_without_a_kl_each_learned_token_has_its_rows_reward() -> None:
     got = rewards_to_go([2.0, 3.0, -1.0], MASK)
     assert got.values.tolist() == [0.0, 2.0, 2.0, 0.0, -1.0, 0.0, -1.0, -1.0]
@@ -140,9 +114,6 @@ async def test_remax_draws_one_greedy_completion_a_prompt() -> None:
         (lambda: rescaled_advantages([0.0, np.inf], [1, 1]), "1 of 2 rewards are not finite"),
         (lambda: rewards_to_go([0.0], MASK), "rewards have shape (1,) and there are 3 rows"),
         (lambda: rewards_to_go([0.0] * 3, MASK, 0.1), "call policy.logprobs and reference.logprobs before"),
-        (lambda: penalised_rewards([0.0], MASK), "penalised_rewards: rewards have shape (1,) and there are 3 rows"),
-        (lambda: penalised_rewards([0.0] * 3, MASK, 0.1), "reference.logprobs before, or set kl = 0"),
-        (lambda: penalised_rewards([0.0] * 3, MASK, 0.1, MASK, ONE_ROW), "`reference_logprobs` has 1 rows of"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_in_words(call: Callable[[], object], message: str) -> None:
