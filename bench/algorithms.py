@@ -12,7 +12,8 @@ drawn      by those that draw for a reward, and by `distill`. `remax` draws half
 trained    by those that are given answers, `sft` and `kto`, and by those of pairs, `dpo` and `spin`, two a prompt.
            `dapo` draws on until it has so many to train on.
 
-How many they were is counted and told. The pages that are given answers see what the others have to find, and `distill`
+How many they were is counted and told, and so are the optimizer's updates a step, which are the page's own: four of
+`dapo`, `gspo` and `cispo`, two of `ppo`. The pages that are given answers see what the others have to find, and `distill`
 has what `grpo` made for a teacher. Seconds are those of the whole command, with its start and its two evaluations. The
 summary of `kto` is of half of the words, as the others' answers count as bad ones, and that of `multiturn` is of two
 tries: both are judged by `meshrl eval`. About 15 minutes of one core a seed.
@@ -64,6 +65,8 @@ class Result:
     """Completions a step."""
     trained: float
     """The same."""
+    updates: float
+    """Of the policy, a step."""
     wall: float
     """Seconds of the process."""
     cpu: float
@@ -83,6 +86,7 @@ class Row:
     highest: float
     drawn: float
     trained: float
+    updates: float
     wall: float
     cpu: float
 
@@ -134,11 +138,12 @@ def measure(folder: Path, start: Path, steps: int, name: str, seed: int) -> Resu
     events = read_events(run / "events.jsonl", notes)
     assert not notes, notes
     # Of episodes each turn is a call with a row for each of them.
-    drawn, trained = completions(events, 1 if hasattr(settings, "environment") else settings.sampling.n)
+    counts = completions(events, 1 if hasattr(settings, "environment") else settings.sampling.n)
+    drawn, trained, updates = (count / steps for count in counts)
     given = not (hasattr(settings, "reward") or hasattr(settings, "environment"))
     greedy, sampled = zip(before, after, strict=True)
     print(f"{name}, seed {seed}: {greedy[0]:.3f} to {greedy[1]:.3f} in {cpu:.0f} s", file=sys.stderr, flush=True)
-    return Result(name, given, greedy, sampled, drawn / steps, trained / steps, wall, cpu)
+    return Result(name, given, greedy, sampled, drawn, trained, updates, wall, cpu)
 
 
 def budget(name: str, settings: Any, steps: int) -> Iterator[str]:
@@ -202,8 +207,8 @@ def judged(run: Path) -> tuple[float, float]:
     return found["greedy"]["value"], found["reward"]["value"]
 
 
-def completions(events: Sequence[Event], n: int) -> tuple[int, int]:
-    """How many were drawn in the steps, n of each row asked for, and how many were trained on."""
+def completions(events: Sequence[Event], n: int) -> tuple[int, int, int]:
+    """How many were drawn in the steps, n of each row asked for, how many were trained on, and in how many updates."""
     spans = [(event.began, event.ended) for event in events if isinstance(event, Step)]
     within = [
         event
@@ -211,8 +216,8 @@ def completions(events: Sequence[Event], n: int) -> tuple[int, int]:
         if isinstance(event, Call) and spans and spans[0][0] <= event.began <= spans[-1][1] and not event.error
     ]
     drawn = sum(n * (call.rows or 0) for call in within if call.endpoint == "generate")
-    updates = (call for call in within if call.endpoint == "update" and call.actor.endswith("Policy"))  # of any backend
-    return drawn, sum(call.rows or 0 for call in updates)
+    updates = [call for call in within if call.endpoint == "update" and call.actor.endswith("Policy")]  # of any backend
+    return drawn, sum(call.rows or 0 for call in updates), len(updates)
 
 
 def ranked(results: Sequence[Result]) -> list[Row]:
@@ -236,6 +241,7 @@ def ranked(results: Sequence[Result]) -> list[Row]:
                 highest=max(ends),
                 drawn=mean(run.drawn for run in runs),
                 trained=mean(run.trained for run in runs),
+                updates=mean(run.updates for run in runs),
                 wall=mean(run.wall for run in runs),
                 cpu=mean(run.cpu for run in runs),
             )
@@ -250,6 +256,7 @@ def figures(rows: Sequence[Row]) -> Iterator[Figure]:
         yield figure(f"exact match, sampled, {row.page}", row.sampled[1], "of 1", row.sampled[0])
         yield figure(f"drawn, {row.page}", row.drawn, "completions/step")
         yield figure(f"trained, {row.page}", row.trained, "completions/step")
+        yield figure(f"updates, {row.page}", row.updates, "updates/step")
         yield figure(f"wall, {row.page}", row.wall, "s")
         yield figure(f"CPU, {row.page}", row.cpu, "s")
 
@@ -257,14 +264,14 @@ def figures(rows: Sequence[Row]) -> Iterator[Figure]:
 def markdown(rows: Sequence[Row]) -> str:
     """The table of docs/benchmarks.md."""
     lines = [
-        "| page | greedy before | after | sampled before | after | drawn a step | trained | wall, s | CPU, s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| page | greedy before | after | sampled before | after | drawn a step | trained | updates | wall, s | CPU, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         spread = f" ({row.lowest:.3f} to {row.highest:.3f})" if row.lowest < row.highest else ""
         cells = [f"`{row.page}`", f"{row.greedy[0]:.3f}", f"{row.greedy[1]:.3f}{spread}"]
         cells += [f"{value:.3f}" for value in row.sampled]
-        cells += [f"{value:,.0f}" for value in (row.drawn, row.trained, row.wall, row.cpu)]
+        cells += [f"{value:,.0f}" for value in (row.drawn, row.trained, row.updates, row.wall, row.cpu)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def result(page: str, after: float, *, given: bool = False) -> Result:
-    return Result(page, given, (0.25, after), (0.125, 0.5), drawn=512, trained=128, wall=40, cpu=30)
+    return Result(page, given, (0.25, after), (0.125, 0.5), drawn=512, trained=128, updates=4, wall=40, cpu=30)
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_completions_are_counted_within_the_steps() -> None:
         Step(1, 3.0, 5.0),
         Call(7, "TorchSampler", "generate", 6.0, 7.0, rows=512),
     ]
-    assert completions(events, 8) == (1024, 500)
-    assert completions([], 8) == (0, 0)
+    assert completions(events, 8) == (1024, 500, 1)
+    assert completions([], 8) == (0, 0, 0)
 
 
 def test_the_best_page_is_first_and_seeds_are_averaged(rows: list[Row]) -> None:
@@ -83,7 +83,7 @@ def test_the_best_page_is_first_and_seeds_are_averaged(rows: list[Row]) -> None:
 
 def test_a_page_has_a_line_and_its_figures(rows: list[Row]) -> None:
     lines = markdown(rows).splitlines()
-    assert lines[2] == "| `high` | 0.250 | 0.625 (0.500 to 0.750) | 0.125 | 0.500 | 512 | 128 | 40 | 30 |"
+    assert lines[2] == "| `high` | 0.250 | 0.625 (0.500 to 0.750) | 0.125 | 0.500 | 512 | 128 | 4 | 40 | 30 |"
     assert lines[4].startswith("| `low` | 0.250 | 0.250 |")
     assert len({line.count("|") for line in lines}) == 1
     found = {each.name: each for each in figures(rows)}
