@@ -46,7 +46,7 @@ class DapoConfig(AlgorithmConfig):
     overlong: int = 0
     """The last so many of `sampling.max_tokens` cost up to 1 of the reward; 0: they cost nothing."""
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     epochs: int = 1
     minibatches: int = 16
     """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""

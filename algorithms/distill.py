@@ -36,7 +36,7 @@ class DistillConfig(AlgorithmConfig):
     sampling: Sampling = Sampling()
     loss: ReverseKl = ReverseKl()
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 256
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400

@@ -43,7 +43,7 @@ class DrGrpoConfig(AlgorithmConfig):
     sampling: GroupSampling = GroupSampling()
     loss: ConstantLoss = ConstantLoss(constant=16)
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     epochs: int = 1
     minibatches: int = 1
     """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""

@@ -38,7 +38,7 @@ class ExpertIterationConfig(AlgorithmConfig):
     at_least: float = 1.0
     """The reward from which on a completion is kept."""
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400

@@ -40,7 +40,7 @@ class GpgConfig(AlgorithmConfig):
     sampling: GroupSampling = GroupSampling()
     loss: ReinforceLoss = ReinforceLoss(normalise="token-mean")
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400

@@ -12,6 +12,7 @@ from meshrl import (
     Environment,
     EnvironmentConfig,
     Episodes,
+    GroupSampling,
     Policy,
     PolicyConfig,
     Reference,
@@ -19,7 +20,6 @@ from meshrl import (
     Run,
     Sampler,
     SamplerConfig,
-    Sampling,
     Task,
     TaskConfig,
     evaluate_during,
@@ -37,11 +37,11 @@ class MultiturnConfig(AlgorithmConfig):
     environment: EnvironmentConfig
     reference: ReferenceConfig
     """Used where `loss.kl` is above 0."""
-    sampling: Sampling = Sampling(n=8)
+    sampling: GroupSampling = GroupSampling()
     """`max_tokens` and `stop` are of a turn."""
     loss: ClippedLoss = ClippedLoss(clip=0.2)
     ahead: int = 0
-    """How many versions the episodes may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the episodes may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` episodes."""
     steps: int = 400

@@ -41,7 +41,7 @@ class OnlineDpoConfig(AlgorithmConfig):
     sampling: PairSampling = PairSampling(n=4)
     loss: PreferenceLoss = PreferenceLoss()
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions, of which two are trained on."""
     steps: int = 400

@@ -53,7 +53,7 @@ class PpoConfig(AlgorithmConfig):
     loss: ClippedLoss = ClippedLoss(clip=0.2, anchor="trainer")
     value_loss: ValueLoss = ValueLoss(clip=0.2)
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     epochs: int = 1
     minibatches: int = 2
     prompts: int = 512

@@ -40,7 +40,7 @@ class ReinforceConfig(AlgorithmConfig):
     sampling: Sampling = Sampling()
     loss: ReinforceLoss = ReinforceLoss()
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 512
     steps: int = 400
 

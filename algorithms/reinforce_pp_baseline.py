@@ -44,7 +44,7 @@ class ReinforcePpBaselineConfig(AlgorithmConfig):
     sampling: GroupSampling = GroupSampling()
     loss: ClippedLoss = ClippedLoss(clip=0.2, kl_estimator="k2")
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     epochs: int = 1
     minibatches: int = 1
     """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""

@@ -48,7 +48,7 @@ class RemaxConfig(AlgorithmConfig):
     kl: float = 0.0
     """The weight of the KL to the reference, which a reward is lowered by."""
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 256
     steps: int = 400
 

@@ -45,7 +45,7 @@ class RlooConfig(AlgorithmConfig):
     kl: float = 0.0
     """The weight of the KL to the reference, which a reward is lowered by."""
     ahead: int = 0
-    """How many versions the rollouts may be behind the policy; above 0 they go on while it trains."""
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions."""
     steps: int = 400

@@ -13,10 +13,10 @@ trained    by those that are given answers, `sft` and `kto`, and by those of pai
            `dapo` draws on until it has so many to train on.
 
 How many they were is counted and told, and so are the optimizer's updates a step, which are the page's own: four of
-`dapo`, `gspo` and `cispo`, two of `ppo`. The pages that are given answers see what the others have to find, and `distill`
-has what `grpo` made for a teacher. Seconds are those of the whole command, with its start and its two evaluations. The
-summary of `kto` is of half of the words, as the others' answers count as bad ones, and that of `multiturn` is of two
-tries: both are judged by `meshrl eval`. About 15 minutes of one core a seed.
+`dapo`, `gspo` and `cispo`, two of `ppo`. The pages that are given answers see what the others have to find, and
+`distill` has what `grpo` made for a teacher. Seconds are those of the whole command, with its start and its two
+evaluations. The summary of `kto` is of half of the words, as the others' answers count as bad ones, and that of
+`multiturn` is of two tries: both are judged by `meshrl eval`. About 15 minutes of one core a seed.
 """
 
 import argparse
@@ -264,7 +264,7 @@ def figures(rows: Sequence[Row]) -> Iterator[Figure]:
 def markdown(rows: Sequence[Row]) -> str:
     """The table of docs/benchmarks.md."""
     lines = [
-        "| page | greedy before | after | sampled before | after | drawn a step | trained | updates | wall, s | CPU, s |",
+        "| page | greedy before | after | sampled before | after | drawn | trained | updates | wall, s | CPU, s |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

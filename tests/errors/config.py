@@ -52,6 +52,10 @@ def schedule_without_an_end() -> None:
     _check(tables='[policy.optimizer]\nschedule = "linear"')
 
 
+def schedule_that_ends_before_the_run() -> None:
+    _check(tables='[policy.optimizer]\nschedule = "linear"\ntotal_steps = 100')
+
+
 def wrong_type() -> None:
     _check('steps = "400"')
 
