@@ -35,6 +35,7 @@ Floats: TypeAlias = NDArray[np.float64]
 ALGORITHMS = Path(__file__).parents[2] / "algorithms"
 FAKE = {"backend": "fake", "model": "none"}
 KL = 0.3
+MAX_TOKENS, OVERLONG = 8, 4
 
 
 def logprobs(tokens: ArrayLike, of: str) -> NDArray[np.float32]:
@@ -169,10 +170,59 @@ def reinforce_pp(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
     return whitened([row.reward - kl * rest(row.log_ratios) for row in rows])
 
 
+def of_groups(rows: Sequence[Row], values: Sequence[float]) -> list[Floats]:
+    """For each row the values of all rows of its group."""
+    pairs = list(zip(rows, values, strict=True))
+    return [np.array([value for other, value in pairs if other.group == row.group]) for row in rows]
+
+
+def spread(rows: Sequence[Row], values: Sequence[float]) -> list[Floats]:
+    """For each row its value, for each of its tokens."""
+    return [np.full(len(row.log_ratios), value) for row, value in zip(rows, values, strict=True)]
+
+
+def grpo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """`(r_i - mean(r)) / std(r)` of the group, the sample's deviation, 1e-6 added to it: arXiv:2402.03300."""
+    rewards = [row.reward for row in rows]
+    return spread(rows, scaled(rewards, of_groups(rows, rewards)))
+
+
+def scaled(rewards: Sequence[float], groups: Sequence[Floats]) -> list[float]:
+    return [(own - float(of.mean())) / (float(of.std(ddof=1)) + 1e-6) for own, of in zip(rewards, groups, strict=True)]
+
+
+def dapo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """As GRPO, but long completions lose `(L_max - L_cache - |y|) / L_cache`: arXiv:2503.14476, equation 13."""
+    lost = [min(max((MAX_TOKENS - OVERLONG - len(row.log_ratios)) / OVERLONG, -1), 0) for row in rows]
+    assert len(set(lost)) > 1
+    rewards = [row.reward + penalty for row, penalty in zip(rows, lost, strict=True)]
+    return spread(rows, scaled(rewards, of_groups(rows, rewards)))
+
+
+def dr_grpo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """`r_i - mean(r)` of the group: arXiv:2503.20783."""
+    groups = of_groups(rows, [row.reward for row in rows])
+    return spread(rows, [row.reward - float(of.mean()) for row, of in zip(rows, groups, strict=True)])
+
+
 def reinforce_pp_baseline(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
-    """The reward less its group's mean, whitened: the same paper, with baseline."""
-    means = {row.group: float(np.mean([each.reward for each in rows if each.group == row.group])) for row in rows}
-    return whitened([np.full(len(row.log_ratios), row.reward - means[row.group]) for row in rows])
+    """The reward less its group's mean, whitened: arXiv:2501.03262, with baseline."""
+    return whitened(dr_grpo(rows, kl, skill))
+
+
+def opo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """`r_i - sum_j l_j r_j / sum_j l_j` over the group, l the learned tokens: arXiv:2505.23585."""
+    rewards = of_groups(rows, [row.reward for row in rows])
+    lengths = of_groups(rows, [float(len(row.log_ratios)) for row in rows])
+    baselines = [float(length @ of / length.sum()) for length, of in zip(lengths, rewards, strict=True)]
+    return spread(rows, [row.reward - baseline for row, baseline in zip(rows, baselines, strict=True)])
+
+
+def gpg(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
+    """`B / (B - M) (r_i - mean(r))`, M of B rows being of groups of equal rewards: arXiv:2504.02546."""
+    equal = sum(len(set(of.tolist())) == 1 for of in of_groups(rows, [row.reward for row in rows]))
+    assert 0 < equal < len(rows)
+    return [len(rows) / (len(rows) - equal) * own for own in dr_grpo(rows, kl, skill)]
 
 
 PAPERS: dict[str, Callable[[Sequence[Row], float, float], list[Floats]]] = {
@@ -180,19 +230,30 @@ PAPERS: dict[str, Callable[[Sequence[Row], float, float], list[Floats]]] = {
     "remax": remax,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "gspo": grpo,
+    "cispo": grpo,
+    "dapo": dapo,
+    "opo": opo,
+    "gpg": gpg,
 }
 
 
 @pytest.mark.parametrize("skill", [0.4, 0.6])
 @pytest.mark.parametrize(
     ("name", "kl"),
-    [("rloo", 0.0), ("rloo", KL), ("remax", 0.0), ("remax", KL), ("reinforce_pp", KL), ("reinforce_pp_baseline", 0.0)],
+    [(name, 0.0) for name in PAPERS] + [("rloo", KL), ("remax", KL), ("reinforce_pp", KL)],
 )
 async def test_a_pages_advantages_are_the_papers(name: str, kl: float, skill: float) -> None:
-    table: dict[str, object] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": 8}}
+    table: dict[str, object] = {"steps": 1, "prompts": 6, "sampling": {"n": 4, "max_tokens": MAX_TOKENS}}
     if kl:
         table["kl"] = kl
-    rows = rows_of(await run_page(name, Told(skill, []), table))
+    if name == "dapo":
+        table["overlong"] = OVERLONG
+    rows = rows_of(
+        await run_page(name, Told(skill, []), table)
+    )  # of one epoch, in as many parts as the page ships with
     assert len(rows) == 24
     assert len({row.reward for row in rows}) > 4
     expected = PAPERS[name](rows, kl, skill)
