@@ -28,6 +28,8 @@ PAGES: dict[str, dict[str, object]] = {
     "dr_grpo": {**GROUP, "loss": {"constant": 4}},
     "gspo": GROUP,
     "cispo": GROUP,
+    # On fakes each update makes the policy better: 16 a step soon solve the task, and then no prompt is left whose
+    # completions are not all right, which dynamic sampling ends with an error.
     "dapo": {**GROUP, "minibatches": 1},
     "reinforce_pp": {**SINGLE, "kl": 1e-3},
     "reinforce_pp_baseline": GROUP,
@@ -38,7 +40,7 @@ PAGES: dict[str, dict[str, object]] = {
 """What each page is run with here: 64 completions a step."""
 
 CLIPPED = ("grpo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforce_pp_baseline", "ppo")
-"""The pages that may make several updates of a batch; all but the first meet the clip."""
+"""The pages that may make several updates of a batch, of which all but the first meet the clip."""
 
 TAUGHT = {**PAGES, "grpo": GROUP, "ppo": {**SINGLE, "critic": {"optimizer": {"lr": 0.02}}}}
 TAUGHT.update({name: {**TAUGHT[name], "minibatches": 2} for name in CLIPPED})
