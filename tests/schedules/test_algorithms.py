@@ -75,6 +75,10 @@ async def grpo(seed: int) -> None:
     await train("grpo", seed)
 
 
+async def grpo_in_parts(seed: int) -> None:
+    await train("grpo", seed, epochs=2, minibatches=2)
+
+
 async def ppo(seed: int) -> None:
     await train("ppo", seed, epochs=2, minibatches=2)
 
@@ -87,6 +91,6 @@ async def remax(seed: int) -> None:
     await train("remax", seed, kl=0.1 * (seed % 2))
 
 
-@pytest.mark.parametrize("scenario", [grpo, ppo, rloo, remax])
+@pytest.mark.parametrize("scenario", [grpo, grpo_in_parts, ppo, rloo, remax])
 def test_a_shipped_script_keeps_the_bound(scenario: Scenario) -> None:
     explore(scenario, seeds=40)
