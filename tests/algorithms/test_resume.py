@@ -105,7 +105,7 @@ max_tokens = 5
 """
 REWARDED = "reward.function=rewards.py:right_letters"
 MORE = {
-    "grpo": ["prompts=8", "sampling.n=4", REWARDED],
+    "grpo": ["prompts=8", "sampling.n=4", "minibatches=2", REWARDED],
     "grpo on fsdp": ["prompts=8", "sampling.n=4", "policy.backend=fsdp", REWARDED],
     "grpo, written meanwhile": ["prompts=8", "sampling.n=4", "run.checkpoint_async=true", REWARDED],
     "ppo": ["prompts=12", "minibatches=2", "critic.optimizer.lr=1e-2", REWARDED],
@@ -172,11 +172,12 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path, start: Start, cas
     (tmp_path / "mine.toml").write_text(CONFIG.format(algorithm=algorithm), "utf-8")
 
     assert start(tmp_path, "mine.toml", [*MORE[case], "run.name=whole"]) == 0
-    parts = 2 if algorithm == "ppo" else 1  # updates in a step, and actors in a checkpoint
+    updates = 2 if "minibatches=2" in MORE[case] else 1  # of the policy in a step
+    actors = 2 if algorithm == "ppo" else 1  # in a checkpoint
     for moment, last, whole in [
         ("in a step", 1, []),
-        ("in a step", 3 * parts, ["step-000002"]),
-        ("while a checkpoint is written", parts, ["step-000002"]),
+        ("in a step", 2 * updates + 1, ["step-000002"]),  # the first update of the third step
+        ("while a checkpoint is written", actors, ["step-000002"]),
         ("between two steps", 2, ["step-000002", "step-000004", "step-000006"]),
     ]:
         resumed = [*MORE[case], "run.name=killed", "run.resume=true"]
