@@ -154,9 +154,10 @@ def rloo(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
 
 
 def remax(rows: Sequence[Row], kl: float, skill: float) -> list[Floats]:
-    """`r(y) - r(greedy)`, less the KL from the token on: arXiv:2310.10505. Greedy is right from a skill of 1/2 on."""
+    """`R(y) - r(greedy)`, R as for RLOO: arXiv:2310.10505. The greedy completion is right from a skill of 1/2 on."""
     greedy = [reward(row.answer if skill >= 0.5 else row.prompt) for row in rows]
-    return [row.reward - baseline - kl * rest(row.log_ratios) for row, baseline in zip(rows, greedy, strict=True)]
+    lowered = [row.reward - kl * float(row.log_ratios.sum()) for row in rows]
+    return spread(rows, [own - baseline for own, baseline in zip(lowered, greedy, strict=True)])
 
 
 def whitened(values: Sequence[Floats]) -> list[Floats]:
