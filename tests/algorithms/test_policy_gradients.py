@@ -46,6 +46,8 @@ TAUGHT = {**PAGES, "grpo": GROUP, "ppo": {**SINGLE, "critic": {"optimizer": {"lr
 TAUGHT.update({name: {**TAUGHT[name], "minibatches": 2} for name in CLIPPED})
 TAUGHT.update({name: {**TAUGHT[name], "kl": 1e-3} for name in ("rloo", "remax")})
 TAUGHT["cispo"]["loss"] = {"clip_high": 0.2}
+# Slower than the others: dynamic sampling ends with an error where every prompt is solved.
+TAUGHT["dapo"]["policy"] = {"model": MODEL, "optimizer": {"lr": 0.01}}
 """On a model all of them, with those that have tests of their own on fakes."""
 
 COMPARES_A_GROUP = [name for name, table in PAGES.items() if table["sampling"] == GROUP["sampling"]]
