@@ -98,7 +98,7 @@ class Script:
         """Whether this may be done now."""
         return self.is_free or self.next(what) is not None
 
-    def drop(self, labels: AbstractSet[int]) -> None:
+    def check_dropped(self, labels: AbstractSet[int]) -> None:
         """`keep` does not want these groups. DataError where the run that is repeated trained on one."""
         if lost := labels & self._delivered:
             raise DataError(

@@ -326,7 +326,7 @@ class Rollouts:
         self._assembly.put(scored.select(here))
         for label in whole.keys() - unwanted - gone:
             self.ledger.finish(label, whole[label])
-        self._script.drop(unwanted - gone)
+        self._script.check_dropped(unwanted - gone)
         self.ledger.drop(unwanted - gone, "filtered")
         self._assembly.forget(unwanted - gone)
         self._note_gauges()
