@@ -129,7 +129,7 @@ def rewards_to_go(
     batch, `whiten(rewards_to_go(...), loss_mask)`.
     """
     nothing = Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
-    return gae(rewards, nothing, loss_mask, Gae(decay=1, kl=kl), logprobs, reference)[0]
+    return _gae("rewards_to_go", "kl", rewards, nothing, loss_mask, Gae(decay=1, kl=kl), logprobs, reference)[0]
 
 
 def gae(
@@ -156,20 +156,7 @@ def gae(
     column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
     (arXiv:1909.08593), equation 2.
     """
-    last = _one_a_row("gae", rewards, loss_mask)
-    mask = np.asarray(loss_mask.values, np.bool_)
-    value = learned_values("values", values, loss_mask)
-    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
-    counts = np.bincount(row[mask], minlength=len(loss_mask))
-    last[counts == 0] = 0
-    _check_finite("gae", last)
-    ends = np.cumsum(counts)
-    reward = np.zeros(len(value))
-    if config.kl:
-        reward -= _penalties("gae", "gae.kl", config, loss_mask, logprobs, reference)
-    reward[ends[counts > 0] - 1] += last[counts > 0]
-    advantages = _discounted(reward, value, counts, config)
-    return _spread(advantages, loss_mask), _spread(advantages + value, loss_mask)
+    return _gae("gae", "gae.kl", rewards, values, loss_mask, config, logprobs, reference)
 
 
 def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
@@ -195,6 +182,33 @@ def learned_values(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.f
             f"{len(loss_mask.values)}, or rows of other lengths: both must have one value for each token"
         )
     return np.asarray(column.values, np.float64)[np.asarray(loss_mask.values, np.bool_)]
+
+
+def _gae(
+    name: str,
+    setting: str,
+    rewards: ArrayLike,
+    values: Ragged,
+    loss_mask: Ragged,
+    config: Gae,
+    logprobs: Ragged | None,
+    reference: Ragged | None,
+) -> tuple[Ragged, Ragged]:
+    """What `gae` returns; `name` and `setting` are those that messages call the function and the weight of the KL."""
+    last = _one_a_row(name, rewards, loss_mask)
+    mask = np.asarray(loss_mask.values, np.bool_)
+    value = learned_values("values", values, loss_mask)
+    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
+    counts = np.bincount(row[mask], minlength=len(loss_mask))
+    last[counts == 0] = 0
+    _check_finite(name, last)
+    ends = np.cumsum(counts)
+    reward = np.zeros(len(value))
+    if config.kl:
+        reward -= _penalties(name, setting, config, loss_mask, logprobs, reference)
+    reward[ends[counts > 0] - 1] += last[counts > 0]
+    advantages = _discounted(reward, value, counts, config)
+    return _spread(advantages, loss_mask), _spread(advantages + value, loss_mask)
 
 
 def _discounted(
