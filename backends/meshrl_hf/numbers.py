@@ -1,6 +1,7 @@
 """The small file beside a model's tensors in a checkpoint, which says whose they are."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, TypeVar
@@ -35,6 +36,9 @@ def opened(folder: Path, role: str, files: str, read: Callable[[], T]) -> tuple[
 
     `files`: a pattern of what this backend calls its files of tensors. ModelError where there are others alone.
     """
+    said = _role(folder)
+    if said not in ("", role):
+        raise ModelError(f"{folder} is the state of a {said}, not of a {role}; {REMEDY}")
     there = sorted(each.name for each in folder.glob("*.safetensors"))
     if there and not any(fnmatch(name, files) for name in there):
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
@@ -50,8 +54,6 @@ def opened(folder: Path, role: str, files: str, read: Callable[[], T]) -> tuple[
         raise ModelError(
             f"{folder} cannot be read as the state of a {role}: {type(error).__name__}: {error}. {REMOVE}"
         ) from error
-    if numbers.role != role:
-        raise ModelError(f"{folder} is the state of a {numbers.role}, not of a {role}; {REMEDY}")
     return numbers, found
 
 
@@ -61,3 +63,10 @@ def another(folder: Path, role: str, name: str, there: str, here: str) -> ModelE
         f"{folder} is the state of another {role}: `{name.partition('/')[2]}` is {there} there and {here} here; "
         f"{REMEDY}"
     )
+
+
+def _role(folder: Path) -> str:
+    """Whose state it is, whatever backend has written it; empty where the file does not tell."""
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode((folder / _FILE).read_bytes(), type=Numbers).role
+    return ""

@@ -9,11 +9,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
-from meshrl import Batch, ClippedLoss, FsdpConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
+from meshrl import Batch, ClippedLoss, CriticConfig, FsdpConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
+from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
@@ -112,6 +113,15 @@ async def test_a_checkpoint_of_another_backend_is_told_as_such(tmp_path: Path) -
             await other.restore(str(tmp_path / f"fsdp-{steps}"))
         with pytest.raises(ModelError, match=f"another backend has written: it {of_one}"):
             await policy().restore(str(tmp_path / f"torch-{steps}"))
+
+
+async def test_a_checkpoint_of_another_role_and_backend_is_told_as_one_of_another_role(tmp_path: Path) -> None:
+    await TorchCritic(CriticConfig(model=MODEL)).checkpoint(str(tmp_path))
+    with pytest.raises(ModelError, match=r"is the state of a critic, not of a policy"):
+        await policy().restore(str(tmp_path))
+    (tmp_path / "state.json").write_text("")
+    with pytest.raises(ModelError, match="another backend has written"):
+        await policy().restore(str(tmp_path))
 
 
 async def test_a_checkpoint_that_does_not_tell_its_files_is_read(tmp_path: Path) -> None:
