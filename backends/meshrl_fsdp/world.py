@@ -5,25 +5,21 @@ from math import prod
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
-from meshrl_hf.group import join
+from meshrl_hf.group import Shared, join
 from meshrl_hf.ranks import Ranks
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
 TP: Final = "tp"
 
-_meshes: Final[dict[tuple[object, ...], DeviceMesh]] = {}
-"""By device and grid of ranks: roles of one layout share their process groups, which take threads and are never given
-back."""
-_world: dist.ProcessGroup | None = None
-"""The default group that they are of: where a process was made anew, all are."""
+_meshes: Final[Shared[DeviceMesh]] = Shared()
+"""By device and grid of ranks: roles of one layout share their process groups."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,5 @@ class World(Ranks):
 
 def _shared(device: torch.device, grid: Tensor) -> DeviceMesh:
     """The mesh of this grid, int64[replicate, shard, tp]: made once a process, by all ranks at the same time."""
-    global _world  # noqa: PLW0603 - as torch's default group, of which these are parts
-    if _world is not dist.group.WORLD:
-        _meshes.clear()
-        _world = dist.group.WORLD
     key = device.type, *grid.shape, *grid.flatten().tolist()
-    if key not in _meshes:
-        _meshes[key] = DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP))
-    return _meshes[key]
+    return _meshes.get(key, lambda: DeviceMesh(device.type, grid, mesh_dim_names=(REPLICATE, SHARD, TP)))

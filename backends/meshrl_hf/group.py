@@ -1,6 +1,8 @@
 """The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
 
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Final, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -10,8 +12,7 @@ from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl_hf.meeting import PATIENCE, are_processes, meet, place
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+T = TypeVar("T")
 
 
 class _Joined(NamedTuple):
@@ -23,6 +24,31 @@ class _Joined(NamedTuple):
 
 
 _joined: _Joined | None = None
+_first: Final = Lock()
+"""For the default group of a mesh of one rank: the local engine's roles are threads of one process."""
+
+
+class Shared(Generic[T]):
+    """What is made of process groups, once a process for each key: they take threads, and are never given back.
+
+    Where the default group was made anew, what was made of the old one is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, T] = {}
+        self._world: dist.ProcessGroup | None = None
+        """The default group that they are of."""
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned when it was called for this key. All ranks ask for the same keys in the same order."""
+        with self._lock:
+            if self._world is not dist.group.WORLD:
+                self._made.clear()
+                self._world = dist.group.WORLD
+            if key not in self._made:
+                self._made[key] = make()
+            return self._made[key]
 
 
 def join(rank: Rank, device: torch.device, backend: str) -> None:
@@ -32,9 +58,10 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
     """
     global _joined  # noqa: PLW0603 - torch has one default group a process
     if rank.size == 1:
-        if not dist.is_initialized():
-            own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
-            dist.init_process_group(_carrier(device), store=own(), rank=0, world_size=1)
+        with _first:
+            if not dist.is_initialized():
+                own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
+                dist.init_process_group(_carrier(device), store=own(), rank=0, world_size=1)
         return
     if not are_processes(rank):
         raise ConfigError(

@@ -1,11 +1,13 @@
 """Process groups along a mesh's axes: made once a process, shared by all roles that need the same ranks."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from meshrl_hf.group import Shared
 from meshrl_megatron.core import ProcessGroupCollection
 
 AXES: Final = ("dp", "pp", "cp", "tp")
@@ -14,10 +16,8 @@ AXES: Final = ("dp", "pp", "cp", "tp")
 _PLACES: Final = ("apart", "ep", *AXES[1:])
 """The same, with dp in two: ranks along `ep` divide experts among them, those along `apart` have the same ones."""
 
-_groups: Final[dict[tuple[int, ...], dist.ProcessGroup | None]] = {}
+_groups: Final[Shared[dist.ProcessGroup | None]] = Shared()
 """By ranks, those of other ranks too, as None: so that no rank makes one again."""
-_world: dist.ProcessGroup | None = None
-"""The default group that they are of: where a process was made anew, all are."""
 
 
 class Grid:
@@ -94,16 +94,14 @@ class Grid:
 
 def _group(lists: Sequence[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
     """The one of these groups that this rank is in."""
-    global _world  # noqa: PLW0603 - as torch's default group, of which these are parts
-    if _world is not dist.group.WORLD:
-        _groups.clear()
-        _world = dist.group.WORLD
-    for ranks in lists:
-        if ranks not in _groups:
-            made = dist.new_group(list(ranks))
-            _groups[ranks] = made if isinstance(made, dist.ProcessGroup) else None
-    own = (_groups[ranks] for ranks in lists if rank in ranks)
-    return next(group for group in own if group is not None)
+    made = {ranks: _groups.get(ranks, partial(_made, ranks)) for ranks in lists}
+    return next(group for ranks, group in made.items() if rank in ranks and group is not None)
+
+
+def _made(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A new group; None where this rank is not in it."""
+    group = dist.new_group(list(ranks))
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _count(shape: Mapping[str, int]) -> int:
