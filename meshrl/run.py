@@ -190,8 +190,9 @@ class Run:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
 
         Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
-        the loop where that was written; loops before it are over. DataError where a schedule is replayed of another
-        number of steps, or of other publications for an evaluation, and for a count below 0.
+        the loop where that was written; loops before it are over. DataError for a count below 0, and for steps that
+        a replayed schedule does not fit: fewer than there, more where weights came after the loop there, and others
+        that weights are published at for an evaluation.
         """
         if count < 0:
             raise DataError(f"run.steps({count}): a loop has 0 steps or more")
@@ -225,6 +226,8 @@ class Run:
             if after:
                 await self._beside.turn(self._done)
             await self._beside.settle()
+            if self._schedule:
+                self._schedule.end_loop()
             return
         if step == first:
             self._begin_loop(loop, first, count)

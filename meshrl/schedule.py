@@ -60,7 +60,13 @@ class Loop(msgspec.Struct, tag_field="kind", tag="loop", frozen=True):
     """Steps between two publications for an evaluation; None where a script publishes its weights itself."""
 
 
-Entry: TypeAlias = Decision | Opened | Load | Loop
+class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
+    """The loop of this number came to its end."""
+
+    loop: int
+
+
+Entry: TypeAlias = Decision | Opened | Load | Loop | Ended
 _decoder = msgspec.json.Decoder(Entry)
 
 
@@ -139,18 +145,24 @@ class Schedule:
         return Script(self.write, number, decided, lambda: self._number(sampler))
 
     def loop(self, loop: Loop) -> None:
-        """A loop over steps begins. DataError where that of the run that is repeated was another.
+        """A loop over steps begins. DataError where weights may come otherwise than in the run that is repeated.
 
-        A run that had ended before it says nothing.
+        So they may with fewer steps, with other publications for an evaluation, and, where some came after the loop,
+        with more steps, which go on when the record ends. A run that had ended before, or had no weights, says nothing.
         """
         number, self._loops = self._loops, self._loops + 1
-        before = [each for each in self._replayed or () if isinstance(each, Loop)][number : number + 1]
-        if before not in ([], [loop]):
+        entries = self._replayed or ()
+        before = [each for each in entries if isinstance(each, Loop)][number : number + 1]
+        if before and not _fits(before[0], loop, entries, number):
             raise DataError(
-                "the schedule that is replayed is of another loop, and the sampler would wait for weights that never "
+                "the schedule that is replayed is of another loop, and the sampler might wait for weights that never "
                 f"come: {_differing(before[0], loop)}. {_REMEDY}"
             )
         self.write(loop)
+
+    def end_loop(self) -> None:
+        """The loop that began last came to its end."""
+        self.write(Ended(self._loops - 1))
 
     async def load(self, sampler: Sampler, weights: Weights) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
@@ -207,6 +219,15 @@ async def _load(sampler: Sampler, weights: Weights) -> Batch:
         if column in places:
             gauge(name, float(places.row(column).max()))
     return places
+
+
+def _fits(there: Loop, here: Loop, entries: Sequence[Entry], number: int) -> bool:
+    """Whether the weights that the loop of this number had come in another one, too, and in the same order."""
+    loads = [index for index, each in enumerate(entries) if isinstance(each, Load)]
+    if there == here or not loads:
+        return True
+    is_last = Ended(number) not in entries or loads[-1] < entries.index(Ended(number))
+    return there.published_every == here.published_every and there.steps < here.steps and is_last
 
 
 def _differing(there: Opened | Loop, here: Opened | Loop) -> str:
