@@ -35,7 +35,7 @@ RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 ROLES = {"Reward": "meshrl.rewards:FunctionReward", "Environment": "meshrl.environment:FunctionEnvironment"}
 """What the backend `function` offers to the registry."""
 
-_HOLD_A_MODEL = ("torch", "fsdp")
+_HOLD_A_MODEL = ("torch", "fsdp", "megatron")
 """Backends of which a `RewardConfig` can be no table."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl import Batch, RewardConfig
+from meshrl import Batch, RewardConfig, sandbox
 from meshrl.rewards import FunctionReward
 from meshrl.sandbox import Enforced, Limits, code_of, enforced, run_tests
 
@@ -148,7 +148,8 @@ def test_code_of(completion: str, code: str) -> None:
     assert code_of(completion) == code
 
 
-async def test_as_a_reward() -> None:
+async def test_as_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "Limits", lambda: LONG)  # on a busy machine a process may be long in starting
     reward = FunctionReward(RewardConfig(function="code_tests"))
     rows: list[object] = [{"tests": TESTS}, {"tests": TESTS[0]}, {"tests": []}, {}]
     completions = [f"```python\n{ADD}```", "def add(a, b): return 0", ADD, ADD]
