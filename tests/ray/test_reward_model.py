@@ -84,6 +84,7 @@ async def test_scores_are_those_of_one_rank(two: Mesh, judge: str, backend: str,
     assert [error is None for error in expected.objects("reward_error")] == [row != 3 for row in range(9)]
 
 
+@pytest.mark.timeout(300)  # a micro-batch for each token waits for the other process each time: long on a busy machine
 @pytest.mark.parametrize("judge", [LLAMA], ids=["llama"], indirect=True)
 async def test_a_row_that_no_rank_can_take_leaves_the_others_free(two: Mesh, judge: str) -> None:
     made = await spawn(two.shape(dp=2), judge, budget=1)
