@@ -195,7 +195,9 @@ def _gae(
     reference: Ragged | None,
 ) -> tuple[Ragged, Ragged]:
     """What `gae` returns; `name` and `setting` are those that messages call the function and the weight of the KL."""
-    last = _one_a_row(name, rewards, loss_mask)
+    last = np.array(rewards, np.float64)
+    if last.shape != (len(loss_mask),):
+        raise DataError(f"{name}: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one a row")
     mask = np.asarray(loss_mask.values, np.bool_)
     value = learned_values("values", values, loss_mask)
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
@@ -227,16 +229,6 @@ def _discounted(
         after = values[at]
         found[at] = later
     return found
-
-
-def _one_a_row(name: str, rewards: ArrayLike, loss_mask: Ragged) -> NDArray[np.float64]:
-    """A copy of the rewards, float64[rows]; DataError if there is not one for each row."""
-    values = np.array(rewards, np.float64)
-    if values.shape != (len(loss_mask),):
-        raise DataError(
-            f"{name}: rewards have shape {values.shape} and there are {len(loss_mask)} rows: give one a row"
-        )
-    return values
 
 
 def _penalties(
