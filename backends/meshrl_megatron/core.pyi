@@ -137,6 +137,7 @@ class ProcessGroupCollection:
 class ColumnParallelLinear(nn.Module):
     tp_group: ProcessGroup
     weight: nn.Parameter  # not in the head of a tied model, where it is None
+    bias: nn.Parameter | None
     def __call__(self, input_: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
 class RowParallelLinear(nn.Module):
@@ -146,7 +147,9 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     weight: nn.Parameter
 
-class MLP(nn.Module): ...
+class MLP(nn.Module):
+    linear_fc2: RowParallelLinear
+
 class SequentialMLP(nn.Module): ...
 class MoELayer(nn.Module): ...
 
@@ -160,7 +163,11 @@ class TransformerLayer(nn.Module):
 class SelfAttention(nn.Module):
     core_attention: nn.Module
     linear_proj: RowParallelLinear
-    def get_query_key_value_tensors(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    q_layernorm: nn.Module | None
+    k_layernorm: nn.Module | None
+    hidden_size_per_attention_head: int
+    num_attention_heads_per_partition: int
+    num_query_groups_per_partition: int
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None: ...
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup) -> Tensor: ...
@@ -213,7 +220,7 @@ class TransformerLayerSubmodules:
     self_attention: ModuleSpec
     self_attn_bda: Callable[[bool, bool], _Add]
     pre_mlp_layernorm: type[nn.Module]
-    mlp: ModuleSpec
+    mlp: object  # a ModuleSpec, or what has its fields
     mlp_bda: Callable[[bool, bool], _Add]
 
 @dataclass

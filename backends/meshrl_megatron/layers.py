@@ -1,7 +1,8 @@
 """Our own layers for Megatron's blocks: attention over packed sequences, and a norm that knows of split sequences."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,9 @@ from meshrl_megatron.core import (
     TransformerConfig,
     TransformerLayer,
     TransformerLayerSubmodules,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_bias_dropout_add,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass
@@ -86,36 +83,61 @@ class VarlenAttention(nn.Module):
         )
 
 
+class FusedLinear(ColumnParallelLinear):
+    """Linear layers that read the same states: their weights are one parameter, one below the other."""
+
+    def outputs(self, states: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Each layer's [tokens, 1, size], of the rank's rows.
+
+        On one rank each layer is a product of its own, whose result lies by itself: the operations of transformers,
+        and so their bits. On several ranks it is one product, which Megatron overlaps with its communication.
+        """
+        if self.tp_group.size() > 1:
+            fused, _ = self(states)
+            return torch.split(fused, list(sizes), -1)
+        weights = self.weight.split(list(sizes))
+        biases = (None,) * len(sizes) if self.bias is None else self.bias.split(list(sizes))
+        return [functional.linear(states, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
 class PackedAttention(SelfAttention):
-    """Megatron's projections around attention over packed sequences, with the positions that the sequences have."""
+    """Megatron's projections around attention over packed sequences, with the positions that the sequences have.
+
+    The rows of the fused projection are all queries' of this rank, then all keys', then all values'.
+    """
+
+    linear_qkv: FusedLinear
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: Packing, **_: object
     ) -> tuple[Tensor, Tensor | None]:
         """The output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        query, key, value = self._projected(hidden_states)
         query, key = (_rotated(states, packed_seq_params) for states in (query, key))
         mixed = self.core_attention(query, key, value, packed_seq_params)
         return self.linear_proj(mixed)
 
+    def _projected(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [tokens, 1, heads, dims], the first two normalised where the model does that."""
+        dims = self.hidden_size_per_attention_head
+        heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+        outputs = self.linear_qkv.outputs(states, [count * dims for count in (heads, groups, groups)])
+        query, key, value = (each.unflatten(-1, (-1, dims)) for each in outputs)
+        if self.q_layernorm is None or self.k_layernorm is None:
+            return query, key, value
+        return self.q_layernorm(query), self.k_layernorm(key), value
 
-class BiasedProjection(ColumnParallelLinear):
-    """A linear layer that adds its bias as it multiplies, as torch's own does: Megatron's rounds the product before."""
 
-    def _forward_impl(
-        self,
-        input: Tensor,  # noqa: A002 -- Megatron calls it so
-        weight: Tensor,
-        *,
-        bias: Tensor,
-        sequence_parallel: bool,
-        **_: object,
-    ) -> Tensor:
-        if sequence_parallel:
-            whole = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:
-            whole = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return functional.linear(whole, weight, bias)
+class GatedMlp(MLP):
+    """down(silu(gate(x)) * up(x)), arXiv:2002.05202."""
+
+    linear_fc1: FusedLinear
+
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
+        """The output [tokens, 1, hidden] and its bias, from states [tokens, 1, hidden]."""
+        rows = len(self.linear_fc1.weight) // 2
+        gate, up = self.linear_fc1.outputs(hidden_states, (rows, rows))
+        return self.linear_fc2(functional.silu(gate) * up)
 
 
 def _rotated(states: Tensor, packing: Packing) -> Tensor:
@@ -140,19 +162,29 @@ class Router(TopKRouter):
         """Nothing: there is none, and Megatron's own would be compiled to find that out."""
 
 
-def _mlp(config: TransformerConfig) -> ModuleSpec:
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+@dataclass(frozen=True)
+class _Gated:
+    """A GatedMlp to be built: no ModuleSpec, to which Megatron would add what its own MLP is given."""
+
+    params: Mapping[str, object]
+    submodules: MLPSubmodules
+    module: type[GatedMlp] = GatedMlp
+
+
+def _mlp(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec | _Gated:
     if not config.num_moe_experts:
-        return ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=linears)
+        linears = MLPSubmodules(linear_fc1=FusedLinear, linear_fc2=RowParallelLinear)
+        return _Gated({"ffn_hidden_size": config.ffn_hidden_size, "tp_group": tp}, linears)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = ModuleSpec(module=SequentialMLP, submodules=linears)
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """A decoder's layer of these."""
+def layer_spec(config: TransformerConfig, tp: dist.ProcessGroup) -> ModuleSpec:
+    """A decoder's layer of these, whose matrices the ranks of `tp` divide."""
     norm = RmsNorm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
-        linear_qkv=BiasedProjection if config.add_qkv_bias else ColumnParallelLinear,
+        linear_qkv=FusedLinear,
         core_attention=VarlenAttention,
         linear_proj=RowParallelLinear,
         q_layernorm=norm,
@@ -165,7 +197,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
             self_attention=ModuleSpec(module=PackedAttention, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RmsNorm,
-            mlp=_mlp(config),
+            mlp=_mlp(config, tp),
             mlp_bda=get_bias_dropout_add,
         ),
     )

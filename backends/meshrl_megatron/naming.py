@@ -1,8 +1,8 @@
 """What a stage's parameters are called, and where they lie, in Hugging Face's tensors.
 
-Megatron-Core fuses and splits what Hugging Face holds apart: queries, keys and values are one matrix, interleaved by
-query group; gate and up are one; each rank of the axis tp holds a part, and the vocabulary is padded. All of it is
-told as rectangles, so that nothing has to be whole to be read or written.
+What Hugging Face holds apart is one parameter here: queries, keys and values, one below the other, and gate and up.
+Each rank of the axis tp holds a part, and the vocabulary is padded. All of it is told as rectangles, so that nothing
+has to be whole to be read or written.
 """
 
 import re
@@ -157,17 +157,15 @@ def _expert_down(shape: Shape, place: Place) -> list[Piece]:
 
 
 def _qkv(kind: str, shape: Shape, place: Place) -> list[Piece]:
-    """[groups / tp * (heads / groups + 2) * head_dim, hidden]: each group's queries, its keys, its values."""
+    """[(heads + 2 * groups) / tp * head_dim, hidden]: the rank's queries, its keys, its values."""
     tail = (shape.hidden,) if kind == "weight" else ()
-    each = {"q": shape.heads // shape.groups * shape.head_dim, "k": shape.head_dim, "v": shape.head_dim}
-    groups = shape.groups // place.tp_size
     found: list[Piece] = []
     start = 0
-    for group in range(place.tp * groups, (place.tp + 1) * groups):
-        for head, rows in each.items():
-            size, offsets = (shape.groups * rows, *tail), (group * rows, *(0 for _ in tail))
-            found.append(Piece(f"self_attn.{head}_proj.{kind}", size, offsets, _rows(start, rows)))
-            start += rows
+    for head, count in (("q", shape.heads), ("k", shape.groups), ("v", shape.groups)):
+        rows = count // place.tp_size * shape.head_dim
+        size, offsets = (count * shape.head_dim, *tail), (place.tp * rows, *(0 for _ in tail))
+        found.append(Piece(f"self_attn.{head}_proj.{kind}", size, offsets, _rows(start, rows)))
+        start += rows
     return found
 
 

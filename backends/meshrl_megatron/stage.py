@@ -23,14 +23,14 @@ from meshrl_megatron.core import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from meshrl_megatron.layers import BiasedProjection, Packing, RmsNorm, assembled, layer_spec
+from meshrl_megatron.layers import FusedLinear, Packing, RmsNorm, assembled, layer_spec
 from meshrl_megatron.parts import Part
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.vocabulary import logprobs
 
 _SPLIT: Final[Mapping[type[nn.Module], int]] = {
-    BiasedProjection: 0,
     ColumnParallelLinear: 0,
+    FusedLinear: 0,
     RowParallelLinear: 1,
     VocabParallelEmbedding: 0,
 }
@@ -75,7 +75,7 @@ class Stage(GPTModel):
         """
         super().__init__(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules([layer_spec(config)] * layers, RmsNorm),
+            transformer_layer_spec=TransformerBlockSubmodules([layer_spec(config, groups.tp)] * layers, RmsNorm),
             vocab_size=shape.padded(groups.tp.size()),
             max_sequence_length=0,
             pre_process=first,

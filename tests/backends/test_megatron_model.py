@@ -1,6 +1,7 @@
 """One rank's forward pass, against transformers with its own SDPA: the same bits for the same shapes of matrices."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from meshrl import Batch, MegatronConfig, PolicyConfig, Ragged
 from meshrl.actor import Rank, rank_context
@@ -50,9 +52,46 @@ LogProbs: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 LENGTHS: Final = (9, 2, 17, 30, 9, 5)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
+ROUNDING: Final = {"mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "mean", "sum"} | {
+    "pow",
+    "rsqrt",
+    "cos",
+    "sin",
+    "silu",
+    "exp",
+    "_log_softmax",
+}
+"""Operations whose last bits hang on where a number stands: on a sum's order, a vector's lane or a scalar tail."""
+
+
+class Trace(TorchDispatchMode):
+    """The operations that round, each with the shapes and strides of its tensors, sizes of 1 left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[tuple[str, *tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func.overloadpacket.__name__)
+        if name in ROUNDING:
+            self.operations.append((name, *(self._form(each) for each in args)))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _form(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        steps = zip(value.shape, value.stride(), strict=True)
+        return value.dtype, [(size, stride) for size, stride in steps if size != 1]
+
+
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    rank_context.set(Rank(threads=request.param))
+    torch.set_num_threads(request.param)
+    yield request.param
     torch.set_num_threads(1)
 
 
@@ -87,18 +126,23 @@ def scored(model: Model, batch: Batch) -> Tensor:
     return torch.from_numpy(found.values.copy())
 
 
-@torch.no_grad()
-def of_transformers(folder: Path, dtype: str, batch: Batch) -> tuple[list[Tensor], Tensor]:
-    """Each row's logits before its last token, and the log-probs of all tokens."""
+def reference(folder: Path, dtype: str) -> PreTrainedModel:
+    """The model as transformers computes it."""
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
     for parameter in network.parameters():
         parameter.data = parameter.data.clone()  # in a mapped file they lie askew, which tells in products of one row
+    return cast("PreTrainedModel", network)
+
+
+@torch.no_grad()
+def of_transformers(network: PreTrainedModel, batch: Batch) -> tuple[list[Tensor], Tensor]:
+    """Each row's logits before its last token, and the log-probs of all tokens."""
     chosen = cast("LogProbs", _Chosen.apply)
     logits: list[Tensor] = []
     found: list[Tensor] = []
     for tokens, temperature in zip(batch.tokens, batch.row("temperature"), strict=True):
         ids = torch.from_numpy(tokens.astype(np.int64))
-        logits.append(network(input_ids=ids[None, :-1]).logits[0])
+        logits.append(network(input_ids=ids[None, :-1], use_cache=False).logits[0])
         scale = torch.full((len(ids) - 1,), float(temperature))
         found += [torch.zeros(1), chosen(logits[-1], ids[1:], scale)]
     return logits, torch.cat(found)
@@ -118,15 +162,27 @@ def test_one_row_has_the_bits_of_transformers(
     monkeypatch.setattr(stage, "logprobs", watched)
     batch = rows(length)
     found = scored(built(folder, dtype), batch)
-    (logits,), expected = of_transformers(folder, dtype, batch)
+    (logits,), expected = of_transformers(reference(folder, dtype), batch)
     assert [each.dtype for each in seen] == [getattr(torch, dtype)]
     assert torch.equal(seen[0], logits)
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("length", [2, 17])
+def test_each_operation_that_rounds_is_that_of_transformers(folder: Path, dtype: str, length: int) -> None:
+    """So equal bits are no luck of one processor: the same sums, of the same shapes, at the same strides."""
+    batch, model, network = rows(length), built(folder, dtype), reference(folder, dtype)
+    with Trace() as ours:
+        scored(model, batch)
+    with Trace() as theirs:
+        of_transformers(network, batch)
+    assert {name for name, *_ in theirs.operations} >= {"mm", "silu", "mean", "rsqrt", "cos", "_log_softmax"}
+    assert Counter(map(repr, ours.operations)) == Counter(map(repr, theirs.operations))
+
+
 def test_packed_rows_are_those_of_transformers_but_for_rounding(folder: Path, dtype: str) -> None:
     """Matrices of other shapes add in another order."""
     batch = rows(*LENGTHS)
-    _, expected = of_transformers(folder, dtype, batch)
+    _, expected = of_transformers(reference(folder, dtype), batch)
     rounding = 1e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(scored(built(folder, dtype), batch), expected, rtol=0, atol=rounding)

@@ -98,25 +98,15 @@ def test_ranks_hold_each_element_once_and_nothing_but_padding_besides(name: str,
 
 
 @given(shapes(), st.sampled_from(("weight", "bias")))
-def test_queries_keys_and_values_lie_by_group(drawn: tuple[Shape, int], kind: str) -> None:
+def test_a_ranks_queries_lie_above_its_keys_and_these_above_its_values(drawn: tuple[Shape, int], kind: str) -> None:
     shape, tp = drawn
-    dims, tail = shape.head_dim, (shape.hidden,) if kind == "weight" else ()
-    q = torch.rand(shape.heads * dims, *tail)
-    k, v = torch.rand(2, shape.groups * dims, *tail)
-    each = shape.heads // shape.groups * dims
-    fused = torch.cat(
-        [
-            part
-            for group in range(shape.groups)
-            for part in (
-                q[group * each : (group + 1) * each],
-                k[group * dims : (group + 1) * dims],
-                v[group * dims : (group + 1) * dims],
-            )
-        ]
-    )
-    whole = {"q": q, "k": k, "v": v}
-    for rank, local in enumerate(fused.chunk(tp)):
+    tail = (shape.hidden,) if kind == "weight" else ()
+    whole = {
+        head: torch.rand(count * shape.head_dim, *tail)
+        for head, count in (("q", shape.heads), ("k", shape.groups), ("v", shape.groups))
+    }
+    for rank in range(tp):
+        local = torch.cat([each.chunk(tp)[rank] for each in whole.values()])
         for piece in pieces(f"decoder.layers.0.self_attention.linear_qkv.{kind}", shape, Place(rank, tp, 3)):
             head, start = piece.name.removeprefix("model.layers.3.self_attn.")[0], piece.offsets[0]
             assert piece.name == f"model.layers.3.self_attn.{head}_proj.{kind}"
