@@ -54,9 +54,9 @@ from bench.harness import (
     within,
 )
 from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, RankDied, Resources, Shard, each, endpoint
-from meshrl.engine import Engine
 from meshrl.engines.loop import RankLoop
 from meshrl.events import EventLog, sink
+from meshrl.mesh import Engine
 
 CALLS: Final = 200
 """Calls in one turn on the local engine."""

@@ -50,11 +50,11 @@ from meshrl import (
     rollouts,
     stop,
 )
-from meshrl.engine import Engine
 from meshrl.engines.loop import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.generation import SwapMode
 from meshrl.losses import Loss
+from meshrl.mesh import Engine
 from meshrl.report.analysis import overlap
 from meshrl.report.reading import read_events
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler

@@ -1,6 +1,5 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
-from meshrl.actor import Actor, Rank, Together, current_rank, endpoint
 from meshrl.advantages import (
     Gae,
     batch_advantages,
@@ -14,7 +13,6 @@ from meshrl.advantages import (
 )
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.engine import Resources
 from meshrl.engines.local import LocalEngine
 from meshrl.environment import Environment, EnvironmentConfig
 from meshrl.episodes import Episodes
@@ -31,7 +29,6 @@ from meshrl.errors import (
     RankFailed,
     ReplicasDisagree,
 )
-from meshrl.handle import at, each, ranks, respawn, stop
 from meshrl.judging import evaluate_during
 from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
 from meshrl.losses.correction import Correction, effective_sample_size
@@ -45,7 +42,32 @@ from meshrl.losses.sequence import SequenceLoss
 from meshrl.losses.sources import check_sources
 from meshrl.losses.surrogate import ClippedLoss, ConstantLoss
 from meshrl.losses.value import ValueLoss, explained_variance
-from meshrl.mesh import Mesh
+from meshrl.mesh import (
+    CP,
+    DP,
+    EP,
+    EVERY,
+    PP,
+    TP,
+    Actor,
+    Gather,
+    Mean,
+    Mesh,
+    Rank,
+    Replicate,
+    Resources,
+    Same,
+    Shard,
+    Sum,
+    Together,
+    at,
+    current_rank,
+    each,
+    endpoint,
+    ranks,
+    respawn,
+    stop,
+)
 from meshrl.metrics import Metrics
 from meshrl.minibatches import minibatches
 from meshrl.preferences import (
@@ -85,7 +107,6 @@ from meshrl.roles import Critic, Policy, Reference, Reward, RewardModel, Sampler
 from meshrl.rollout import evaluate, greedy_baseline, has_signal, publish, rollout
 from meshrl.run import MeshConfig, Run, RunConfig
 from meshrl.scores import labelled_steps, least_margins, score_metrics, step_metrics, with_labels, with_scores
-from meshrl.sharding import CP, DP, EP, EVERY, PP, TP, Gather, Mean, Replicate, Same, Shard, Sum
 from meshrl.stream import Rollouts, rollouts
 from meshrl.tasks import Task, TaskConfig
 from meshrl.teacher import check_teacher

@@ -8,7 +8,7 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.sharding import Rows
+from meshrl.mesh import Rows
 
 
 @dataclass(eq=False)

@@ -9,9 +9,8 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.mesh import Rows, lightest
 from meshrl.role_config import Sampling
-from meshrl.rows import lightest
-from meshrl.sharding import Rows
 
 _LEEWAY: Final = 8
 """A group goes on where it was while that replica exceeds the lightest by one group, or by this part of the mean."""

@@ -10,12 +10,9 @@ import numpy as np
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
-from meshrl.actor import free_cores
 from meshrl.errors import DataError
-from meshrl.held import Held, Put
+from meshrl.mesh import Array, Bytes, Held, Put, Segment, free_cores, pool
 from meshrl.ragged import check_dtype, from_raw, pickled, raw
-from meshrl.sharding import Array
-from meshrl.shared_memory import Bytes, Segment, pool
 
 _ALIGNED: Final = 64
 """Bytes: each tensor starts at a multiple."""

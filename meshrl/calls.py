@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.errors import DataError
+from meshrl.mesh import current_rank
 
 
 class Call:

@@ -10,8 +10,8 @@ import numpy as np
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
+from meshrl.mesh import Array, Rows
 from meshrl.ragged import Ragged, Source, equal, from_raw, frozen, raw, sealed
-from meshrl.sharding import Array, Rows
 
 Objects: TypeAlias = tuple[object, ...]
 Column: TypeAlias = Array | Ragged | Objects

@@ -14,11 +14,9 @@ from meshrl import columns as kinds
 from meshrl import table
 from meshrl.columns import Column, ColumnLike
 from meshrl.errors import DataError
-from meshrl.held import Holder, Put
+from meshrl.mesh import Array, Holder, Put, Rows, lightest, plan_of
 from meshrl.ragged import Ragged, Source
 from meshrl.remote import Remote, source_of
-from meshrl.rows import lightest, plan_of
-from meshrl.sharding import Array, Rows
 
 __all__ = ["Batch", "Column", "Ragged"]
 

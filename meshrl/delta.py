@@ -11,11 +11,8 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.actor import current_rank
 from meshrl.bucket import Bucket, Entry
-from meshrl.held import Held, Put, fetched
-from meshrl.sharding import Array
-from meshrl.shared_memory import Bytes, pool
+from meshrl.mesh import Array, Bytes, Held, Put, current_rank, fetched, pool
 from meshrl.weights import Probe, Weights
 
 _LONGEST: Final = 1.0

@@ -21,13 +21,12 @@ import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
 from meshrl import log, verifiers
-from meshrl.actor import Actor, endpoint
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
 from meshrl.imports import where_raised
+from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function, load_name
 from meshrl.role_config import RoleConfig
-from meshrl.sharding import Gather, Shard
 from meshrl.tasks import Row
 
 Step: TypeAlias = tuple[str, float, bool]

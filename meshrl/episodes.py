@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from meshrl.data import Batch, Ragged
 from meshrl.environment import Environment, EnvironmentConfig
 from meshrl.errors import DataError
-from meshrl.handle import divided, parts
+from meshrl.mesh import Array, divided, parts
 from meshrl.ragged import Source
 from meshrl.role_config import Sampling
 from meshrl.roles import Sampler
-from meshrl.sharding import Array
 from meshrl.weights import Weights
 
 _RUNNING = ("observation", "turn_start")

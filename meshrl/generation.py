@@ -13,13 +13,12 @@ from meshrl.balance import NOWHERE, Balance, Share
 from meshrl.changes import Changes
 from meshrl.data import Batch
 from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
-from meshrl.handle import divided, parts, respawn
 from meshrl.ledger import Ledger
+from meshrl.mesh import Rows, divided, parts, respawn
 from meshrl.prompts import Prompts
 from meshrl.role_config import Sampling
 from meshrl.roles import Sampler
 from meshrl.schedule import Decision, Script, load_into
-from meshrl.sharding import Rows
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from typing_extensions import Buffer
 
 from meshrl.errors import DataError
-from meshrl.sharding import Array, Rows
+from meshrl.mesh import Array, Rows
 
 Dtype: TypeAlias = np.dtype[np.generic]
 A = TypeVar("A", bound=Array)

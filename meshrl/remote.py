@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from meshrl import columns as kinds
 from meshrl.columns import Column
 from meshrl.errors import DataError
-from meshrl.held import Held
+from meshrl.mesh import Array, Held, Rows
 from meshrl.ragged import Ragged, Source, bounds_of, joined, sealed
-from meshrl.sharding import Array, Rows
 
 
 @dataclass(frozen=True, eq=False)

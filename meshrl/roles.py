@@ -7,13 +7,12 @@ The standard columns of a batch are listed in `data.Batch`.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
-from meshrl.actor import Actor, endpoint
 from meshrl.advantages import Gae
 from meshrl.data import Batch
 from meshrl.losses import Loss
+from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
 from meshrl.metrics import Metrics
 from meshrl.role_config import Sampling
-from meshrl.sharding import EVERY, Gather, Mean, Shard
 from meshrl.weights import Weights
 
 

@@ -28,8 +28,8 @@ from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.generation import Call, Generation, Shared, SwapMode
-from meshrl.handle import parts
 from meshrl.ledger import Late, Ledger
+from meshrl.mesh import parts
 from meshrl.position import position
 from meshrl.prompts import Prompts
 from meshrl.role_config import Sampling

@@ -9,10 +9,9 @@ from numpy.typing import ArrayLike
 from meshrl import columns as kinds
 from meshrl.columns import TOKEN_COLUMNS, Column
 from meshrl.errors import DataError
-from meshrl.held import Put, fetched
+from meshrl.mesh import Put, Rows, fetched
 from meshrl.ragged import Ragged, gather, sealed
 from meshrl.remote import Form, Piece, Places, Remote, as_remote, renumbered, source_of
-from meshrl.sharding import Rows
 
 Stored: TypeAlias = Column | Remote
 """A column as a batch keeps it."""

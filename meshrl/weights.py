@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from meshrl.bucket import Bucket
 from meshrl.errors import DataError
-from meshrl.held import Holder, Put, fetched
-from meshrl.sharding import Array, Rows
+from meshrl.mesh import Array, Holder, Put, Rows, fetched
 
 BUCKET: Final = 1 << 28
 """Bytes of a bucket; a larger tensor has one of its own."""

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
-from meshrl.actor import current_rank, rank_context
+from meshrl.mesh import current_rank, rank_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank
 from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
 from meshrl.data import Batch
 from meshrl.losses import Loss, check_predicts, check_sources
+from meshrl.mesh import current_rank
 from meshrl.metrics import Metrics
 from meshrl.role_config import CriticConfig
 from meshrl.roles import Critic

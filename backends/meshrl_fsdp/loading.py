@@ -7,9 +7,9 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from meshrl.actor import Rank
 from meshrl.errors import ConfigError
 from meshrl.layout import FsdpConfig
+from meshrl.mesh import Rank
 from meshrl.role_config import ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig
 from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard

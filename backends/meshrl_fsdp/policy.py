@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
+from meshrl.mesh import current_rank
 from meshrl.metrics import Metrics
 from meshrl.ragged import Source
 from meshrl.role_config import PolicyConfig

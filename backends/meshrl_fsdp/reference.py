@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.actor import current_rank
 from meshrl.data import Batch
+from meshrl.mesh import current_rank
 from meshrl.ragged import Source
 from meshrl.role_config import ReferenceConfig
 from meshrl.roles import Reference

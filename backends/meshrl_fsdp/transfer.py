@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshrl.sharding import Array
+from meshrl.mesh import Array
 from meshrl.weights import Weights
 from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshrl.actor import Rank
 from meshrl.errors import ConfigError
+from meshrl.mesh import Rank
 from meshrl_hf.meeting import PATIENCE, are_processes, meet, place
 
 T = TypeVar("T")

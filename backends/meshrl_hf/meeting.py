@@ -7,7 +7,7 @@ from typing import Final
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from meshrl.actor import Rank
+from meshrl.mesh import Rank
 
 PATIENCE: Final = timedelta(minutes=30)
 """How long a rank waits for another."""

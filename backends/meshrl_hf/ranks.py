@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
-from meshrl.actor import Together
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
+from meshrl.mesh import Together
 from meshrl_hf.peers import Share
 
 T = TypeVar("T")

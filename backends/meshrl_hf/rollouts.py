@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
+from meshrl.mesh import Array
 from meshrl.ragged import Source
 from meshrl.role_config import Sampling
-from meshrl.sharding import Array
 from meshrl_hf.observations import observed
 from meshrl_hf.packing import runs
 from meshrl_hf.text import Words, decode, encode_prompts, texts_of

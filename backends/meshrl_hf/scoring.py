@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshrl.columns import check_lengths
 from meshrl.data import Batch, Ragged
+from meshrl.mesh import Array
 from meshrl.ragged import Source
-from meshrl.sharding import Array
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.peers import ALONE, Peers, Share

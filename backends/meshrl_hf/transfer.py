@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshrl.errors import ModelError
-from meshrl.sharding import Array
+from meshrl.mesh import Array
 from meshrl.weights import Weights
 
 _BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)

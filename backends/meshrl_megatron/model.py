@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.actor import Rank
 from meshrl.layout import MegatronConfig
 from meshrl.losses import Predicts
+from meshrl.mesh import Rank
 from meshrl.role_config import ModelConfig
 from meshrl_hf.boxes import Box, Boxes
 from meshrl_hf.loading import GENERATOR, JUDGE, load, outline

@@ -2,8 +2,8 @@
 
 import torch
 
-from meshrl.actor import current_rank
 from meshrl.data import Batch
+from meshrl.mesh import current_rank
 from meshrl.role_config import RewardModelConfig
 from meshrl.roles import Reward
 from meshrl_hf.ranks import Spread

@@ -2,9 +2,9 @@
 
 import torch
 
-from meshrl.actor import current_rank
 from meshrl.data import Batch
 from meshrl.losses import Loss
+from meshrl.mesh import current_rank
 from meshrl.metrics import Metrics
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.roles import RewardModel

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshrl.actor import Rank
 from meshrl.errors import ConfigError
+from meshrl.mesh import Rank
 from meshrl_hf.group import join
 from meshrl_hf.peers import Share
 from meshrl_hf.ranks import Ranks

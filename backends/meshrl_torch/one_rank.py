@@ -5,8 +5,8 @@ from abc import abstractmethod
 
 import torch
 
-from meshrl.actor import current_rank
 from meshrl.errors import ContractError
+from meshrl.mesh import current_rank
 from meshrl.roles import Stateful
 from meshrl_hf.state import TrainingState
 from meshrl_hf.writing import Writing

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from meshrl.actor import Rank
 from meshrl.errors import ConfigError
+from meshrl.mesh import Rank
 from meshrl_hf.meeting import are_processes, meet
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"

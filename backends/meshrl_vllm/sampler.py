@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.actor import current_rank
 from meshrl.bucket import Entry
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl.mesh import current_rank
 from meshrl.role_config import NewModel, SamplerConfig, Sampling
 from meshrl.roles import Sampler
 from meshrl.weights import Weights

@@ -9,12 +9,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
-from meshrl.actor import Rank, free_cores
-from meshrl.engine import INLINE_BYTES, Member, Request, Resources, Seen, Slot
 from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Reply, Work, answer, isolated
 from meshrl.engines.turns import Turns
 from meshrl.errors import ConfigError, MeshStopped
-from meshrl.held import Held, hold
+from meshrl.mesh import INLINE_BYTES, Held, Member, Rank, Request, Resources, Seen, Slot, free_cores, hold
 
 
 class LocalEngine:

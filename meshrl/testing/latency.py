@@ -14,11 +14,11 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from meshrl.actor import Actor, current_rank
 from meshrl.config import nearest
 from meshrl.data import Batch
 from meshrl.errors import ContractError, DataError
 from meshrl.events import Call, Event, Span
+from meshrl.mesh import Actor, current_rank
 
 C = TypeVar("C", bound=type[Actor])
 Before = Callable[[Actor, Batch | None], Awaitable[None]]

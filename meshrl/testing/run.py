@@ -6,13 +6,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
-from meshrl.actor import Actor
 from meshrl.beside import Beside, Measurement
 from meshrl.data import Batch
-from meshrl.engine import Engine, Resources
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
-from meshrl.mesh import Mesh
+from meshrl.mesh import Actor, Engine, Mesh, Resources
 from meshrl.metrics import Metrics
 from meshrl.role_config import RoleConfig
 from meshrl.run import Run, RunConfig, Steps

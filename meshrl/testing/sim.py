@@ -14,16 +14,14 @@ from typing import ClassVar, Self, cast
 
 import numpy as np
 
-from meshrl.actor import Rank, current_rank
 from meshrl.advantages import Gae
 from meshrl.calls import Calls
 from meshrl.data import Batch
-from meshrl.engine import Resources, Slot
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.threads import LocalMember, LocalSlot
 from meshrl.errors import ConfigError
-from meshrl.held import Held
 from meshrl.losses import Loss, check_predicts, check_sources
+from meshrl.mesh import Held, Rank, Resources, Slot, current_rank
 from meshrl.metrics import Metrics
 from meshrl.ragged import Ragged, Source
 from meshrl.role_config import RoleConfig, Sampling

@@ -7,8 +7,8 @@ import pytest
 
 from meshrl import MeshConfig, Run, RunConfig
 from meshrl.config import validate
-from meshrl.engine import INLINE_BYTES
 from meshrl.errors import ConfigError
+from meshrl.mesh import INLINE_BYTES
 from meshrl.scripts import load_script
 
 ALGORITHMS = Path(__file__).parents[2] / "algorithms"

@@ -8,7 +8,7 @@ import pytest
 
 from meshrl import MeshConfig, Run, RunConfig
 from meshrl.config import validate
-from meshrl.engine import INLINE_BYTES
+from meshrl.mesh import INLINE_BYTES
 from meshrl.scripts import load_script
 
 _ALGORITHMS = Path(__file__).parents[2] / "algorithms"

@@ -12,8 +12,8 @@ import torch
 
 from meshrl import ConfigError, MeshConfig, PolicyConfig, Run, RunConfig, TeacherConfig, check_teacher
 from meshrl.config import validate
-from meshrl.engine import INLINE_BYTES
 from meshrl.losses import ReverseKl, reverse_kl
+from meshrl.mesh import INLINE_BYTES
 from meshrl.scripts import load_script
 from meshrl_hf.text import character_tokenizer
 

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import MistralConfig, MistralForCausalLM
 
 from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, Ragged
-from meshrl.actor import Rank, rank_context
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf import attention
 from meshrl_hf.attention import Group, Kernel, Packed
 from meshrl_torch.policy import TorchPolicy

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, FsdpConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
 from meshrl_torch.critic import TorchCritic

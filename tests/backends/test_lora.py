@@ -10,9 +10,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, LoraConfig, NewModel, PolicyConfig, Ragged, SamplerConfig, Sampling, rollout
-from meshrl.actor import Rank, rank_context
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl.role_config import AlgorithmConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_torch.policy import TorchPolicy

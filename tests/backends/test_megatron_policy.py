@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged
-from meshrl.actor import Rank, rank_context
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.policy import MegatronPolicy
 

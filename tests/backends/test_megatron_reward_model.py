@@ -26,7 +26,7 @@ from meshrl import (
     RewardTrainingConfig,
     with_scores,
 )
-from meshrl.actor import Rank, rank_context
+from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.reward_model import FsdpRewardModel
 from meshrl_hf.text import character_tokenizer
 from meshrl_megatron.reward import MegatronReward

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ValueLoss
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.critic import FsdpCritic
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.ranks import Ranks

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from meshrl import Batch, FsdpConfig, PolicyConfig, Reward, RewardModelConfig
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import DataError, ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp import loading
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_hf.attention import Attend

@@ -29,7 +29,7 @@ from meshrl import (
     with_labels,
     with_scores,
 )
-from meshrl.actor import Rank, rank_context
+from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_fsdp.reward_model import FsdpRewardModel
 from meshrl_hf import checkpoint

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshrl import Batch, NewModel, PolicyConfig, Ragged, SamplerConfig, Sampling, Weights
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import DataError
+from meshrl.mesh import Rank, rank_context
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
 

@@ -23,8 +23,8 @@ from meshrl import (
     explained_variance,
     gae,
 )
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import ContractError, DataError, ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.value_head import ValueModel
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import ConfigError, ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel, ready
 from meshrl_torch.policy import TorchPolicy

@@ -32,9 +32,9 @@ from meshrl import (
     Ragged,
     ReferenceConfig,
 )
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import ContractError, DataError
 from meshrl.losses import Normalise
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.optimizer import learning_rate
 from meshrl_torch.policy import TorchPolicy

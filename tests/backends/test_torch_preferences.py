@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshrl import Batch, NewModel, OptimizerConfig, PolicyConfig, PreferenceLoss, Ragged, ReferenceConfig, with_margins
-from meshrl.actor import Rank, rank_context
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.packing import learned, micro_batches
 from meshrl_hf.scoring import predicted
 from meshrl_torch.policy import TorchPolicy

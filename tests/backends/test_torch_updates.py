@@ -9,9 +9,9 @@ import pytest
 from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, CrossEntropy, NewModel, PolicyConfig, Ragged, ValueLoss
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Normalise, Predicts, TokenLoss
+from meshrl.mesh import Rank, rank_context
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshrl.actor import Rank
 from meshrl.errors import ConfigError
+from meshrl.mesh import Rank
 from meshrl_vllm.group import Place, gather_gpus, together
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl import LocalEngine, Resources
-from meshrl.engine import Engine
+from meshrl.mesh import Engine
 
 ENGINES = ["local", "by reference", "ray"]
 

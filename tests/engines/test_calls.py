@@ -29,7 +29,7 @@ from meshrl import (
     respawn,
     stop,
 )
-from meshrl.engine import Engine
+from meshrl.mesh import Engine
 from meshrl.remote import Remote
 
 

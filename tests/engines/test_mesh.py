@@ -29,9 +29,9 @@ from meshrl import (
     each,
     endpoint,
     ranks,
-    rows,
 )
-from meshrl.engine import Engine
+from meshrl.mesh import Engine
+from meshrl.mesh import scatter as rows
 
 DP_PP = Literal["dp", "pp"]
 

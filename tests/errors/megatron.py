@@ -44,7 +44,7 @@ async def virtual_stages_without_a_pipeline() -> None:
 
 
 def experts_over_dp() -> None:
-    from meshrl.actor import Rank  # noqa: PLC0415 -- with what follows it
+    from meshrl.mesh import Rank  # noqa: PLC0415 -- with what follows it
     from meshrl_megatron.world import World  # noqa: PLC0415 -- brings Megatron
 
     World.of(Rank(0, 3, {"dp": 0}, {"dp": 3}), 1, 2)

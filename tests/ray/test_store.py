@@ -23,7 +23,7 @@ from meshrl import (
     endpoint,
 )
 from meshrl.engines.ray import RayEngine
-from meshrl.shared_memory import FOLDER
+from meshrl.mesh.shared_memory import FOLDER
 
 
 class Rows(Actor):

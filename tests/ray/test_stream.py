@@ -23,8 +23,8 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.engine import Engine
 from meshrl.engines.ray import RayEngine
+from meshrl.mesh import Engine
 from meshrl.schedule import Schedule, read_schedule, schedule
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 

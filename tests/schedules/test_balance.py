@@ -23,7 +23,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.balance import Balance, Share
-from meshrl.sharding import Rows
+from meshrl.mesh import Rows
 from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
 from meshrl.testing.pace import Pace, Work
 from meshrl.testing.sim import SimEngine, SimPolicy, SimSampler

@@ -28,8 +28,8 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.engine import Request, Seen
 from meshrl.ledger import Late, Ledger
+from meshrl.mesh import Request, Seen
 from meshrl.stream import Rollouts
 from meshrl.testing import (
     Crash,

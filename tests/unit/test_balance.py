@@ -27,8 +27,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.balance import Balance, Share
-from meshrl.handle import divided, parts
-from meshrl.rows import lightest, plan_of
+from meshrl.mesh import divided, lightest, parts, plan_of
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")

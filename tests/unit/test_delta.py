@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Weights
-from meshrl.actor import Rank, rank_context
 from meshrl.delta import Change, Sender, Version
-from meshrl.held import Held
+from meshrl.mesh import Held, Rank, rank_context
 
 SIZE = 5000
 

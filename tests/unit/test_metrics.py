@@ -12,7 +12,7 @@ from meshrl.errors import DataError
 from meshrl.metrics import Metrics
 
 if TYPE_CHECKING:
-    from meshrl.sharding import Averageable
+    from meshrl.mesh.sharding import Averageable
 
 NUMBERS = st.lists(st.lists(st.floats(-1e6, 1e6), max_size=6), min_size=1, max_size=5)
 

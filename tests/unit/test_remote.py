@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
-from meshrl.held import Held
+from meshrl.mesh import Held
 
 
 def rollouts(rows: int = 4) -> Batch:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.errors import DataError
-from meshrl.shared_memory import FOLDER, Pool, Segment, sweep
+from meshrl.mesh import Segment, sweep
+from meshrl.mesh.shared_memory import FOLDER, Pool
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="this machine shares no memory between processes")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.held import Held
+from meshrl.mesh import Held
 from meshrl.ragged import Ragged, Source, joined
 
 SAMPLER, REFERENCE = Source("sampler"), Source("reference")

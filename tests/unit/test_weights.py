@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshrl import weights as module
 from meshrl.errors import DataError
-from meshrl.held import Held
-from meshrl.shared_memory import FOLDER
+from meshrl.mesh import Held
+from meshrl.mesh.shared_memory import FOLDER
 from meshrl.weights import Probe, Weights
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64]

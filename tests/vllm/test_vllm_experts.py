@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, VllmConfig, Weights, rollout
-from meshrl.actor import Rank, rank_context
 from meshrl.errors import ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
 from meshrl_vllm.sampler import VllmSampler

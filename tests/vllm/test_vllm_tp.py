@@ -26,9 +26,9 @@ from meshrl import (
     endpoint,
     rollout,
 )
-from meshrl.actor import Rank, rank_context
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import ModelError
+from meshrl.mesh import Rank, rank_context
 from meshrl_hf.text import character_tokenizer
 from meshrl_vllm.sampler import VllmSampler
 

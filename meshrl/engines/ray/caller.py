@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, cast
 
-from meshrl.engine import Member, Request, Seen
 from meshrl.engines.ray.pickle import check_picklable
 from meshrl.engines.ray.process import RayMember, Sent, sendable
 from meshrl.engines.ray.wire import Over, RayHeld
 from meshrl.errors import ContractError, RankDied, RankFailed
-from meshrl.held import Held
+from meshrl.mesh import Held, Member, Request, Seen
 
 T = TypeVar("T")
 

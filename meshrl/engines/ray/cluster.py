@@ -14,9 +14,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import ray
 
 from meshrl import log
-from meshrl.actor import free_cores
-from meshrl.engine import Resources
 from meshrl.errors import ConfigError
+from meshrl.mesh import Resources, free_cores
 
 T = TypeVar("T")
 

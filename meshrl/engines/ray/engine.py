@@ -9,15 +9,13 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from meshrl import log
-from meshrl.actor import Rank, Together
-from meshrl.engine import INLINE_BYTES, Member, Resources, Slot
 from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_cause
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room, patiently
 from meshrl.engines.ray.process import RayMember, Spawn, sendable
 from meshrl.engines.ray.reservation import RaySlot, Reservation
 from meshrl.engines.ray.wire import RayHeld
 from meshrl.errors import ConfigError, MeshStopped, RankFailed
-from meshrl.shared_memory import sweep
+from meshrl.mesh import INLINE_BYTES, Member, Rank, Resources, Slot, Together, sweep
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from weakref import WeakSet, WeakValueDictionary
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from meshrl.actor import Rank
-from meshrl.engine import Request
 from meshrl.engines.ray.pickle import carry_modules, unpacked
 from meshrl.engines.ray.wire import Ask, Construction, Failure, Place, RayHeld, Stopped
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock
+from meshrl.mesh import Rank, Request
 
 T = TypeVar("T")
 

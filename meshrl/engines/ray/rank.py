@@ -14,12 +14,11 @@ from typing import Final, cast
 
 import ray
 
-from meshrl.actor import Rank, Together, rank_context
 from meshrl.engines.ray.order import Line
 from meshrl.engines.ray.pickle import packed
 from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped, boot
 from meshrl.engines.threads import isolated
-from meshrl.held import hold, loaded
+from meshrl.mesh import Rank, Together, hold, loaded, rank_context
 
 _ENGINES = str(Path(__file__).parent)
 

@@ -13,10 +13,9 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError
 
-from meshrl.actor import Rank
 from meshrl.engines.ray.pickle import carry_modules
 from meshrl.errors import DataError, MeshStopped
-from meshrl.held import Held
+from meshrl.mesh import Held, Rank
 
 
 class RayHeld(Held):

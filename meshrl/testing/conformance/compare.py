@@ -7,9 +7,9 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import MeshrlError, RankFailed
+from meshrl.mesh import Array
 from meshrl.metrics import Metrics
 from meshrl.roles import Policy
-from meshrl.sharding import Array
 from meshrl.testing.witness import PromiseBroken
 from meshrl.weights import Weights
 

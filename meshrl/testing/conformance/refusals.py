@@ -10,9 +10,9 @@ from meshrl.bucket import Bucket
 from meshrl.data import Batch
 from meshrl.errors import DataError, MeshrlError, ModelError
 from meshrl.losses import CrossEntropy, Loss, ValueLoss
+from meshrl.mesh import Array
 from meshrl.ragged import Ragged, Source
 from meshrl.roles import Reference
-from meshrl.sharding import Array
 from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns
 from meshrl.testing.conformance.subject import Check, Trial

@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError, RankDied
-from meshrl.handle import respawn
+from meshrl.mesh import Array, respawn
 from meshrl.ragged import Ragged
 from meshrl.role_config import Sampling
 from meshrl.roles import Policy, Sampler
-from meshrl.sharding import Array
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.material import SAMPLED, SLOTS, Pair
 from meshrl.testing.conformance.subject import Trial

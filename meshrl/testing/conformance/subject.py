@@ -11,11 +11,9 @@ from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 
 from meshrl.data import Batch
-from meshrl.engine import Engine, Resources
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
-from meshrl.handle import stop
-from meshrl.mesh import Mesh
+from meshrl.mesh import Engine, Mesh, Resources, stop
 from meshrl.metrics import Metrics
 from meshrl.registry import implementation
 from meshrl.role_config import (

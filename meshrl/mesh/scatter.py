@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from meshrl.errors import ContractError, ReplicasDisagree
-from meshrl.sharding import Addable, Array, Averageable, Joinable, Rows, Splittable
+from meshrl.mesh.sharding import Addable, Array, Averageable, Joinable, Rows, Splittable
 
 Plan = Sequence[Rows]
 """For each part, the rows it takes."""

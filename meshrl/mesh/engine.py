@@ -8,9 +8,9 @@ from typing import Final, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshrl.actor import Rank
 from meshrl.config import Config
-from meshrl.held import Held
+from meshrl.mesh.actor import Rank
+from meshrl.mesh.refs import Held
 
 INLINE_BYTES: Final = 65536
 """The largest column that travels with a call, if nothing else is said."""

@@ -9,15 +9,15 @@ from itertools import product
 from math import prod
 from typing import Never, ParamSpec, TypeAlias, TypeVar, cast
 
-from meshrl import rows
-from meshrl.actor import Rank
-from meshrl.contract import EVERY_RANK, Axes, Contract, Endpoint, read_contract
-from meshrl.engine import Engine, Member, Request, Seen
 from meshrl.errors import ContractError, MeshrlError
 from meshrl.events import Sink, sink
-from meshrl.held import hold, loaded
-from meshrl.observation import Observation
-from meshrl.sharding import Rows
+from meshrl.mesh import scatter as rows
+from meshrl.mesh.actor import Rank
+from meshrl.mesh.call_events import Observation
+from meshrl.mesh.contract import EVERY_RANK, Axes, Contract, Endpoint, read_contract
+from meshrl.mesh.engine import Engine, Member, Request, Seen
+from meshrl.mesh.refs import hold, loaded
+from meshrl.mesh.sharding import Rows
 
 P = ParamSpec("P")
 A = TypeVar("A")

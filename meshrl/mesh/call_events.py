@@ -7,9 +7,9 @@ from typing import Protocol, Self, cast
 
 import numpy as np
 
-from meshrl.engine import Member
 from meshrl.events import Call, Sink, Span, clock
-from meshrl.sharding import Rows
+from meshrl.mesh.engine import Member
+from meshrl.mesh.sharding import Rows
 
 _numbers = count()
 

@@ -10,9 +10,9 @@ from math import prod
 import numpy as np
 from typing_extensions import TypeAliasType
 
-from meshrl import sharding
-from meshrl.actor import Actor, is_endpoint
 from meshrl.errors import ContractError
+from meshrl.mesh import sharding
+from meshrl.mesh.actor import Actor, is_endpoint
 
 Axes = tuple[str, ...]
 EVERY_RANK: Axes = ("*",)

@@ -6,11 +6,11 @@ from itertools import product
 from math import prod
 from typing import ParamSpec, TypeVar, cast
 
-from meshrl.actor import Rank
-from meshrl.contract import read_contract
-from meshrl.engine import Engine, Resources, Slot
 from meshrl.errors import ContractError
-from meshrl.handle import Deployment, Handle
+from meshrl.mesh.actor import Rank
+from meshrl.mesh.contract import read_contract
+from meshrl.mesh.engine import Engine, Resources, Slot
+from meshrl.mesh.handle import Deployment, Handle
 
 P = ParamSpec("P")
 A = TypeVar("A")
