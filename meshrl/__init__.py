@@ -12,7 +12,7 @@ from meshrl.advantages import (
     whiten,
 )
 from meshrl.config import Config
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine
 from meshrl.environment import Environment, EnvironmentConfig
 from meshrl.episodes import Episodes
@@ -68,7 +68,6 @@ from meshrl.mesh import (
     respawn,
     stop,
 )
-from meshrl.metrics import Metrics
 from meshrl.minibatches import minibatches
 from meshrl.preferences import (
     PairSampling,
@@ -82,7 +81,6 @@ from meshrl.preferences import (
     rejected_answers,
     with_margins,
 )
-from meshrl.ragged import Ragged, Source
 from meshrl.reference_kl import kl_columns, kl_metrics, penalised_rewards
 from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.role_config import (

@@ -7,8 +7,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from meshrl.config import Config
+from meshrl.data import Ragged
 from meshrl.errors import DataError
-from meshrl.ragged import Ragged
 
 Scale: TypeAlias = Literal["std", "none"]
 """Whether group advantages are divided by the group's standard deviation."""

@@ -10,9 +10,9 @@ import numpy as np
 from typing_extensions import Buffer
 from xxhash import xxh3_64
 
+from meshrl.data import check_dtype, from_raw, pickled, raw
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Bytes, Held, Put, Segment, free_cores, pool
-from meshrl.ragged import check_dtype, from_raw, pickled, raw
 
 _ALIGNED: Final = 64
 """Bytes: each tensor starts at a multiple."""

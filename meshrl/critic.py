@@ -1,8 +1,7 @@
 """What every critic makes of its values."""
 
 from meshrl.advantages import Gae, gae
-from meshrl.data import Batch
-from meshrl.ragged import Ragged
+from meshrl.data import Batch, Ragged
 
 
 def with_advantages(batch: Batch, values: Ragged, config: Gae) -> Batch:

@@ -14,11 +14,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Ragged, Source
 from meshrl.environment import Environment, EnvironmentConfig
 from meshrl.errors import DataError
 from meshrl.mesh import Array, divided, parts
-from meshrl.ragged import Source
 from meshrl.role_config import Sampling
 from meshrl.roles import Sampler
 from meshrl.weights import Weights

@@ -8,10 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
 from meshrl.advantages import Gae
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.mesh import EVERY, Actor, Gather, Mean, Shard, endpoint
-from meshrl.metrics import Metrics
 from meshrl.role_config import Sampling
 from meshrl.weights import Weights
 

@@ -15,14 +15,13 @@ from meshrl import log
 from meshrl.beside import Beside, Measurement
 from meshrl.checkpoints import Checkpoints, Saved
 from meshrl.config import Config
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.layout import Shape
 from meshrl.losses import effective_sample_size
 from meshrl.mesh import INLINE_BYTES, Engine, Mesh, Resources
-from meshrl.metrics import Metrics
 from meshrl.position import Position, position
 from meshrl.recorder import Recorder
 from meshrl.registry import implementation

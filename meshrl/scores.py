@@ -6,10 +6,9 @@ from typing import Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.preferences import about_half, corrupted, pair_margins, pair_means
-from meshrl.ragged import Ragged
 from meshrl.roles import RewardModel
 from meshrl.tasks import Row
 

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from meshrl import log
 from meshrl.assembly import Assembly
 from meshrl.changes import Changes
-from meshrl.data import Batch
+from meshrl.data import Batch, lengths
 from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.generation import Call, Generation, Shared, SwapMode
@@ -35,7 +35,6 @@ from meshrl.prompts import Prompts
 from meshrl.role_config import Sampling
 from meshrl.roles import Sampler
 from meshrl.schedule import Opened, Script, schedule
-from meshrl.table import lengths
 from meshrl.weights import Weights
 
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]

@@ -7,12 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Source
 from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.metrics import Metrics
-from meshrl.ragged import Source
 from meshrl.role_config import PolicyConfig
 from meshrl.roles import Policy
 from meshrl.weights import Weights

@@ -5,10 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.mesh import current_rank
-from meshrl.metrics import Metrics
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.roles import RewardModel
 from meshrl_fsdp.loading import load_sharded_learner

@@ -8,9 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import ModelError
-from meshrl.ragged import Source
 from meshrl.weights import Probe, Weights
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.peers import ALONE, Peers

@@ -9,11 +9,9 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from meshrl.columns import check_lengths
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts
-from meshrl.metrics import Metrics
 from meshrl.role_config import ModelConfig, NewModel, RewardModelConfig
 from meshrl_hf import training
 from meshrl_hf.files import folder_of

@@ -7,10 +7,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import Array
-from meshrl.ragged import Source
 from meshrl.role_config import Sampling
 from meshrl_hf.observations import observed
 from meshrl_hf.packing import runs

@@ -8,10 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.columns import check_lengths
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Ragged, Source, check_lengths
 from meshrl.mesh import Array
-from meshrl.ragged import Source
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.peers import ALONE, Peers, Share

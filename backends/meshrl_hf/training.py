@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.data import Batch, Ragged
+from meshrl.data import Batch, Metrics, Ragged
 from meshrl.errors import DataError
 from meshrl.losses import Loss, Predicts, token_weights
-from meshrl.metrics import Metrics
 from meshrl_hf.packing import IDLE, MicroBatch, Split, check_first, learned, micro_batches
 from meshrl_hf.peers import ALONE, Peers, Share
 from meshrl_hf.scoring import Predict, spread

@@ -4,10 +4,9 @@ import torch
 
 from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.metrics import Metrics
 from meshrl.role_config import CriticConfig
 from meshrl.roles import Critic
 from meshrl_hf.spread_training import SpreadTraining

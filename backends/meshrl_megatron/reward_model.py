@@ -2,10 +2,9 @@
 
 import torch
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.mesh import current_rank
-from meshrl.metrics import Metrics
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.roles import RewardModel
 from meshrl_hf import reward_training

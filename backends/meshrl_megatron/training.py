@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
-from meshrl.metrics import Metrics
 from meshrl_hf.training import prepared, stepped
 from meshrl_megatron.optimizer import Trained
 from meshrl_megatron.passes import Pipeline

@@ -4,9 +4,8 @@ from functools import partial
 
 import torch
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Source
 from meshrl.mesh import current_rank
-from meshrl.ragged import Source
 from meshrl.role_config import ReferenceConfig
 from meshrl.roles import Reference
 from meshrl.weights import Weights

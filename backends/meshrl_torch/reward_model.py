@@ -1,8 +1,7 @@
 """The reward model of the torch backend: a whole model with a head that scores, trained on one rank."""
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
-from meshrl.metrics import Metrics
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.roles import RewardModel
 from meshrl_hf import checkpoint, reward_training

@@ -13,12 +13,11 @@ from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
-from meshrl.columns import Column, private
+from meshrl.data import Column, frozen, private
 from meshrl.engines.loop import RankLoop
 from meshrl.engines.turns import Turns
 from meshrl.errors import ContractError, MeshStopped, RankFailed
 from meshrl.mesh import Held, Rank, Request, Seen, loaded, rank_context, seal_arrays
-from meshrl.ragged import frozen
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from meshrl.losses.kl import MAX_LOG_RATIO
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from meshrl.metrics import Metrics
+    from meshrl.data import Metrics
 
 
 class Correction(Config):

@@ -11,7 +11,7 @@ from meshrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from meshrl.ragged import Ragged
+    from meshrl.data import Ragged
 
 Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
 """How a batch's token losses become one number; see `token_weights`."""

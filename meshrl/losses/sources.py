@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol
 
+from meshrl.data import is_ragged
 from meshrl.errors import DataError
-from meshrl.remote import is_ragged
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshrl.columns import Column
+    from meshrl.data import Column, Remote, Role, Source
     from meshrl.losses.loss import Loss
-    from meshrl.ragged import Role, Source
-    from meshrl.remote import Remote
 
 _PROMISED: Final[Mapping[str, tuple[Role, str]]] = {
     "sampler_logprobs": ("sampler", "train on rows as `sampler.generate` returned them"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from meshrl.metrics import Metrics
+    from meshrl.data import Metrics
 
 _ROUNDING: Final = 1e-6
 """Of sums of float32: a variance this small beside the mean square is no variance."""

@@ -6,10 +6,8 @@ import numpy as np
 
 from meshrl.advantages import Gae
 from meshrl.critic import with_advantages
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged
 from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged
 from meshrl.role_config import CriticConfig
 from meshrl.roles import Critic
 from meshrl.testing.state import State, read_state

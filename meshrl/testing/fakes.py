@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.calls import Calls
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged, Source
 from meshrl.rewards import RewardConfig
 from meshrl.role_config import PolicyConfig, ReferenceConfig, RewardModelConfig, SamplerConfig, Sampling
 from meshrl.roles import Policy, Reference, Reward, Sampler

@@ -21,10 +21,9 @@ import msgspec
 import numpy as np
 
 from meshrl.config import Config
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Delivery, Event
-from meshrl.metrics import Metrics
 from meshrl.report.analysis import idleness, overlap
 from meshrl.report.reading import read_events
 from meshrl.role_config import RoleConfig, Sampling

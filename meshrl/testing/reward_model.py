@@ -5,10 +5,8 @@ from typing import cast
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged
 from meshrl.losses import Loss, check_predicts
-from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.roles import RewardModel
 from meshrl.testing.state import State, read_state

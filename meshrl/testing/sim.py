@@ -16,14 +16,12 @@ import numpy as np
 
 from meshrl.advantages import Gae
 from meshrl.calls import Calls
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.threads import LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Held, Rank, Resources, Slot, current_rank
-from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged, Source
 from meshrl.role_config import RoleConfig, Sampling
 from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
 from meshrl.testing.pace import Draws, Pace, Tape

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
-from meshrl.metrics import Metrics
 from meshrl.roles import Policy
 from meshrl.weights import Weights
 

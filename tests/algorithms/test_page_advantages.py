@@ -26,7 +26,7 @@ from meshrl import (
     Task,
 )
 from meshrl.config import validate
-from meshrl.ragged import Source
+from meshrl.data import Source
 from meshrl.scripts import load_script
 from meshrl.testing import FakePolicy, FakeReference, FakeReward, FakeRun, FakeSampler
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from meshrl import Batch, MegatronConfig, PolicyConfig, Ragged
+from meshrl.data import Source
 from meshrl.mesh import Rank, rank_context
-from meshrl.ragged import Source
 from meshrl_hf.model import _Chosen
 from meshrl_hf.scoring import logprobs
 from meshrl_megatron import stage

@@ -29,8 +29,8 @@ from meshrl import (
     respawn,
     stop,
 )
+from meshrl.data import Remote
 from meshrl.mesh import Engine
-from meshrl.remote import Remote
 
 
 class Probe(Actor):

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl import Batch, Metrics, Ragged, Task, TaskConfig, Weights, group_advantages, minibatches
-from meshrl.ragged import Role, Source
+from meshrl.data import Role, Source
 
 BATCH = Batch.of(tokens=Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"])
 

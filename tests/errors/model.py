@@ -34,8 +34,8 @@ from meshrl import (
     with_scores,
 )
 from meshrl.cli import app
+from meshrl.data import Source
 from meshrl.losses import TokenLoss
-from meshrl.ragged import Source
 
 TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 FOLDER = Path("tiny")

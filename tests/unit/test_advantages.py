@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
 from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
+from meshrl.data import Ragged
 from meshrl.errors import DataError
-from meshrl.ragged import Ragged
 
 Advantages: TypeAlias = Callable[[list[float], list[int]], NDArray[np.float32]]
 

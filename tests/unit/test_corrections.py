@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.config import validate
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import (
     ClippedLoss,
@@ -25,8 +25,6 @@ from meshrl.losses import (
     importance_weights,
 )
 from meshrl.losses.correction import masked, truncated
-from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged, Source
 
 LOGPROBS = st.floats(-9, 0)
 TOKENS = st.lists(st.tuples(LOGPROBS, LOGPROBS, LOGPROBS, st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=12)

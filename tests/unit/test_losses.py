@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.config import validate
+from meshrl.data import Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import (
     ClippedLoss,
@@ -26,7 +27,6 @@ from meshrl.losses import (
     kl_k3,
     token_weights,
 )
-from meshrl.ragged import Ragged
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5, 4.0)
 

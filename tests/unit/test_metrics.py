@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.data import Metrics
 from meshrl.errors import DataError
-from meshrl.metrics import Metrics
 
 if TYPE_CHECKING:
     from meshrl.mesh.sharding import Averageable

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.minibatches import minibatches
-from meshrl.ragged import Ragged
 
 
 def numbered(rows: int) -> Batch:

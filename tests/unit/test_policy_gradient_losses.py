@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshrl.config import validate
+from meshrl.data import Ragged
 from meshrl.errors import ConfigError
 from meshrl.losses import (
     CispoLoss,
@@ -21,7 +22,6 @@ from meshrl.losses import (
     sequence_ratios,
     token_weights,
 )
-from meshrl.ragged import Ragged
 
 Array: TypeAlias = NDArray[np.float64]
 Objective: TypeAlias = Callable[[Array, Array, Array], float]

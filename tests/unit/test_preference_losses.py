@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl.config import validate
+from meshrl.data import Ragged
 from meshrl.errors import ConfigError
 from meshrl.losses import KtoLoss, PairForm, PreferenceLoss, token_weights
 from meshrl.losses.loss import Loss
 from meshrl.preferences import pair_margins
-from meshrl.ragged import Ragged
 
 Floats = NDArray[np.float64]
 

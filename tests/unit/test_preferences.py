@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshrl import PolicyConfig, ReferenceConfig
 from meshrl.config import validate
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import PreferenceLoss, token_weights
 from meshrl.preferences import (
@@ -28,7 +28,6 @@ from meshrl.preferences import (
     rejected_answers,
     with_margins,
 )
-from meshrl.ragged import Ragged
 from meshrl.testing import FakePolicy, FakeReference
 
 SUMS = Batch.of(

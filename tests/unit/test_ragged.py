@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.data import Ragged, frozen
 from meshrl.errors import DataError
-from meshrl.ragged import Ragged, frozen
 
 LISTS = st.lists(st.lists(st.integers(-9, 9), max_size=5), max_size=8)
 

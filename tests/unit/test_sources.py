@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged, Source
+from meshrl.data.provenance import joined
 from meshrl.errors import DataError
 from meshrl.mesh import Held
-from meshrl.ragged import Ragged, Source, joined
 
 SAMPLER, REFERENCE = Source("sampler"), Source("reference")
 

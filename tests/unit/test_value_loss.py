@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.data import Metrics
 from meshrl.losses import Loss, TokenLoss
 from meshrl.losses.value import ValueLoss, clipped_value_error, explained_variance
-from meshrl.metrics import Metrics
 
 
 def column(*values: float) -> torch.Tensor:

@@ -5,10 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.errors import MeshrlError, RankFailed
 from meshrl.mesh import Array
-from meshrl.metrics import Metrics
 from meshrl.roles import Policy
 from meshrl.testing.witness import PromiseBroken
 from meshrl.weights import Weights

@@ -6,10 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Source
 from meshrl.errors import DataError
 from meshrl.judging import BesideSampling
-from meshrl.ragged import Source
 from meshrl.role_config import Sampling
 from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.samples import (

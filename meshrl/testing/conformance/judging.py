@@ -4,10 +4,9 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError, MeshrlError
 from meshrl.losses import BradleyTerryLoss, ClippedLoss, ProcessLoss
-from meshrl.metrics import Metrics
 from meshrl.roles import RewardModel
 from meshrl.scores import with_labels, with_scores
 from meshrl.testing.conformance.compare import (

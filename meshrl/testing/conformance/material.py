@@ -10,10 +10,9 @@ from typing import Final, TypeAlias
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged, Source
 from meshrl.losses import ClippedLoss
 from meshrl.mesh import Array, stop
-from meshrl.ragged import Ragged, Source
 from meshrl.role_config import NewModel, PolicyConfig
 from meshrl.roles import Policy
 

@@ -5,9 +5,8 @@ from typing import Final
 import numpy as np
 
 from meshrl.advantages import Gae
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.losses import ClippedLoss, Correction, CrossEntropy, Loss, PreferenceLoss, ValueLoss
-from meshrl.ragged import Ragged
 from meshrl.roles import Critic, Policy, Reference
 from meshrl.testing.conformance.compare import (
     close,

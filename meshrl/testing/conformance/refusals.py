@@ -7,11 +7,10 @@ import numpy as np
 
 from meshrl.advantages import Gae
 from meshrl.bucket import Bucket
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError, MeshrlError, ModelError
 from meshrl.losses import CrossEntropy, Loss, ValueLoss
 from meshrl.mesh import Array
-from meshrl.ragged import Ragged, Source
 from meshrl.roles import Reference
 from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns

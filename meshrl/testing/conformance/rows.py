@@ -6,8 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.data import Batch
-from meshrl.ragged import Ragged
+from meshrl.data import Batch, Ragged
 from meshrl.role_config import Sampling
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.samples import (

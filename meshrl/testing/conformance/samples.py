@@ -6,10 +6,9 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, RankDied
 from meshrl.mesh import Array, respawn
-from meshrl.ragged import Ragged
 from meshrl.role_config import Sampling
 from meshrl.roles import Policy, Sampler
 from meshrl.testing.conformance.compare import require

@@ -8,11 +8,9 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from meshrl.advantages import Gae
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics, Ragged
 from meshrl.errors import ModelError
 from meshrl.losses import ValueLoss
-from meshrl.metrics import Metrics
-from meshrl.ragged import Ragged
 from meshrl.role_config import Sampling
 from meshrl.roles import Policy
 from meshrl.testing.conformance.compare import alike, close, loaded, refused, require

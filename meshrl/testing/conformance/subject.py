@@ -10,11 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 
-from meshrl.data import Batch
+from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
 from meshrl.mesh import Engine, Mesh, Resources, stop
-from meshrl.metrics import Metrics
 from meshrl.registry import implementation
 from meshrl.role_config import (
     CriticConfig,

@@ -9,9 +9,10 @@ import msgspec
 import numpy as np
 from typing_extensions import Buffer
 
+from meshrl.data.provenance import Source
+from meshrl.data.ragged import Ragged, equal, from_raw, frozen, raw, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
-from meshrl.ragged import Ragged, Source, equal, from_raw, frozen, raw, sealed
 
 Objects: TypeAlias = tuple[object, ...]
 Column: TypeAlias = Array | Ragged | Objects

@@ -7,11 +7,12 @@ from typing import Literal, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl import columns as kinds
-from meshrl.columns import Column
+from meshrl.data import columns as kinds
+from meshrl.data.columns import Column
+from meshrl.data.provenance import Source, joined
+from meshrl.data.ragged import Ragged, bounds_of, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Held, Rows
-from meshrl.ragged import Ragged, Source, bounds_of, joined, sealed
 
 
 @dataclass(frozen=True, eq=False)

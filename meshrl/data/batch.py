@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Buffer
 
-from meshrl import columns as kinds
-from meshrl import table
-from meshrl.columns import Column, ColumnLike
+from meshrl.data import column_ops as table
+from meshrl.data import columns as kinds
+from meshrl.data.columns import Column, ColumnLike
+from meshrl.data.provenance import Source
+from meshrl.data.ragged import Ragged
+from meshrl.data.remote_column import Remote, source_of
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Holder, Put, Rows, lightest, plan_of
-from meshrl.ragged import Ragged, Source
-from meshrl.remote import Remote, source_of
 
 __all__ = ["Batch", "Column", "Ragged"]
 

@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pickle import PickleBuffer
-from typing import Literal, Self, SupportsIndex, TypeAlias, TypeVar
+from typing import SupportsIndex, TypeAlias, TypeVar
 
 import ml_dtypes  # registers bfloat16 and the 8-bit floats with numpy, by name
-import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from typing_extensions import Buffer
 
+from meshrl.data.provenance import Source, joined
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
 
@@ -76,53 +76,6 @@ def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
 def equal(left: Array, right: Array) -> bool:
     """Whether dtype, shape and every value agree; NaN equals NaN."""
     return left is right or (left.dtype == right.dtype and np.array_equal(left, right, equal_nan=True))
-
-
-Role: TypeAlias = Literal["sampler", "trainer", "reference"]
-"""What may have computed a column of log-probs."""
-
-
-class Source(msgspec.Struct, frozen=True, array_like=True):
-    """What computed a token column: `Source("sampler")`, `Source("reference")` or `Source.trainer(version)`.
-
-    `oldest` and `newest` are the trainer's policy versions among the rows, as far as they are known; the other roles
-    have none: which version sampled a token stands in the column `versions`.
-    """
-
-    role: Role
-    oldest: int | None = None
-    newest: int | None = None
-
-    @classmethod
-    def trainer(cls, version: int) -> Self:
-        """The trainer, at this version of its policy."""
-        return cls("trainer", version, version)
-
-    def __str__(self) -> str:
-        if self.oldest is None:
-            return self.role
-        return f"{self.role}@{self.oldest}" + (f"-{self.newest}" if self.newest != self.oldest else "")
-
-
-def joined(name: str, sources: Iterable[Source | None]) -> Source | None:
-    """What computed the rows of several parts of the column `name`: of trainers, the range of their versions.
-
-    What is known of some rows is said of all, so that joining them with rows of an unknown source makes nothing
-    acceptable that a loss refuses; None if nothing is known. DataError if the roles differ.
-    """
-    found = set(sources)
-    if len(found) <= 1:  # nearly always, and cheap
-        return found.pop() if found else None
-    known = [source for source in found if source is not None]
-    roles = sorted({source.role for source in known})
-    if len(roles) > 1:
-        raise DataError(
-            f"column `{name}` was computed by the {' in one part and by the '.join(roles)} in another: log-probs of "
-            "different models are different quantities; keep them in columns of their own names"
-        )
-    oldest = [source.oldest for source in known if source.oldest is not None]
-    newest = [source.newest for source in known if source.newest is not None]
-    return Source(known[0].role, min(oldest, default=None), max(newest, default=None))
 
 
 class Ragged:

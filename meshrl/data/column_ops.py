@@ -6,12 +6,12 @@ from typing import TypeAlias, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from meshrl import columns as kinds
-from meshrl.columns import TOKEN_COLUMNS, Column
+from meshrl.data import columns as kinds
+from meshrl.data.columns import TOKEN_COLUMNS, Column
+from meshrl.data.ragged import Ragged, gather, sealed
+from meshrl.data.remote_column import Form, Piece, Places, Remote, as_remote, renumbered, source_of
 from meshrl.errors import DataError
 from meshrl.mesh import Put, Rows, fetched
-from meshrl.ragged import Ragged, gather, sealed
-from meshrl.remote import Form, Piece, Places, Remote, as_remote, renumbered, source_of
 
 Stored: TypeAlias = Column | Remote
 """A column as a batch keeps it."""
