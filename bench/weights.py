@@ -56,10 +56,11 @@ from meshrl import (
     publish,
     rollout,
 )
-from meshrl.delta import Sender, Version
 from meshrl.engines.loop import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.rewards import exact_match
+from meshrl.weights import Sender
+from meshrl.weights.delta import Version
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.sampler import TorchSampler

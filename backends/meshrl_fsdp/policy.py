@@ -8,12 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrl.data import Batch, Metrics, Source
-from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
 from meshrl.role_config import PolicyConfig
 from meshrl.roles import Policy
-from meshrl.weights import Weights
+from meshrl.weights import Sender, Weights
 from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState

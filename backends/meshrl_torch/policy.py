@@ -3,11 +3,10 @@
 from torch import Tensor
 
 from meshrl.data import Batch, Metrics, Source
-from meshrl.delta import Sender
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.role_config import PolicyConfig
 from meshrl.roles import Policy
-from meshrl.weights import Weights
+from meshrl.weights import Sender, Weights
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.loading import load

@@ -15,13 +15,12 @@ import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.bucket import Entry
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import current_rank
 from meshrl.role_config import NewModel, SamplerConfig, Sampling
 from meshrl.roles import Sampler
-from meshrl.weights import Weights
+from meshrl.weights import Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load, read_words

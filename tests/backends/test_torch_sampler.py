@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from meshrl import Batch, NewModel, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
-from meshrl.bucket import Bucket
 from meshrl.errors import DataError, ModelError
 from meshrl.mesh import Rank, rank_context
+from meshrl.weights import Bucket
 from meshrl_hf.rollouts import Rollouts
 from meshrl_hf.seeds import key
 from meshrl_torch.cache import Cache

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Weights
-from meshrl.delta import Change, Sender, Version
 from meshrl.mesh import Held, Rank, rank_context
+from meshrl.weights import Sender
+from meshrl.weights.delta import Change, Version
 
 SIZE = 5000
 

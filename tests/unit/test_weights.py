@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import weights as module
 from meshrl.errors import DataError
 from meshrl.mesh import Held
 from meshrl.mesh.shared_memory import FOLDER
 from meshrl.weights import Probe, Weights
+from meshrl.weights import weights as module
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64]
 

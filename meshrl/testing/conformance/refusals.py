@@ -6,7 +6,6 @@ from typing import Final
 import numpy as np
 
 from meshrl.advantages import Gae
-from meshrl.bucket import Bucket
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError, MeshrlError, ModelError
 from meshrl.losses import CrossEntropy, Loss, ValueLoss
@@ -15,7 +14,7 @@ from meshrl.roles import Reference
 from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns
 from meshrl.testing.conformance.subject import Check, Trial
-from meshrl.weights import Weights
+from meshrl.weights import Bucket, Weights
 
 _READ: Final = ("tokens", "loss_mask", "rewards", "advantages", "sampler_logprobs")
 

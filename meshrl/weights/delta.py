@@ -11,9 +11,9 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.bucket import Bucket, Entry
 from meshrl.mesh import Array, Bytes, Held, Put, current_rank, fetched, pool
-from meshrl.weights import Probe, Weights
+from meshrl.weights.bucket import Bucket, Entry
+from meshrl.weights.weights import Probe, Weights
 
 _LONGEST: Final = 1.0
 """A chain begins anew when its changes have more bytes than this part of the bucket."""

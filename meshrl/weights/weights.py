@@ -8,9 +8,9 @@ from typing import Final, NamedTuple, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.bucket import Bucket
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Holder, Put, Rows, fetched
+from meshrl.weights.bucket import Bucket
 
 BUCKET: Final = 1 << 28
 """Bytes of a bucket; a larger tensor has one of its own."""
