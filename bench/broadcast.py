@@ -31,7 +31,7 @@ from bench.harness import (
     within,
 )
 from meshrl import Actor, Mesh, Resources, Sum, Weights, endpoint
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
 
 RANKS: Final = (2, 4)

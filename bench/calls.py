@@ -54,7 +54,7 @@ from bench.harness import (
     within,
 )
 from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, RankDied, Resources, Shard, each, endpoint
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.events import EventLog, sink
 from meshrl.mesh import Engine
 

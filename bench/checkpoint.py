@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from bench.harness import Figure, arguments, at_least, figure, median, report, with_allocator
 from meshrl import Batch, CrossEntropy, MeshConfig, NewModel, PolicyConfig, Run, RunConfig
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.roles import Policy
 
 LAYERS: Final = 4

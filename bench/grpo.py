@@ -60,7 +60,7 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.scripts import find_config, load_job
 
 TRL: Final = ROOT / ".peers/trl/bin/python"

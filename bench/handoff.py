@@ -49,7 +49,7 @@ from bench.harness import (
 from bench.peers.contest import answer
 from bench.peers.payload import COLUMNS, STORE_BYTES, TOKEN_BYTES, agree, checksum, row_lengths, token_columns
 from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, current_rank, endpoint
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 
 VERL: Final = ROOT / ".peers/verl/bin/python"
 PEERS: Final = ROOT / "bench/peers"

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from bench.harness import ROOT, Figure, alone, arguments, at_least, at_most, figure, report
 from meshrl import Config, Run, RunConfig, Sampler, SamplerConfig, Task, evaluate, rejected_answers
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.scripts import find_config, load_job
 from meshrl_hf.optimizer import learning_rate
 

@@ -50,7 +50,7 @@ from meshrl import (
     rollouts,
     stop,
 )
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.generation import SwapMode
 from meshrl.losses import Loss

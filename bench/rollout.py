@@ -32,7 +32,7 @@ import numpy as np
 
 from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
 from meshrl import Batch, Config, NewModel, Run, RunConfig, Sampler, SamplerConfig, Sampling, VllmConfig, rollout
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl_hf import checkpoint
 from meshrl_hf.loading import load
 from meshrl_hf.seeds import key

@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.harness import Figure, arguments, figure, median, report, take_turns, with_allocator, within
 from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, Resources, Shard, endpoint
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 
 RANKS: Final = (8, 64, 512, 4096)
 CALLED: Final = 8192

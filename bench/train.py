@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 from bench import logprobs, utilisation
 from bench.harness import Figure, Worker, arguments, at_least, figure, median, report, take_turns, within
 from meshrl import Batch, ClippedLoss, MeshConfig, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.roles import Policy
 
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from bench.harness import Figure, arguments, figure, median, report
 from meshrl import Batch, ClippedLoss, ModelConfig, NewModel, OptimizerConfig, PolicyConfig, Ragged, Run, RunConfig
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.roles import Policy
 from meshrl_hf.loading import load
 

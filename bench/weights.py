@@ -56,7 +56,7 @@ from meshrl import (
     publish,
     rollout,
 )
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.rewards import exact_match
 from meshrl.weights import Sender

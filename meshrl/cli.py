@@ -18,7 +18,7 @@ from rich.table import Table
 
 from meshrl.check import find_mistakes
 from meshrl.config import as_list, validate
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
 from meshrl.evaluation import Question, evaluate_run
 from meshrl.report.page import render

@@ -17,8 +17,7 @@ import numpy as np
 from meshrl.advantages import Gae
 from meshrl.calls import Calls
 from meshrl.data import Batch, Metrics, Ragged, Source
-from meshrl.engines.local import LocalEngine
-from meshrl.engines.threads import LocalMember, LocalSlot
+from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Held, Rank, Resources, Slot, current_rank

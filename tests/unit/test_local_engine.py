@@ -26,7 +26,7 @@ from meshrl import (
     respawn,
     stop,
 )
-from meshrl.engines.loop import RankLoop
+from meshrl.engines.local import RankLoop
 
 
 class Threads(Actor):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, cast
 
-from meshrl.engines.ray.pickle import check_picklable
+from meshrl.engines.ray.pickling import check_picklable
 from meshrl.engines.ray.process import RayMember, Sent, sendable
 from meshrl.engines.ray.wire import Over, RayHeld
 from meshrl.errors import ContractError, RankDied, RankFailed

@@ -10,7 +10,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from meshrl.engines.ray.pickle import carry_modules, unpacked
+from meshrl.engines.ray.pickling import carry_modules, unpacked
 from meshrl.engines.ray.wire import Ask, Construction, Failure, Place, RayHeld, Stopped
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock

@@ -14,10 +14,10 @@ from typing import Final, cast
 
 import ray
 
-from meshrl.engines.ray.order import Line
-from meshrl.engines.ray.pickle import packed
+from meshrl.engines.isolation import isolated
+from meshrl.engines.ray.call_order import Line
+from meshrl.engines.ray.pickling import packed
 from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped, boot
-from meshrl.engines.threads import isolated
 from meshrl.mesh import Rank, Together, hold, loaded, rank_context
 
 _ENGINES = str(Path(__file__).parent)

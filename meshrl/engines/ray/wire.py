@@ -13,7 +13,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import ObjectLostError
 
-from meshrl.engines.ray.pickle import carry_modules
+from meshrl.engines.ray.pickling import carry_modules
 from meshrl.errors import DataError, MeshStopped
 from meshrl.mesh import Held, Rank
 

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import cast
 
-from meshrl.engines.threads import LocalHeld, LocalMember, LocalSlot, Reply, Work, answer, isolated
-from meshrl.engines.turns import Turns
+from meshrl.engines.isolation import isolated
+from meshrl.engines.local.rank_thread import LocalHeld, LocalMember, LocalSlot, Reply, Work, answer
+from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import INLINE_BYTES, Held, Member, Rank, Request, Resources, Seen, Slot, free_cores, hold
 

@@ -1,7 +1,6 @@
 """A rank as a thread: its event loop, the actors on it, and one call of one endpoint."""
 
 import asyncio
-import copy
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -14,15 +13,15 @@ from typing import Protocol, TypeVar, cast
 import numpy as np
 
 from meshrl.data import Column, frozen, private
-from meshrl.engines.loop import RankLoop
-from meshrl.engines.turns import Turns
-from meshrl.errors import ContractError, MeshStopped, RankFailed
-from meshrl.mesh import Held, Rank, Request, Seen, loaded, rank_context, seal_arrays
+from meshrl.engines.isolation import sendable
+from meshrl.engines.local.event_loop import RankLoop
+from meshrl.engines.local.shared_task import Turns
+from meshrl.errors import MeshStopped, RankFailed
+from meshrl.mesh import Held, Rank, Request, Seen, loaded, rank_context
 
 T = TypeVar("T")
 
-_ENGINES = str(Path(__file__).parent)
-_IMMUTABLE = (type(None), bool, int, float, str, bytes)
+_ENGINES = str(Path(__file__).parents[1])
 
 
 class LocalHeld(Held):
@@ -39,30 +38,6 @@ class LocalHeld(Held):
     async def fetch(cls, held: Sequence[Held]) -> list[object]:
         """The values. Python values in them, which could be written, are copied where a column is put together."""
         return [each.value for each in cast("Sequence[LocalHeld]", held)]
-
-
-def isolated(value: T) -> T:
-    """A value that shares no mutable memory with the original. Immutable ones (a `Batch`) are themselves.
-
-    Its arrays are read-only, as those of an engine that maps them from a store.
-    """
-    if isinstance(value, _IMMUTABLE):
-        return value
-    alone = copy.deepcopy(value)
-    seal_arrays(alone)
-    return alone
-
-
-def sendable(
-    where: str, arguments: tuple[object, ...], keywords: Mapping[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """A call's arguments, isolated. Raises `ContractError` for what cannot be copied, such as a lock or a file."""
-    try:
-        return isolated(arguments) if arguments else (), isolated(dict(keywords)) if keywords else {}
-    except TypeError as error:
-        raise ContractError(
-            f"{where}: an argument cannot be sent to a rank: {error}; make it on the rank, in the actor's constructor"
-        ) from error
 
 
 class LocalSlot:
