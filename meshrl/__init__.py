@@ -31,17 +31,25 @@ from meshrl.errors import (
 )
 from meshrl.judging import evaluate_during
 from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
-from meshrl.losses.correction import Correction, effective_sample_size
-from meshrl.losses.distillation import ReverseKl
-from meshrl.losses.likelihood import CrossEntropy
-from meshrl.losses.loss import Loss
-from meshrl.losses.preference import KtoLoss, PreferenceLoss
-from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
-from meshrl.losses.reward import BradleyTerryLoss, ProcessLoss
-from meshrl.losses.sequence import SequenceLoss
-from meshrl.losses.sources import check_sources
-from meshrl.losses.surrogate import ClippedLoss, ConstantLoss
-from meshrl.losses.value import ValueLoss, explained_variance
+from meshrl.losses import (
+    BradleyTerryLoss,
+    CispoLoss,
+    ClippedLoss,
+    ConstantLoss,
+    Correction,
+    CrossEntropy,
+    KtoLoss,
+    Loss,
+    PreferenceLoss,
+    ProcessLoss,
+    ReinforceLoss,
+    ReverseKl,
+    SequenceLoss,
+    ValueLoss,
+    check_sources,
+    effective_sample_size,
+    explained_variance,
+)
 from meshrl.mesh import (
     CP,
     DP,

@@ -5,18 +5,18 @@ is `token_weights`, which knows the global batch; so the gradient does not depen
 The core loads no torch: these functions call methods of the tensors that they are given.
 """
 
+from meshrl.losses.base import Loss, Normalised, Penalised, Predicts, TokenLoss, check_predicts
+from meshrl.losses.clipped import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
 from meshrl.losses.distillation import ReverseKl, reverse_kl
 from meshrl.losses.kl import KlEstimator, kl_k1, kl_k2, kl_k3
 from meshrl.losses.likelihood import CrossEntropy, cross_entropy
-from meshrl.losses.loss import Loss, Normalised, Penalised, Predicts, TokenLoss, check_predicts
 from meshrl.losses.normalise import Normalise, token_weights
 from meshrl.losses.preference import KtoLoss, PairForm, PreferenceLoss, dpo_loss, hinge_loss, ipo_loss, kto_utility
+from meshrl.losses.provenance_check import check_sources
 from meshrl.losses.reinforce import CispoLoss, ReinforceLoss
 from meshrl.losses.reward import BradleyTerryLoss, ProcessLoss, bradley_terry, step_cross_entropy
 from meshrl.losses.sequence import SequenceLoss, sequence_ratios
-from meshrl.losses.sources import check_sources
-from meshrl.losses.surrogate import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.value import ValueLoss, explained_variance
 
 __all__ = [

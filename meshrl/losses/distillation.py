@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from meshrl.losses.base import Normalised, TokenLoss
 from meshrl.losses.kl import MAX_LOG_RATIO, kl_k1
-from meshrl.losses.loss import Normalised, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshrl.losses.loss import Normalised, TokenLoss
+from meshrl.losses.base import Normalised, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

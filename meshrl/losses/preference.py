@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshrl.losses.loss import OfRows, TokenLoss
+from meshrl.losses.base import OfRows, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from meshrl.losses.base import Penalised, TokenLoss
 from meshrl.losses.correction import Correction, importance_weights
 from meshrl.losses.kl import kl_k3
-from meshrl.losses.loss import Penalised, TokenLoss
 from meshrl.losses.normalise import Normalise
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from meshrl.losses.loss import Normalised, OfRows, Predicts, TokenLoss
+from meshrl.losses.base import Normalised, OfRows, Predicts, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from meshrl.losses.base import Penalised, TokenLoss
 from meshrl.losses.kl import MAX_LOG_RATIO, kl_k3
-from meshrl.losses.loss import Penalised, TokenLoss
 from meshrl.losses.normalise import Normalise
 
 if TYPE_CHECKING:

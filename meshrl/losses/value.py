@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import Field
 
-from meshrl.losses.loss import Normalised, Predicts, TokenLoss
+from meshrl.losses.base import Normalised, Predicts, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

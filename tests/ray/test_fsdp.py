@@ -37,7 +37,7 @@ from meshrl import (
     stop,
 )
 from meshrl.engines.ray import RayEngine
-from meshrl.losses.loss import TokenLoss
+from meshrl.losses.base import TokenLoss
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
 from meshrl_torch.policy import TorchPolicy

@@ -12,8 +12,7 @@ from torch import Tensor
 from meshrl.config import validate
 from meshrl.data import Ragged
 from meshrl.errors import ConfigError
-from meshrl.losses import KtoLoss, PairForm, PreferenceLoss, token_weights
-from meshrl.losses.loss import Loss
+from meshrl.losses import KtoLoss, Loss, PairForm, PreferenceLoss, token_weights
 from meshrl.preferences import pair_margins
 
 Floats = NDArray[np.float64]

@@ -12,8 +12,7 @@ from meshrl import Batch, with_scores
 from meshrl.config import validate
 from meshrl.data import Ragged
 from meshrl.errors import ConfigError, DataError
-from meshrl.losses import BradleyTerryLoss, CrossEntropy, ProcessLoss, ValueLoss, check_predicts, token_weights
-from meshrl.losses.loss import Loss
+from meshrl.losses import BradleyTerryLoss, CrossEntropy, Loss, ProcessLoss, ValueLoss, check_predicts, token_weights
 from meshrl.preferences import pair_margins
 from meshrl.role_config import RewardTrainingConfig
 from meshrl.testing import FakeRewardModel

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.data import Metrics
-from meshrl.losses import Loss, TokenLoss
-from meshrl.losses.value import ValueLoss, clipped_value_error, explained_variance
+from meshrl.losses import Loss, TokenLoss, ValueLoss, explained_variance
+from meshrl.losses.value import clipped_value_error
 
 
 def column(*values: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from meshrl.engines.local.event_loop import RankLoop
 from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import MeshStopped, RankFailed
 from meshrl.mesh import Held, Rank, Request, Seen, loaded, rank_context
-
-T = TypeVar("T")
 
 _ENGINES = str(Path(__file__).parents[1])
 

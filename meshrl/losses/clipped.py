@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
+from meshrl.losses.base import Penalised, TokenLoss
 from meshrl.losses.correction import Correction, importance_weights
 from meshrl.losses.kl import MAX_LOG_RATIO, kl_k3
-from meshrl.losses.loss import Penalised, TokenLoss
 from meshrl.losses.normalise import Normalise
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+
 Predicts: TypeAlias = Literal["logprobs", "values", "scores"]
 """What a model gives of each token: a policy its log-prob, a critic the value of the state it was drawn from, a reward
 model the score of what ends there."""

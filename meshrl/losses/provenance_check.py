@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from meshrl.data import Column, Remote, Role, Source
-    from meshrl.losses.loss import Loss
+    from meshrl.losses.base import Loss
+
 
 _PROMISED: Final[Mapping[str, tuple[Role, str]]] = {
     "sampler_logprobs": ("sampler", "train on rows as `sampler.generate` returned them"),
