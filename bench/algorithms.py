@@ -38,7 +38,8 @@ from bench.harness import ALLOCATOR, ROOT, Figure, figure, report
 from meshrl import AlgorithmConfig, RunConfig
 from meshrl.events import Call, Event, Step
 from meshrl.report.reading import read_events
-from meshrl.scripts import find_config, load_job, shipped_scripts
+from meshrl.run import find_config, load_job
+from meshrl.run.jobs import shipped_scripts
 
 ROWS: Final = 512
 """Completions a step."""

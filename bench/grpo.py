@@ -61,7 +61,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.engines.local import RankLoop
-from meshrl.scripts import find_config, load_job
+from meshrl.run import find_config, load_job
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 LONGEST: Final = 256

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from bench.harness import ROOT, Figure, alone, arguments, at_least, at_most, figure, report
 from meshrl import Config, Run, RunConfig, Sampler, SamplerConfig, Task, evaluate, rejected_answers
 from meshrl.engines.local import RankLoop
-from meshrl.scripts import find_config, load_job
+from meshrl.run import find_config, load_job
 from meshrl_hf.optimizer import learning_rate
 
 TRL: Final = ROOT / ".peers/trl/bin/python"

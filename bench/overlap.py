@@ -52,11 +52,11 @@ from meshrl import (
 )
 from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
-from meshrl.generation import SwapMode
 from meshrl.losses import Loss
 from meshrl.mesh import Engine
 from meshrl.report.analysis import overlap
 from meshrl.report.reading import read_events
+from meshrl.rollout.producer import SwapMode
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
 PROMPTS: Final = 64

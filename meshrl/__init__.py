@@ -1,21 +1,9 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
-from meshrl.advantages import (
-    Gae,
-    batch_advantages,
-    gae,
-    group_advantages,
-    leave_one_out,
-    optimal_advantages,
-    rescaled_advantages,
-    rewards_to_go,
-    whiten,
-)
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine
-from meshrl.environment import Environment, EnvironmentConfig
-from meshrl.episodes import Episodes
+from meshrl.environments import Environment, EnvironmentConfig, Episodes
 from meshrl.errors import (
     BackendError,
     ConfigError,
@@ -29,8 +17,7 @@ from meshrl.errors import (
     RankFailed,
     ReplicasDisagree,
 )
-from meshrl.judging import evaluate_during
-from meshrl.layout import FsdpConfig, MegatronConfig, VllmConfig
+from meshrl.evaluation import evaluate, evaluate_during
 from meshrl.losses import (
     BradleyTerryLoss,
     CispoLoss,
@@ -76,46 +63,62 @@ from meshrl.mesh import (
     respawn,
     stop,
 )
-from meshrl.minibatches import minibatches
-from meshrl.preferences import (
-    PairSampling,
-    answer_pairs,
+from meshrl.objectives import (
+    Gae,
+    batch_advantages,
     best_and_worst,
-    labelled,
+    gae,
+    group_advantages,
+    kl_columns,
+    kl_metrics,
+    leave_one_out,
     log_ratios,
-    mismatched_kl,
+    minibatches,
+    optimal_advantages,
     pair_margins,
     pair_metrics,
-    rejected_answers,
-    with_margins,
+    penalised_rewards,
+    rescaled_advantages,
+    rewards_to_go,
+    score_metrics,
+    whiten,
 )
-from meshrl.reference_kl import kl_columns, kl_metrics, penalised_rewards
 from meshrl.rewards import RewardConfig, overlong_penalty
-from meshrl.role_config import (
-    AlgorithmConfig,
+from meshrl.roles import (
+    Critic,
     CriticConfig,
-    EvaluationConfig,
+    FsdpConfig,
     GroupSampling,
     LoraConfig,
+    MegatronConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
+    PairSampling,
+    Policy,
     PolicyConfig,
+    Reference,
     ReferenceConfig,
+    Reward,
+    RewardModel,
     RewardModelConfig,
     RewardTrainingConfig,
     RoleConfig,
+    Sampler,
     SamplerConfig,
     Sampling,
     TeacherConfig,
+    VllmConfig,
+    check_teacher,
+    mismatched_kl,
+    step_metrics,
+    with_labels,
+    with_margins,
+    with_scores,
 )
-from meshrl.roles import Critic, Policy, Reference, Reward, RewardModel, Sampler
-from meshrl.rollout import evaluate, greedy_baseline, has_signal, publish, rollout
-from meshrl.run import MeshConfig, Run, RunConfig
-from meshrl.scores import labelled_steps, least_margins, score_metrics, step_metrics, with_labels, with_scores
-from meshrl.stream import Rollouts, rollouts
-from meshrl.tasks import Task, TaskConfig
-from meshrl.teacher import check_teacher
+from meshrl.rollout import Rollouts, greedy_baseline, has_signal, publish, rollout, rollouts
+from meshrl.run import AlgorithmConfig, EvaluationConfig, MeshConfig, Run, RunConfig
+from meshrl.tasks import Task, TaskConfig, answer_pairs, labelled, labelled_steps, least_margins, rejected_answers
 from meshrl.weights import Weights
 
 __all__ = [

@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.check import find_mistakes
 from meshrl.config import as_list, validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
@@ -24,10 +23,19 @@ from meshrl.evaluation import Question, evaluate_run
 from meshrl.report.page import render
 from meshrl.report.reading import find_run, read_run
 from meshrl.report.trace import make_trace
-from meshrl.run import Run, RunConfig
-from meshrl.scripts import Job, about, copy_script, find_config, load_job, shipped_configs
-from meshrl.serve import Address
-from meshrl.serve import serve as serve_run
+from meshrl.run import (
+    Address,
+    Job,
+    Run,
+    RunConfig,
+    about,
+    copy_script,
+    find_config,
+    find_mistakes,
+    load_job,
+    shipped_configs,
+)
+from meshrl.run import serve as serve_run
 
 app = typer.Typer(
     help="Reinforcement learning of language models.",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from meshrl import RunConfig, Task, TaskConfig
-from meshrl.check import find_mistakes
-from meshrl.scripts import about, load_job, shipped_configs, shipped_scripts
+from meshrl.run import about, find_mistakes, load_job, shipped_configs
+from meshrl.run.jobs import shipped_scripts
 
 CONFIGS = shipped_configs()
 

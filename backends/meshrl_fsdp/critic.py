@@ -5,13 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshrl.advantages import Gae
-from meshrl.critic import with_advantages
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.role_config import CriticConfig
-from meshrl.roles import Critic
+from meshrl.objectives import Gae, with_advantages
+from meshrl.roles import Critic, CriticConfig
 from meshrl_fsdp.loading import load_sharded_valued
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.sharded import gathered

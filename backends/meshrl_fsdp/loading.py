@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshrl.errors import ConfigError
-from meshrl.layout import FsdpConfig
 from meshrl.mesh import Rank
-from meshrl.role_config import ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig
+from meshrl.roles import FsdpConfig, ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig
 from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.world import World

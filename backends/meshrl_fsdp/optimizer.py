@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.losses import Predicts
-from meshrl.role_config import OptimizerConfig
+from meshrl.roles import OptimizerConfig
 from meshrl_fsdp.parts import is_split, local
 from meshrl_fsdp.sharded import Sharded
 from meshrl_fsdp.world import SHARD, TP

@@ -10,8 +10,7 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics, Source
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.role_config import PolicyConfig
-from meshrl.roles import Policy
+from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Sender, Weights
 from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from meshrl.data import Batch, Source
 from meshrl.mesh import current_rank
-from meshrl.role_config import ReferenceConfig
-from meshrl.roles import Reference
+from meshrl.roles import Reference, ReferenceConfig
 from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded
 from meshrl_fsdp.transfer import take

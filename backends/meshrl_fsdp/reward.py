@@ -7,8 +7,7 @@ from torch import Tensor
 
 from meshrl.data import Batch
 from meshrl.mesh import current_rank
-from meshrl.role_config import RewardModelConfig
-from meshrl.roles import Reward
+from meshrl.roles import Reward, RewardModelConfig
 from meshrl_fsdp.loading import load_sharded_judge
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread

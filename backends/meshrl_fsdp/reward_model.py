@@ -8,8 +8,7 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.mesh import current_rank
-from meshrl.role_config import RewardTrainingConfig
-from meshrl.roles import RewardModel
+from meshrl.roles import RewardModel, RewardTrainingConfig
 from meshrl_fsdp.loading import load_sharded_learner
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState

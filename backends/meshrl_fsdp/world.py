@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.errors import ConfigError
-from meshrl.layout import FsdpConfig
 from meshrl.mesh import Rank
+from meshrl.roles import FsdpConfig
 from meshrl_hf.group import Shared, join
 from meshrl_hf.ranks import Ranks
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshrl.errors import ModelError
-from meshrl.role_config import PolicyConfig
+from meshrl.roles import PolicyConfig
 from meshrl_hf import lora
 from meshrl_hf.loading import quiet
 from meshrl_hf.model import LanguageModel

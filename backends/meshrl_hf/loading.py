@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from meshrl.errors import ModelError
-from meshrl.role_config import ModelConfig, NewModel
+from meshrl.roles import ModelConfig, NewModel
 from meshrl_hf.files import folder_of
 from meshrl_hf.model import LanguageModel, ready
 from meshrl_hf.text import END, PAD, Words, character_tokenizer, words

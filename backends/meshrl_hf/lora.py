@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshrl.errors import ConfigError
-from meshrl.role_config import LoraConfig
+from meshrl.roles import LoraConfig
 from meshrl_hf.model import LanguageModel
 
 T = TypeVar("T", bound=Tensor)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshrl.errors import ModelError
 from meshrl.losses import Predicts
-from meshrl.role_config import OptimizerConfig
+from meshrl.roles import OptimizerConfig
 
 _CAUSES: Final[Mapping[Predicts, str]] = {
     "logprobs": "infinite log-probs or advantages in the batch",

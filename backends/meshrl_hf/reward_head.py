@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from meshrl import log
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, ModelError
-from meshrl.role_config import ModelConfig, RewardModelConfig
+from meshrl.roles import ModelConfig, RewardModelConfig
 from meshrl_hf.loading import JUDGE, load
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Split, ends, micro_batches

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts
-from meshrl.role_config import ModelConfig, NewModel, RewardModelConfig
+from meshrl.roles import ModelConfig, NewModel, RewardModelConfig
 from meshrl_hf import training
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load

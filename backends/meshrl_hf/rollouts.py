@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.mesh import Array
-from meshrl.role_config import Sampling
+from meshrl.roles import Sampling
 from meshrl_hf.observations import observed
 from meshrl_hf.packing import runs
 from meshrl_hf.text import Words, decode, encode_prompts, texts_of

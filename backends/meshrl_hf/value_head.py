@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ModelError
-from meshrl.role_config import ModelConfig, NewModel
+from meshrl.roles import ModelConfig, NewModel
 from meshrl_hf.checkpoint import VALUE_HEAD
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load

@@ -2,13 +2,11 @@
 
 import torch
 
-from meshrl.advantages import Gae
-from meshrl.critic import with_advantages
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.role_config import CriticConfig
-from meshrl.roles import Critic
+from meshrl.objectives import Gae, with_advantages
+from meshrl.roles import Critic, CriticConfig
 from meshrl_hf.spread_training import SpreadTraining
 from meshrl_hf.value_head import values
 from meshrl_megatron import training

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.layout import MegatronConfig
 from meshrl.losses import Predicts
 from meshrl.mesh import Rank
-from meshrl.role_config import ModelConfig
+from meshrl.roles import MegatronConfig, ModelConfig
 from meshrl_hf.boxes import Box, Boxes
 from meshrl_hf.loading import GENERATOR, JUDGE, load, outline
 from meshrl_hf.model import LanguageModel

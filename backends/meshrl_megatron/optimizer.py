@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.losses import Predicts
-from meshrl.role_config import OptimizerConfig
+from meshrl.roles import OptimizerConfig
 from meshrl_hf.optimizer import learning_rate, not_finite
 from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.core import (

@@ -6,8 +6,7 @@ from meshrl.data import Batch, Metrics, Source
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.role_config import PolicyConfig
-from meshrl.roles import Policy
+from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Sender, Weights
 from meshrl_hf.encoding import encoded
 from meshrl_hf.probe import probe

@@ -4,8 +4,7 @@ import torch
 
 from meshrl.data import Batch
 from meshrl.mesh import current_rank
-from meshrl.role_config import RewardModelConfig
-from meshrl.roles import Reward
+from meshrl.roles import Reward, RewardModelConfig
 from meshrl_hf.ranks import Spread
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_megatron.model import build

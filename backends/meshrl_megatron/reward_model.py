@@ -5,8 +5,7 @@ import torch
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.mesh import current_rank
-from meshrl.role_config import RewardTrainingConfig
-from meshrl.roles import RewardModel
+from meshrl.roles import RewardModel, RewardTrainingConfig
 from meshrl_hf import reward_training
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_hf.spread_training import SpreadTraining

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError, ModelError
-from meshrl.layout import MegatronConfig
+from meshrl.roles import MegatronConfig
 from meshrl_megatron.core import TransformerConfig
 from meshrl_megatron.naming import Shape
 

@@ -1,11 +1,9 @@
 """The critic of the torch backend: a whole model with a value head, trained on one rank."""
 
-from meshrl.advantages import Gae
-from meshrl.critic import with_advantages
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.role_config import CriticConfig
-from meshrl.roles import Critic
+from meshrl.objectives import Gae, with_advantages
+from meshrl.roles import Critic, CriticConfig
 from meshrl_hf import checkpoint, training
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.scoring import one_by_one

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.role_config import Sampling
+from meshrl.roles import Sampling
 from meshrl_hf.seeds import UInt64, mix
 
 

@@ -4,8 +4,7 @@ from torch import Tensor
 
 from meshrl.data import Batch, Metrics, Source
 from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.role_config import PolicyConfig
-from meshrl.roles import Policy
+from meshrl.roles import Policy, PolicyConfig
 from meshrl.weights import Sender, Weights
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded

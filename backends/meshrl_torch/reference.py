@@ -6,8 +6,7 @@ import torch
 
 from meshrl.data import Batch, Source
 from meshrl.mesh import current_rank
-from meshrl.role_config import ReferenceConfig
-from meshrl.roles import Reference
+from meshrl.roles import Reference, ReferenceConfig
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.scoring import logprobs, one_by_one, predicted

@@ -4,8 +4,7 @@ import torch
 
 from meshrl.data import Batch
 from meshrl.mesh import current_rank
-from meshrl.role_config import RewardModelConfig
-from meshrl.roles import Reward
+from meshrl.roles import Reward, RewardModelConfig
 from meshrl_hf.reward_head import load_reward_model
 from meshrl_hf.scoring import one_by_one
 

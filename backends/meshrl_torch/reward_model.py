@@ -2,8 +2,7 @@
 
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
-from meshrl.role_config import RewardTrainingConfig
-from meshrl.roles import RewardModel
+from meshrl.roles import RewardModel, RewardTrainingConfig
 from meshrl_hf import checkpoint, reward_training
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.scoring import one_by_one

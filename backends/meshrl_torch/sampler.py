@@ -7,12 +7,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from meshrl.calls import Calls
 from meshrl.data import Batch
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
-from meshrl.role_config import SamplerConfig, Sampling
-from meshrl.roles import Sampler
+from meshrl.roles import Calls, Sampler, SamplerConfig, Sampling
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters

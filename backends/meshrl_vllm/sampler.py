@@ -18,8 +18,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import current_rank
-from meshrl.role_config import NewModel, SamplerConfig, Sampling
-from meshrl.roles import Sampler
+from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling
 from meshrl.weights import Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of

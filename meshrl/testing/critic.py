@@ -4,12 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from meshrl.advantages import Gae
-from meshrl.critic import with_advantages
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.role_config import CriticConfig
-from meshrl.roles import Critic
+from meshrl.objectives import Gae, with_advantages
+from meshrl.roles import Critic, CriticConfig
 from meshrl.testing.state import State, read_state
 
 

@@ -20,8 +20,8 @@ from typing import TypeAlias, cast
 import structlog
 
 from meshrl.errors import ConfigError
-from meshrl.imports import import_file
 from meshrl.testing.clock import simulate
+from meshrl.user_code import import_file
 
 Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]
 """`async def scenario(seed: int) -> None`: whatever it draws, it draws from the seed; it asserts what must hold."""

@@ -13,13 +13,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.calls import Calls
 from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.rewards import RewardConfig
-from meshrl.role_config import PolicyConfig, ReferenceConfig, RewardModelConfig, SamplerConfig, Sampling
-from meshrl.roles import Policy, Reference, Reward, Sampler
+from meshrl.roles import (
+    Calls,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardModelConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+)
 from meshrl.testing.state import State, read_state
 from meshrl.weights import Weights
 

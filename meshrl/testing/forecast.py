@@ -26,9 +26,8 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import Delivery, Event
 from meshrl.report.analysis import idleness, overlap
 from meshrl.report.reading import read_events
-from meshrl.role_config import RoleConfig, Sampling
-from meshrl.run import Run, RunConfig
-from meshrl.scripts import Job
+from meshrl.roles import RoleConfig, Sampling
+from meshrl.run import Job, Run, RunConfig
 from meshrl.testing.clock import simulate
 from meshrl.testing.pace import Draws, Pace, Tape, step_windows
 from meshrl.testing.sim import SimEngine

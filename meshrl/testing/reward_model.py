@@ -7,8 +7,7 @@ import numpy as np
 
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.losses import Loss, check_predicts
-from meshrl.role_config import RewardTrainingConfig
-from meshrl.roles import RewardModel
+from meshrl.roles import RewardModel, RewardTrainingConfig
 from meshrl.testing.state import State, read_state
 
 

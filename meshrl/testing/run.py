@@ -6,13 +6,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
-from meshrl.beside import Beside, Measurement
 from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
 from meshrl.mesh import Actor, Engine, Mesh, Resources
-from meshrl.role_config import RoleConfig
-from meshrl.run import Run, RunConfig, Steps
+from meshrl.roles import RoleConfig
+from meshrl.run import Beside, Measurement, Run, RunConfig, Steps
 
 R = TypeVar("R")
 

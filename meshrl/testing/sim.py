@@ -14,15 +14,13 @@ from typing import ClassVar, Self, cast
 
 import numpy as np
 
-from meshrl.advantages import Gae
-from meshrl.calls import Calls
 from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Held, Rank, Resources, Slot, current_rank
-from meshrl.role_config import RoleConfig, Sampling
-from meshrl.roles import Critic, Policy, Reference, Reward, Sampler
+from meshrl.objectives import Gae
+from meshrl.roles import Calls, Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
 from meshrl.testing.pace import Draws, Pace, Tape
 from meshrl.testing.state import State, read_state
 from meshrl.weights import Weights

@@ -15,7 +15,7 @@ from meshrl.errors import DataError, MeshrlError, RankFailed
 from meshrl.losses import Loss
 from meshrl.report.content import make_content
 from meshrl.report.reading import read_run
-from meshrl.scripts import load_script, shipped_scripts
+from meshrl.run.jobs import load_script, shipped_scripts
 from meshrl.testing import FakePolicy, FakeReward, FakeRun, FakeSampler, delayed, simulate
 
 SCRIPTS = shipped_scripts()

@@ -7,8 +7,8 @@ import pytest
 
 from meshrl import Run, RunConfig
 from meshrl.config import validate
-from meshrl.imports import import_file
 from meshrl.mesh import INLINE_BYTES
+from meshrl.user_code import import_file
 
 FAKE = {"backend": "fake", "model": "none"}
 BOTH_WAYS = pytest.mark.parametrize("inline_bytes", [INLINE_BYTES, 0], ids=["by value", "by reference"])

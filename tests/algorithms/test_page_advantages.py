@@ -27,7 +27,7 @@ from meshrl import (
 )
 from meshrl.config import validate
 from meshrl.data import Source
-from meshrl.scripts import load_script
+from meshrl.run.jobs import load_script
 from meshrl.testing import FakePolicy, FakeReference, FakeReward, FakeRun, FakeSampler
 
 Floats: TypeAlias = NDArray[np.float64]

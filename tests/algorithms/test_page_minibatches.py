@@ -9,7 +9,7 @@ import pytest
 
 from meshrl import Batch, CriticConfig, Metrics, PolicyConfig, RewardConfig, SamplerConfig, Task
 from meshrl.config import validate
-from meshrl.scripts import load_script
+from meshrl.run.jobs import load_script
 from meshrl.testing import FakeCritic, FakePolicy, FakeReward, FakeRun, FakeSampler, Witness
 
 ALGORITHMS = Path(__file__).parents[2] / "algorithms"

@@ -9,7 +9,7 @@ from meshrl import MeshConfig, Run, RunConfig
 from meshrl.config import validate
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES
-from meshrl.scripts import load_script
+from meshrl.run.jobs import load_script
 
 ALGORITHMS = Path(__file__).parents[2] / "algorithms"
 FAKE = {"backend": "fake", "model": "none"}

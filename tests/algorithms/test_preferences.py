@@ -9,7 +9,7 @@ import pytest
 from meshrl import MeshConfig, Run, RunConfig
 from meshrl.config import validate
 from meshrl.mesh import INLINE_BYTES
-from meshrl.scripts import load_script
+from meshrl.run.jobs import load_script
 
 _ALGORITHMS = Path(__file__).parents[2] / "algorithms"
 FAKE = {"backend": "fake", "model": "none"}

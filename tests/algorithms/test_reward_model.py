@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from meshrl import Run, RunConfig
 from meshrl.config import validate
-from meshrl.imports import import_file
+from meshrl.user_code import import_file
 from meshrl_hf.text import character_tokenizer
 
 CHARACTERS = "abcd>"

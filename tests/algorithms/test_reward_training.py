@@ -11,8 +11,8 @@ import pytest
 from meshrl import Batch, DataError, MeshConfig, Run, RunConfig, labelled_steps, least_margins, with_labels, with_scores
 from meshrl.config import validate
 from meshrl.mesh import INLINE_BYTES
-from meshrl.role_config import RewardTrainingConfig
-from meshrl.scripts import load_script
+from meshrl.roles import RewardTrainingConfig
+from meshrl.run.jobs import load_script
 from meshrl.testing import FakeRewardModel
 
 _ALGORITHMS = Path(__file__).parents[2] / "algorithms"

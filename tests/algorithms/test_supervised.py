@@ -14,7 +14,7 @@ from meshrl import ConfigError, MeshConfig, PolicyConfig, Run, RunConfig, Teache
 from meshrl.config import validate
 from meshrl.losses import ReverseKl, reverse_kl
 from meshrl.mesh import INLINE_BYTES
-from meshrl.scripts import load_script
+from meshrl.run.jobs import load_script
 from meshrl_hf.text import character_tokenizer
 
 FAKE = {"backend": "fake", "model": "none"}

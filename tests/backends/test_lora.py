@@ -13,7 +13,7 @@ from meshrl import Batch, ClippedLoss, LoraConfig, NewModel, PolicyConfig, Ragge
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
 from meshrl.mesh import Rank, rank_context
-from meshrl.role_config import AlgorithmConfig
+from meshrl.run import AlgorithmConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, RankFailed, Weights, registry
+from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, RankFailed, Weights
 from meshrl.losses import Normalise, Predicts, TokenLoss
+from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import CHECKS, Bench, Subject, name_of
 from meshrl_hf import checkpoint

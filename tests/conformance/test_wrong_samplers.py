@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from meshrl import Batch, ModelError, Ragged, SamplerConfig, Sampling, Weights, registry
+from meshrl import Batch, ModelError, Ragged, SamplerConfig, Sampling, Weights
+from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import SAMPLER, Bench, Check, Subject, name_of
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of

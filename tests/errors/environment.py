@@ -9,8 +9,9 @@ import numpy as np
 
 from meshrl import Batch, EnvironmentConfig
 from meshrl.config import validate
-from meshrl.environment import FunctionEnvironment
-from meshrl.rewards import FunctionReward, RewardConfig
+from meshrl.environments.environment import FunctionEnvironment
+from meshrl.rewards import RewardConfig
+from meshrl.rewards.function import FunctionReward
 
 GAMES = """
 class Guess:

@@ -25,7 +25,7 @@ from meshrl import (
     endpoint,
     stop,
 )
-from meshrl.registry import implementation
+from meshrl.roles import implementation
 
 TOKENS = Ragged.of([[1, 2], [3]], np.int32)
 BATCH = Batch.of(tokens=TOKENS, loss_mask=Ragged.of([[False, True], [True]], np.bool_))

@@ -21,7 +21,7 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.stream import Keep
+from meshrl.rollout.stream import Keep
 
 TASK = Task(
     train=Batch.of(prompt=["cat>", "act>"], answer=["tac", "tca"]), held_out=Batch.of(prompt=["dog>"], answer=["god"])

@@ -7,7 +7,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from meshrl import Batch, NewModel, Policy, PolicyConfig, Reward, RewardConfig, RewardModelConfig, Run, RunConfig
-from meshrl.rewards import FunctionReward
+from meshrl.rewards.function import FunctionReward
 from meshrl_hf.text import character_tokenizer
 
 JUDGE = """

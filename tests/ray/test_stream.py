@@ -25,7 +25,7 @@ from meshrl import (
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.mesh import Engine
-from meshrl.schedule import Schedule, read_schedule, schedule
+from meshrl.rollout import Schedule, read_schedule, schedule
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")

@@ -9,8 +9,8 @@ import pytest
 
 from meshrl import Batch, PolicyConfig, ReferenceConfig, RewardConfig, SamplerConfig, Task
 from meshrl.config import validate
-from meshrl.role_config import CriticConfig
-from meshrl.scripts import Script, load_script
+from meshrl.roles import CriticConfig
+from meshrl.run.jobs import Script, load_script
 from meshrl.testing import (
     FakeCritic,
     FakePolicy,

@@ -22,8 +22,8 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.balance import Balance, Share
 from meshrl.mesh import Rows
+from meshrl.rollout.routing import Balance, Share
 from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
 from meshrl.testing.pace import Pace, Work
 from meshrl.testing.sim import SimEngine, SimPolicy, SimSampler

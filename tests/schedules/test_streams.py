@@ -28,9 +28,9 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.ledger import Late, Ledger
 from meshrl.mesh import Request, Seen
-from meshrl.stream import Rollouts
+from meshrl.rollout import Rollouts
+from meshrl.rollout.staleness import Late, Ledger
 from meshrl.testing import (
     Crash,
     FakePolicy,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike, NDArray
 
-from meshrl.advantages import Gae, gae, group_advantages, leave_one_out, whiten
 from meshrl.data import Ragged
 from meshrl.errors import DataError
+from meshrl.objectives import Gae, gae, group_advantages, leave_one_out, whiten
 
 Advantages: TypeAlias = Callable[[list[float], list[int]], NDArray[np.float32]]
 

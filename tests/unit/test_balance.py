@@ -26,8 +26,8 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.balance import Balance, Share
 from meshrl.mesh import divided, lightest, parts, plan_of
+from meshrl.rollout.routing import Balance, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")

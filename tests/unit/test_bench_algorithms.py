@@ -7,7 +7,8 @@ import pytest
 from bench.algorithms import Result, Row, budget, completions, config, draw, figures, markdown, pages, ranked, seeds
 from meshrl import RunConfig
 from meshrl.events import Call, Event, Step
-from meshrl.scripts import find_config, load_job, shipped_scripts
+from meshrl.run import find_config, load_job
+from meshrl.run.jobs import shipped_scripts
 
 SVG = "{http://www.w3.org/2000/svg}"
 

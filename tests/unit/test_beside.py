@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl.beside import Beside, Measurement
 from meshrl.errors import MeshrlError
+from meshrl.run import Beside, Measurement
 from meshrl.testing import simulate
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
-from meshrl.calls import Calls
 from meshrl.errors import DataError
-from meshrl.judging import BesideSampling
+from meshrl.evaluation import BesideSampling
+from meshrl.roles import Calls
 from meshrl.testing.fakes import FakePolicy, FakeSampler
 
 PROMPTS = Batch.of(prompt=["1+1=", "5+5=", "99+1="], answer=["2", "10", "100"])

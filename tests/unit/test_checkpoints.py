@@ -34,10 +34,9 @@ from meshrl import (
 )
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Step
-from meshrl.position import Ranges
 from meshrl.report.reading import read_events
-from meshrl.role_config import RoleConfig
-from meshrl.roles import Stateful
+from meshrl.roles import RoleConfig, Stateful
+from meshrl.tasks.cursor import Ranges
 from meshrl.testing import FakePolicy
 
 FAKE = PolicyConfig(backend="fake", model="none")

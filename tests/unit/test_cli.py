@@ -14,11 +14,12 @@ import pytest
 import structlog
 
 from meshrl import cli
-from meshrl.check import check_model, find_mistakes
 from meshrl.config import Config
 from meshrl.errors import MeshrlError, ModelError, RankFailed
-from meshrl.role_config import PolicyConfig, RoleConfig
-from meshrl.scripts import about, load_script, shipped, shipped_configs
+from meshrl.roles import PolicyConfig, RoleConfig
+from meshrl.run import about, find_mistakes, shipped_configs
+from meshrl.run.check import check_model
+from meshrl.run.jobs import load_script, shipped
 
 SCRIPT = '''
 """Counts."""

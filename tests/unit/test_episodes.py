@@ -30,9 +30,10 @@ from meshrl import (
     rollout,
     rollouts,
 )
-from meshrl.environment import FunctionEnvironment, load_environment
-from meshrl.generation import SwapMode
-from meshrl.judging import BesideSampling
+from meshrl.environments import load_environment
+from meshrl.environments.environment import FunctionEnvironment
+from meshrl.evaluation import BesideSampling
+from meshrl.rollout.producer import SwapMode
 from meshrl.testing import FakeSampler
 
 GAMES = """

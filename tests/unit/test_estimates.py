@@ -11,7 +11,7 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.errors import ConfigError, DataError
-from meshrl.estimates import bootstrap, pass_at_k, wilson
+from meshrl.evaluation.estimates import bootstrap, pass_at_k, wilson
 
 ROWS = "".join(json.dumps({"question": f"{a}{b}>", "answer": f"{b}{a}"}) + "\n" for a in "abcd" for b in "abcd")
 CONFIG = """

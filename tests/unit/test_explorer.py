@@ -12,7 +12,7 @@ import pytest
 
 from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources
 from meshrl.errors import ConfigError
-from meshrl.role_config import PolicyConfig, SamplerConfig, Sampling
+from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
 from meshrl.testing import (
     Crash,
     FakePolicy,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.errors import DataError
-from meshrl.ledger import Late, Ledger
+from meshrl.rollout.staleness import Late, Ledger
 
 
 def drawn(ledger: Ledger, first: int) -> list[int]:

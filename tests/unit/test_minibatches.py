@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
-from meshrl.minibatches import minibatches
+from meshrl.objectives import minibatches
 
 
 def numbered(rows: int) -> Batch:

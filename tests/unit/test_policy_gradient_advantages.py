@@ -22,7 +22,8 @@ from meshrl import (
     rollout,
     whiten,
 )
-from meshrl.rewards import FunctionReward, RewardConfig
+from meshrl.rewards import RewardConfig
+from meshrl.rewards.function import FunctionReward
 from meshrl.testing import FakeSampler
 
 REWARDS = np.array([1.0, 0.0, 0.5, 0.25, 1.0, 1.0], np.float32)

@@ -13,7 +13,7 @@ from meshrl.config import validate
 from meshrl.data import Ragged
 from meshrl.errors import ConfigError
 from meshrl.losses import KtoLoss, Loss, PairForm, PreferenceLoss, token_weights
-from meshrl.preferences import pair_margins
+from meshrl.objectives import pair_margins
 
 Floats = NDArray[np.float64]
 

@@ -15,19 +15,9 @@ from meshrl.config import validate
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import PreferenceLoss, token_weights
-from meshrl.preferences import (
-    PairSampling,
-    answer_pairs,
-    best_and_worst,
-    corrupted,
-    labelled,
-    log_ratios,
-    mismatched_kl,
-    pair_margins,
-    pair_metrics,
-    rejected_answers,
-    with_margins,
-)
+from meshrl.objectives import best_and_worst, log_ratios, pair_margins, pair_metrics
+from meshrl.roles import PairSampling, mismatched_kl, with_margins
+from meshrl.tasks import answer_pairs, corrupted, labelled, rejected_answers
 from meshrl.testing import FakePolicy, FakeReference
 
 SUMS = Batch.of(

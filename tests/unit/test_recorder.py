@@ -13,7 +13,7 @@ from rich.console import Console
 from structlog.testing import capture_logs
 
 from meshrl import Batch, Metrics, Ragged, Run, RunConfig
-from meshrl.recorder import Recorder
+from meshrl.run.recorder import Recorder
 
 
 def lines(path: Path) -> list[dict[str, object]]:

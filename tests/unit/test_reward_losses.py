@@ -13,8 +13,8 @@ from meshrl.config import validate
 from meshrl.data import Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import BradleyTerryLoss, CrossEntropy, Loss, ProcessLoss, ValueLoss, check_predicts, token_weights
-from meshrl.preferences import pair_margins
-from meshrl.role_config import RewardTrainingConfig
+from meshrl.objectives import pair_margins
+from meshrl.roles import RewardTrainingConfig
 from meshrl.testing import FakeRewardModel
 
 Floats = NDArray[np.float64]

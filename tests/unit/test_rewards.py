@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 from meshrl import Metrics, Ragged, Run, RunConfig
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
-from meshrl.rewards import FunctionReward, RewardConfig, boundary, load_function
+from meshrl.rewards import RewardConfig, load_function
+from meshrl.rewards.function import FunctionReward, boundary
 
 FUNCTIONS = """
 import asyncio

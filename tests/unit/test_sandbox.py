@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl import Batch, RewardConfig, sandbox
-from meshrl.rewards import FunctionReward
-from meshrl.sandbox import Enforced, Limits, code_of, enforced, run_tests
+from meshrl import Batch, RewardConfig
+from meshrl.rewards import sandbox
+from meshrl.rewards.function import FunctionReward
+from meshrl.rewards.sandbox import Enforced, Limits, code_of, enforced, run_tests
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]

@@ -20,7 +20,8 @@ from meshrl import (
     rollouts,
 )
 from meshrl.errors import DataError
-from meshrl.schedule import Ended, Entry, Load, Loop, Schedule, read_schedule
+from meshrl.rollout import Loop, Schedule, read_schedule
+from meshrl.rollout.replay import Ended, Entry, Load
 
 LOAD = Load(0, {"rank": [0], "load": [0], "call": [0], "steps": [-1]})
 LAST = [LOAD, Loop(4, 2), LOAD, Ended(0)]

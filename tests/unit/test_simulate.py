@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 from meshrl import cli
 from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
-from meshrl.run import RunConfig
-from meshrl.scripts import Job, load_job
+from meshrl.run import Job, RunConfig, load_job
 from meshrl.testing.clock import simulate
 from meshrl.testing.forecast import Forecast, simulate_job
 from meshrl.testing.pace import Draws, Pace, Tape, Work

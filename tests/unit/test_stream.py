@@ -28,8 +28,9 @@ from meshrl import (
     rollout,
     rollouts,
 )
-from meshrl.generation import SwapMode
-from meshrl.schedule import Decision, Load, Opened, Schedule, read_schedule, schedule
+from meshrl.rollout import Schedule, read_schedule, schedule
+from meshrl.rollout.producer import SwapMode
+from meshrl.rollout.replay import Decision, Load, Opened
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
 from meshrl.testing.clock import Deadlock, simulate
 from meshrl.testing.latency import Lognormal, crashing, delayed

@@ -16,10 +16,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl import Batch, EnvironmentConfig, Episodes, SamplerConfig, Sampling, Task, TaskConfig, rollout
-from meshrl.environment import FunctionEnvironment
+from meshrl.environments.environment import FunctionEnvironment
 from meshrl.errors import ConfigError
+from meshrl.tasks.verifiers import load_episodes
 from meshrl.testing import FakeSampler
-from meshrl.verifiers import load_episodes
 
 SOURCE = "verifiers:guess-number"
 MARK = "<|im_start|>user\n"

@@ -8,8 +8,7 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
-from meshrl.role_config import Sampling
-from meshrl.roles import Sampler
+from meshrl.roles import Sampler, Sampling
 from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.material import SLOTS
 from meshrl.testing.conformance.samples import (

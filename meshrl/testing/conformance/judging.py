@@ -7,8 +7,7 @@ import numpy as np
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError, MeshrlError
 from meshrl.losses import BradleyTerryLoss, ClippedLoss, ProcessLoss
-from meshrl.roles import RewardModel
-from meshrl.scores import with_labels, with_scores
+from meshrl.roles import RewardModel, with_labels, with_scores
 from meshrl.testing.conformance.compare import (
     alike,
     close,

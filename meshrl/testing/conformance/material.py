@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 from meshrl.data import Batch, Ragged, Source
 from meshrl.losses import ClippedLoss
 from meshrl.mesh import Array, stop
-from meshrl.role_config import NewModel, PolicyConfig
-from meshrl.roles import Policy
+from meshrl.roles import NewModel, Policy, PolicyConfig
 
 SMALL: Final = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 """11 tokens: an odd number, that no two ranks share evenly."""

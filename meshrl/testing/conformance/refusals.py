@@ -5,11 +5,11 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.advantages import Gae
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError, MeshrlError, ModelError
 from meshrl.losses import CrossEntropy, Loss, ValueLoss
 from meshrl.mesh import Array
+from meshrl.objectives import Gae
 from meshrl.roles import Reference
 from meshrl.testing.conformance.compare import close, close_metrics, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, Model, by_hand, with_returns

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from meshrl.data import Batch, Ragged
-from meshrl.role_config import Sampling
+from meshrl.roles import Sampling
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.samples import (
     NEW,

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, RankDied
 from meshrl.mesh import Array, respawn
-from meshrl.role_config import Sampling
-from meshrl.roles import Policy, Sampler
+from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.testing.conformance.compare import require
 from meshrl.testing.conformance.material import SAMPLED, SLOTS, Pair
 from meshrl.testing.conformance.subject import Trial

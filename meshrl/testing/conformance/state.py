@@ -7,12 +7,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from meshrl.advantages import Gae
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.errors import ModelError
 from meshrl.losses import ValueLoss
-from meshrl.role_config import Sampling
-from meshrl.roles import Policy
+from meshrl.objectives import Gae
+from meshrl.roles import Policy, Sampling
 from meshrl.testing.conformance.compare import alike, close, loaded, refused, require
 from meshrl.testing.conformance.material import LOSS, SMALL, TEXTS, with_returns
 from meshrl.testing.conformance.subject import Check, Trial

@@ -14,17 +14,21 @@ from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
 from meshrl.mesh import Engine, Mesh, Resources, stop
-from meshrl.registry import implementation
-from meshrl.role_config import (
+from meshrl.roles import (
+    Critic,
     CriticConfig,
     ModelConfig,
     OptimizerConfig,
+    Policy,
     PolicyConfig,
+    Reference,
     ReferenceConfig,
+    RewardModel,
     RewardTrainingConfig,
+    Sampler,
     SamplerConfig,
+    implementation,
 )
-from meshrl.roles import Critic, Policy, Reference, RewardModel, Sampler
 from meshrl.testing.conformance.compare import TOLERANCE, loaded, require
 from meshrl.testing.conformance.material import LOSS, SLOTS, Model, Pair, prepare, prepare_pair, rollouts, with_logprobs
 from meshrl.testing.witness import PromiseBroken

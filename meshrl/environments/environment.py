@@ -1,0 +1,265 @@
+"""Environments: what answers a model turn by turn, and the user's own Python class inside one boundary.
+
+class Guess:
+    def reset(self, row):                  # the task's row; returns the first prompt
+        self.number = row["number"]
+        return "guess 1 to 9>"
+
+    async def step(self, completion):      # plain or async
+        if int(completion) == self.number:
+            return "", 1.0, True           # observation, reward, done
+        return "higher>", 0.0, False
+"""
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol, TypeAlias, cast
+
+import numpy as np
+from pydantic import Field, JsonValue, field_validator
+
+from meshrl import log
+from meshrl.data import Batch
+from meshrl.errors import ConfigError, DataError
+from meshrl.mesh import Actor, Gather, Shard, endpoint
+from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function
+from meshrl.roles import RoleConfig
+from meshrl.tasks import Row, verifiers
+from meshrl.user_code import load_name, where_raised
+
+Step: TypeAlias = tuple[str, float, bool]
+"""What a step returns: the observation, the reward of this turn, and whether the episode is over."""
+
+
+class Game(Protocol):
+    """What a user writes: an instance for each episode. A `close()` is called at its end, where there is one."""
+
+    def reset(self, row: Row, /) -> str | Awaitable[str]:
+        """Begin the episode of a task's row; the first prompt, the same for the same row."""
+        ...
+
+    def step(self, completion: str, /) -> Step | Awaitable[Step]:
+        """Answer what the model wrote in this turn."""
+        ...
+
+
+class EnvironmentConfig(RoleConfig):
+    """Which class answers the model."""
+
+    backend: str = "function"
+    source: str
+    """`retry` (`environment.Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
+    reward function NAME, or `verifiers:ENV_ID`, an environment of that library."""
+    options: Mapping[str, JsonValue] = Field(default={})
+    """Keywords that each instance is made with."""
+    turns: int = Field(default=8, gt=0)
+    """The most turns of an episode; one that is not over then is `truncated`."""
+    template: str = "{observation}"
+    """What the model is shown of an observation, with the marks of a chat model around it:
+    `"\\n<|im_start|>user\\n{observation}<|im_end|>\\n<|im_start|>assistant\\n"`."""
+    concurrency: int = Field(default=64, gt=0)
+    """Calls of async methods in flight at once."""
+
+    @field_validator("template")
+    @classmethod
+    def _shows_the_observation(cls, template: str) -> str:
+        if template.count("{observation}") != 1:
+            raise ValueError("must have {observation} once, where the environment's text goes")
+        return template
+
+
+class Environment(Actor, ABC):
+    """What answers a model, by rows. An episode's calls all go to the rank that began it."""
+
+    @endpoint
+    @abstractmethod
+    async def reset(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Begin an episode for each row, called by `episode` (int64): `prompt` and `reward_error` (text or None)."""
+
+    @endpoint
+    @abstractmethod
+    async def step(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Answer each row's `completion`, its last turn's text.
+
+        Adds `observation` (text), `rewards` (float32, of this turn), `done` (bool) and `reward_error`. A row with an
+        error is done.
+        """
+
+    @endpoint
+    @abstractmethod
+    async def close(self, batch: Shard[Batch]) -> Gather[Batch]:
+        """Forget the episodes of these rows, which end before the environment says so."""
+
+
+class FunctionEnvironment(Environment):
+    """Calls the user's class. What it raises is told on that row and ends that episode alone."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._make = load_environment(config)
+        self._concurrency = config.concurrency
+        self._games: dict[int, Game] = {}
+        self._told: set[str] = set()
+
+    async def reset(self, batch: Batch) -> Batch:
+        """Make an instance for each row."""
+        rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
+        answers = batch.objects("answer") if "answer" in batch else (None,) * len(batch)
+        prompts = batch.objects("prompt")
+
+        async def one(index: int) -> tuple[str, str | None]:
+            row = copy.deepcopy(cast("Row", rows[index]))
+            row |= {"prompt": prompts[index]} | ({} if answers[index] is None else {"answer": answers[index]})
+            try:
+                game = self._games[_number(batch, index)] = self._make()
+                return _text(await _awaited(game.reset(row)), "reset"), None
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's class may raise anything; it is data
+                return str(prompts[index]), await self._broken(_number(batch, index), error)
+
+        begun = await gathered(one, len(batch), self._concurrency)
+        return batch.assign(prompt=[text for text, _ in begun], reward_error=[error for _, error in begun])
+
+    async def step(self, batch: Batch) -> Batch:
+        """Call each row's instance, and let it go where it is done."""
+        texts = batch.objects("completion")
+
+        async def one(index: int) -> tuple[Step, str | None]:
+            number = _number(batch, index)
+            if number not in self._games:
+                raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
+            try:
+                told = _checked(await _awaited(self._games[number].step(str(texts[index]))))
+            except (Exception, SystemExit) as error:  # noqa: BLE001
+                return ("", 0.0, True), await self._broken(number, error)
+            if told[2]:
+                return told, await self._let_go(number)
+            return told, None
+
+        steps = await gathered(one, len(batch), self._concurrency)
+        return batch.assign(
+            observation=[observation for (observation, _, _), _ in steps],
+            rewards=np.array([reward for (_, reward, _), _ in steps], np.float32),
+            done=np.array([done for (_, _, done), _ in steps], np.bool_),
+            reward_error=[error for _, error in steps],
+        )
+
+    async def close(self, batch: Batch) -> Batch:
+        """Let their instances go."""
+        for index in range(len(batch)):
+            await self._let_go(_number(batch, index))
+        return batch
+
+    async def _let_go(self, number: int) -> str | None:
+        """What its `close` raised, where it has one."""
+        game = self._games.pop(number, None)
+        try:
+            close: Callable[[], object] | None = getattr(game, "close", None)
+            if close is not None:
+                await _awaited(close())
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            return self._first(error)
+        return None
+
+    async def _broken(self, number: int, error: Exception | SystemExit) -> str:
+        await self._let_go(number)
+        return self._first(error)
+
+    def _first(self, error: Exception | SystemExit) -> str:
+        """The error as text; where it arose goes to the log, the first time."""
+        text = f"{type(error).__name__}: {error}"[:500]
+        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
+        if (kind := type(error).__name__ + place) not in self._told:
+            self._told.add(kind)
+            log.warning("an environment raised; its episode ends with reward 0", error=text, at=place.strip(" ()"))
+        return text
+
+
+class _OneTurn:
+    """An environment of one turn: a reward function judges it."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+        self._row: Row = {}
+
+    def reset(self, row: Row) -> str:
+        self._row = row
+        return str(row["prompt"])
+
+    async def step(self, completion: str) -> Step:
+        return "", finite(await _awaited(self._function(str(self._row["prompt"]), completion, self._row))), True
+
+
+class Retry:
+    """Tries at the row's answer: 1 for the first, `decay` times as much for each later one, 0 while it is wrong."""
+
+    def __init__(self, decay: float = 0.5, again: str = "{prompt}") -> None:
+        """`again`: what is shown after a wrong try, with {prompt} and {completion}."""
+        self._worth = 1.0
+        self._decay = decay
+        self._again = again
+        self._row: Row = {}
+
+    def reset(self, row: Row) -> str:
+        """The task's prompt."""
+        self._row = row
+        return str(row["prompt"])
+
+    def step(self, completion: str) -> Step:
+        """Compare with the answer."""
+        prompt = str(self._row["prompt"])
+        if exact_match(prompt, completion, self._row):
+            return "", self._worth, True
+        self._worth *= self._decay
+        return self._again.format(prompt=prompt, completion=completion), 0.0, False
+
+
+_SHIPPED: Mapping[str, type[Game]] = {"retry": Retry}
+
+
+def load_environment(config: EnvironmentConfig) -> Callable[[], Game]:
+    """What makes the instances of `config.source`; ConfigError where it names no class with `reset` and `step`."""
+    kind, _, name = config.source.partition(":")
+    if kind == verifiers.NAME:
+        return verifiers.load_episodes(name, config.options, config.turns)
+    if kind == "reward":
+        function = load_function(name)
+        return lambda: _OneTurn(function)
+    shipped = (*_SHIPPED, "reward:NAME", f"{verifiers.NAME}:ENV_ID")
+    found = _SHIPPED.get(config.source) or load_name("environment", config.source, shipped, inspect.isclass)
+    if not inspect.isclass(found):
+        raise ConfigError(f"environment {config.source!r}: is {found!r}, not a class")
+    lacks = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if lacks:
+        raise ConfigError(
+            f"environment {config.source!r}: has no {' and no '.join(lacks)}: it needs reset(row) -> prompt and "
+            "step(completion) -> (observation, reward, done)"
+        )
+    try:
+        inspect.signature(found).bind(**config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"
+        ) from error
+    return lambda: cast("Game", found(**config.options))
+
+
+def _number(batch: Batch, index: int) -> int:
+    return int(batch.row("episode")[index])
+
+
+async def _awaited(value: object) -> object:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must return a text, not {value!r}")
+    return value
+
+
+def _checked(told: object) -> Step:
+    if not isinstance(told, tuple) or len(cast("tuple[object, ...]", told)) != 3:
+        raise TypeError(f"step must return (observation, reward, done), not {told!r}")
+    observation, reward, done = cast("tuple[object, object, object]", told)
+    return _text(observation, "the observation that step returns"), finite(reward), bool(done)

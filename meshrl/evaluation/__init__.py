@@ -1,0 +1,12 @@
+"""TODO-room."""
+
+from meshrl.evaluation.judge import BesideSampling, evaluate, evaluate_during
+from meshrl.evaluation.offline import Question, evaluate_run
+
+__all__ = [
+    "BesideSampling",
+    "Question",
+    "evaluate",
+    "evaluate_during",
+    "evaluate_run",
+]

@@ -1,0 +1,160 @@
+"""How good a sampler's completions are, measured beside the steps of a run.
+
+evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+async for _ in run.steps(config.steps):
+...
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import nan
+from typing import ClassVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.evaluation.estimates import pass_at_k, powers_of_2
+from meshrl.rewards import exact_match
+from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.rollout import Score, publish, rollout
+from meshrl.run import EvaluationConfig, Measurement, Run
+
+
+class BesideSampling(Sampling):
+    """How completions are drawn that are no part of training: what training draws is the same with and without."""
+
+    beside: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The completions of some prompts as a reward sees them."""
+
+    greedy: NDArray[np.float32]
+    """Rewards of a greedy completion each, [prompts]."""
+    sampled: NDArray[np.float32]
+    """Rewards of sampled ones, [prompts, n]."""
+    truncated: float
+    """The share of the sampled ones that were cut at the most tokens."""
+    reward_errors: int
+    """Of both."""
+    versions: tuple[int, int]
+    """Of the weights that drew the oldest and the newest token."""
+
+    def numbers(self, at_least: float) -> Mapping[str, float]:
+        """As a run records them; a completion is right from the reward `at_least` on."""
+        prompts, n = self.sampled.shape
+        correct = (self.sampled >= at_least).sum(axis=1)
+        return {
+            "eval/greedy": float((self.greedy >= at_least).mean()),
+            **{f"eval/pass@{k}": float(pass_at_k(correct, n, k).mean()) for k in powers_of_2(n)},
+            "eval/reward": float(self.sampled.mean(dtype=np.float64)),
+            "eval/truncated": self.truncated,
+            "eval/reward_errors": self.reward_errors,
+            "eval/prompts": prompts,
+            "eval/version_oldest": self.versions[0],
+            "eval/version_newest": self.versions[1],
+        }
+
+
+async def judge(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None) -> Judged:
+    """One greedy completion a prompt, and `sampling.n` sampled ones.
+
+    `score`: as of a stream of rollouts. Without it the rows' own `rewards` count, which episodes have, else whether the
+    completion is the `answer`.
+    """
+    greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
+    sampled = await _scored(await rollout(sampler, prompts, sampling), score)
+    # Only the rows drawn last have the newest token, and of the greedy ones no token column is brought here.
+    newest = int((await sampled.load("versions")).versions.values.max(initial=0))
+    oldest = [int(each.row("oldest_version").min()) for each in (greedy, sampled)]
+    errors = [error for each in (greedy, sampled) if "reward_error" in each for error in each.objects("reward_error")]
+    return Judged(
+        greedy=greedy.rewards,
+        sampled=sampled.rewards.reshape(len(prompts), sampling.n),
+        truncated=float(np.asarray(sampled.row("truncated"), np.float64).mean()),
+        reward_errors=sum(error is not None for error in errors),
+        versions=(min(oldest), max(newest, *oldest)),
+    )
+
+
+def evaluate_during(
+    run: Run,
+    config: EvaluationConfig | None,
+    sampler: Sampler,
+    prompts: Batch,
+    sampling: Sampling,
+    score: Score | None = None,
+    *,
+    policy: Policy | None = None,
+) -> None:
+    """Measure the sampler on held-out prompts every so many steps of the run, beside them; nothing without `config`.
+
+    To be called before `run.steps`. What `judge` finds goes to evaluations.jsonl, as `eval/greedy`, `eval/pass@k`, ...;
+    an error in it ends the run. It begins when the weights of a step are published and training goes on meanwhile, so
+    that later tokens may be of newer weights, unless `config.wait`: `eval/version_oldest` and `_newest` tell. What is
+    trained on is, to the bit, the same with and without it where `ahead` is 0.
+
+    `policy`: its weights are published before, in a script that does not publish them itself after each step.
+    DataError where there are no prompts.
+    """
+    if config is None:
+        return
+    if not len(prompts):
+        raise DataError(
+            f"there are no prompts to evaluate by every {config.every} steps: hold some out (task.held_out), or leave "
+            "[evaluation] out"
+        )
+    some = prompts.select(np.arange(min(len(prompts), config.rows or len(prompts))))
+    drawn = BesideSampling(
+        n=config.n,
+        max_tokens=sampling.max_tokens,
+        temperature=config.temperature or sampling.temperature or 1.0,  # a greedy run's would draw n times the same
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        ignore_eos=sampling.ignore_eos,
+        stop=sampling.stop,
+        seed=config.seed,
+    )
+
+    async def measure() -> Mapping[str, float]:
+        return (await judge(sampler, some, drawn, score)).numbers(config.at_least)
+
+    prepare = partial(publish, policy, sampler) if policy else None
+    run.beside(Measurement(config.every, measure, config.wait, prepare))
+
+
+_GREEDY: Mapping[str, float] = {"n": 1, "temperature": 0.0}
+
+
+async def _scored(rollouts: Batch, score: Score | None) -> Batch:
+    if score is not None:
+        rollouts = await score(rollouts)
+    elif "rewards" not in rollouts:
+        rollouts = await rollouts.load("completion", "answer")
+        pairs = zip(rollouts.objects("completion"), rollouts.objects("answer"), strict=True)
+        right = [exact_match("", str(text), {"answer": answer}) for text, answer in pairs]
+        rollouts = rollouts.assign(rewards=np.array(right, np.float32))
+    errors = ("reward_error",) if "reward_error" in rollouts else ()
+    return await rollouts.load("rewards", "truncated", "oldest_version", *errors)
+
+
+async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict[str, float]:
+    """Exact match on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature.
+
+    NaN where there are no prompts.
+    """
+    if not len(prompts):
+        return {"greedy": nan, "sampled": nan}
+    greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
+    sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
+    return {"greedy": await _exact_match(greedy), "sampled": await _exact_match(sampled)}
+
+
+async def _exact_match(batch: Batch) -> float:
+    batch = await batch.load("completion", "answer")
+    pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
+    return float(np.mean([exact_match("", cast("str", one), {"answer": other}) for one, other in pairs]))

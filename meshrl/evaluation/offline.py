@@ -1,0 +1,165 @@
+"""Judging what a run has trained: its newest model on held-out prompts, with pass@k and confidence intervals."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from pydantic import Field
+
+from meshrl.config import Config, Table, load_toml, validate
+from meshrl.data import Batch
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import DataError
+from meshrl.evaluation.estimates import Estimate, bootstrap, pass_at_k, powers_of_2, wilson
+from meshrl.evaluation.judge import judge
+from meshrl.mesh import Mesh
+from meshrl.rewards import RewardConfig
+from meshrl.roles import PolicyConfig, Reward, RewardModelConfig, Sampler, SamplerConfig, Sampling, implementation
+from meshrl.run import find_config, newest_model, table_of
+from meshrl.tasks import Task, TaskConfig
+
+_FILES: Final = (".jsonl", ".parquet")
+_OF_A_RUN: Final = ("mesh", "axes", "lora")
+"""Keys of a role that say where in a run it stands: here it stands alone."""
+
+
+class Question(Config):
+    """What `meshrl eval` is asked."""
+
+    task: str | None = None
+    """A configuration, or a .jsonl or .parquet file that the run's templates fit; nothing means the run's own."""
+    n: int = Field(default=8, ge=1)
+    """Completions a prompt, for pass@k."""
+    reward: str | None = None
+    """A reward function, as `reward.function` names one; nothing means the run's reward."""
+    at_least: float = 1.0
+    """The reward from which on a completion is right."""
+    rows: int | None = Field(default=None, ge=1)
+    """The first so many prompts; nothing means all."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Nothing means the run's."""
+    max_tokens: int | None = Field(default=None, gt=0)
+    """The same."""
+    backend: str | None = None
+    """What samples; the same."""
+    seed: int = 0
+    """Of what is drawn, and of the bootstrap."""
+
+    @property
+    def ks(self) -> list[int]:
+        """The powers of 2 up to n, and n."""
+        return powers_of_2(self.n)
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """What was measured; `eval.json` holds it."""
+
+    model: str
+    task: str
+    prompts: int
+    n: int
+    temperature: float
+    at_least: float
+    seed: int
+    greedy: Estimate
+    """The share of prompts whose greedy completion is right, with Wilson's interval."""
+    pass_at: dict[int, Estimate]
+    """pass@k by k, of sampled completions, with the bootstrap's interval over prompts."""
+    reward: Estimate
+    """The mean reward of sampled completions, as pass@k."""
+    truncated: float
+    """The share of sampled completions that were cut at the most tokens."""
+    reward_errors: int
+
+    def lines(self) -> Iterator[tuple[str, Estimate]]:
+        """Each measure by its name."""
+        yield "greedy", self.greedy
+        for k, estimate in self.pass_at.items():
+            yield f"pass@{k}", estimate
+        yield "mean reward", self.reward
+
+
+async def evaluate_run(run: Path, question: Question) -> Evaluation:
+    """Measure the newest model or checkpoint of a run, whose folder is absolute; every bit hangs on the seed.
+
+    ConfigError where the run has none, DataError where there are no prompts, and what roles raise.
+    """
+    file = run / "config.toml"
+    table = load_toml(file)
+    policy = validate(PolicyConfig, table_of(table, "policy"), file)
+    prompts, source = _prompts(file, table, question)
+    sampling = _sampling(file, table, question)
+    engine = LocalEngine()
+    with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as scratch:
+        try:
+            newest, folder = await newest_model(run, policy, Path(scratch))
+            mesh = await Mesh.reserve(engine, 1)
+            config = _sampler_config(file, table, policy, folder, question)
+            sampler = await mesh.spawn(implementation(Sampler, config.backend), config)
+            judging = _reward_config(file, table, question)
+            reward = await mesh.spawn(implementation(Reward, judging.backend), judging)
+            judged = await judge(sampler, prompts, sampling, reward.score)
+        finally:
+            await engine.close()
+    correct = (judged.sampled >= question.at_least).sum(axis=1)
+    right = int((judged.greedy >= question.at_least).sum())
+    return Evaluation(
+        model=str(newest.relative_to(run)),
+        task=source,
+        prompts=len(prompts),
+        n=question.n,
+        temperature=sampling.temperature,
+        at_least=question.at_least,
+        seed=question.seed,
+        greedy=wilson(right, len(prompts)),
+        pass_at={k: bootstrap(pass_at_k(correct, question.n, k), question.seed) for k in question.ks},
+        reward=bootstrap(judged.sampled.mean(axis=1, dtype=np.float64), question.seed),
+        truncated=judged.truncated,
+        reward_errors=judged.reward_errors,
+    )
+
+
+def _prompts(file: Path, table: Table, question: Question) -> tuple[Batch, str]:
+    """The prompts, and where they are from."""
+    own = table_of(table, "task")
+    if question.task is None:
+        config, source = validate(TaskConfig, own, file), "held out by the run"
+    elif Path(question.task).suffix in _FILES:
+        given = {**own, "source": question.task, "options": {}, "held_out": 0}
+        config, source = validate(TaskConfig, given, file), question.task
+    else:
+        other = find_config(question.task)
+        config, source = validate(TaskConfig, table_of(load_toml(other), "task"), other), str(other)
+    task = Task.load(config)
+    held_out = task.held_out if config.held_out else task.train
+    if question.task is None and not config.held_out:
+        raise DataError(
+            f"{file}: the run trains on all of its prompts (task.held_out = 0), so there is nothing to judge it by: "
+            "name a task, as in `meshrl eval RUN other.jsonl`"
+        )
+    return held_out.select(np.arange(min(len(held_out), question.rows or len(held_out)))), source
+
+
+def _sampling(file: Path, table: Table, question: Question) -> Sampling:
+    drawn = validate(Sampling, table_of(table, "sampling"), file)
+    temperature = question.temperature or drawn.temperature or 1.0  # a greedy run's would draw n times the same
+    limit = question.max_tokens or drawn.max_tokens
+    return drawn.model_copy(
+        update={"n": question.n, "seed": question.seed, "temperature": temperature, "max_tokens": limit}
+    )
+
+
+def _sampler_config(file: Path, table: Table, policy: PolicyConfig, folder: Path, question: Question) -> SamplerConfig:
+    own = {key: value for key, value in table_of(table, "sampler").items() if key not in _OF_A_RUN}
+    given = {"dtype": policy.dtype, "chat": policy.chat, **own, "model": str(folder)}
+    return validate(SamplerConfig, {**given, **({"backend": question.backend} if question.backend else {})}, file)
+
+
+def _reward_config(file: Path, table: Table, question: Question) -> RewardConfig | RewardModelConfig:
+    if question.reward is not None:
+        return RewardConfig(function=question.reward)
+    own = {key: value for key, value in table_of(table, "reward").items() if key not in _OF_A_RUN}
+    return validate(RewardModelConfig, own, file) if "model" in own else validate(RewardConfig, own, file)

@@ -1,0 +1,41 @@
+"""TODO-room."""
+
+from meshrl.objectives.advantages import (
+    Gae,
+    batch_advantages,
+    gae,
+    group_advantages,
+    leave_one_out,
+    optimal_advantages,
+    rescaled_advantages,
+    rewards_to_go,
+    whiten,
+    with_advantages,
+)
+from meshrl.objectives.minibatch import minibatches
+from meshrl.objectives.preferences import best_and_worst, log_ratios, pair_margins, pair_means, pair_metrics
+from meshrl.objectives.reference_kl import kl_columns, kl_metrics, penalised_rewards
+from meshrl.objectives.reward_scores import score_metrics
+
+__all__ = [
+    "Gae",
+    "batch_advantages",
+    "best_and_worst",
+    "gae",
+    "group_advantages",
+    "kl_columns",
+    "kl_metrics",
+    "leave_one_out",
+    "log_ratios",
+    "minibatches",
+    "optimal_advantages",
+    "pair_margins",
+    "pair_means",
+    "pair_metrics",
+    "penalised_rewards",
+    "rescaled_advantages",
+    "rewards_to_go",
+    "score_metrics",
+    "whiten",
+    "with_advantages",
+]

@@ -1,0 +1,290 @@
+"""Advantages: how much better a completion is than the others of its prompt, or a token than a critic expected."""
+
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
+
+from meshrl.config import Config
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError
+
+Scale: TypeAlias = Literal["std", "none"]
+"""Whether group advantages are divided by the group's standard deviation."""
+
+
+_EPSILON: Final = 1e-8
+"""Added to the variance whose root `whiten` divides by: what differs by rounding alone stays near 0."""
+
+
+class Gae(Config):
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and the KL in the reward."""
+
+    discount: float = Field(default=1.0, ge=0, le=1)
+    """gamma: what a reward one learned token later is worth."""
+    decay: float = Field(default=0.95, ge=0, le=1)
+    """lambda: 0 trusts the critic, with little variance; 1 trusts the reward, with no bias."""
+    kl: float = Field(default=0.0, ge=0)
+    """The weight of the KL to the reference, which each token's reward is lowered by."""
+
+
+def group_advantages(
+    rewards: ArrayLike, groups: ArrayLike, *, scale: Scale = "std", epsilon: float = 1e-6
+) -> NDArray[np.float32]:
+    """Each reward less the mean of its group, over the group's standard deviation unless `scale="none"`.
+
+    `rewards` float[rows], `groups` int[rows]: rows with the same number are completions of one prompt; they
+    need not be adjacent, nor groups of one size. Returns float32[rows]. The deviation is the sample's
+    (n - 1), with `epsilon` added to it; where all rewards of a group are equal, or it has one row, the
+    advantages are 0. Raises DataError where the shapes differ or a reward is not finite.
+
+    GRPO: DeepSeekMath (arXiv:2402.03300), section 4.1.2. `scale="none"`: Dr. GRPO (arXiv:2503.20783),
+    section 3: the division favours prompts that are too easy or too hard.
+    """
+    values, group, counts = _grouped("group_advantages", rewards, groups)
+    centred = values - (np.bincount(group, values) / counts)[group]
+    if scale == "none":
+        return centred.astype(np.float32)
+    variance = np.bincount(group, centred**2) / np.maximum(counts - 1, 1)
+    return (centred / (np.sqrt(variance) + epsilon)[group]).astype(np.float32)
+
+
+def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of the *other* rewards of its group.
+
+    `rewards` float[rows], `groups` int[rows], in any order. Returns float32[rows]; a row alone in its group
+    has no baseline and gets 0. Raises DataError where the shapes differ or a reward is not finite.
+
+    `r_i - mean(r_j, j != i)`: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), REINFORCE Leave-One-Out.
+    """
+    values, group, counts = _grouped("leave_one_out", rewards, groups)
+    sums = np.bincount(group, values)[group]
+    others = counts[group] - 1
+    baseline = (sums - values) / np.maximum(others, 1)
+    return np.where(others > 0, values - baseline, 0.0).astype(np.float32)
+
+
+def batch_advantages(rewards: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of all of them: REINFORCE with the batch's mean as its baseline.
+
+    `rewards` float[rows]; returns float32[rows]. Raises DataError where the shape is another or a reward is not finite.
+
+    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", whose
+    baseline is any number that does not depend on the row. This mean does, by one row of N: the expected gradient is
+    (N - 1) / N of the unbiased one.
+    """
+    return group_advantages(rewards, np.zeros(np.shape(rewards), np.int64), scale="none")
+
+
+def optimal_advantages(rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of its group where each row counts as often as it has learned tokens.
+
+    `rewards` float[rows], `groups` and `lengths` int[rows], in any order; returns float32[rows]. A group without a
+    learned token gets 0. Raises DataError where the shapes differ or a reward is not finite.
+
+    `r_i - sum_j l_j r_j / sum_j l_j`: the baseline of least variance where the squared gradient of a row grows with its
+    length. OPO (arXiv:2505.23585).
+    """
+    values, group, _ = _grouped("optimal_advantages", rewards, groups)
+    weights = np.asarray(lengths, np.float64)
+    if weights.shape != values.shape:
+        raise DataError(
+            f"optimal_advantages: lengths have shape {weights.shape} and rewards {values.shape}: give one length a row"
+        )
+    totals = np.bincount(group, weights)
+    baseline = np.bincount(group, weights * values) / np.where(totals > 0, totals, 1)
+    return np.where(totals[group] > 0, values - baseline[group], 0.0).astype(np.float32)
+
+
+def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
+    """Each reward less the mean of its group, times the number of rows over that of rows whose group's rewards differ.
+
+    `rewards` float[rows], `groups` int[rows], in any order; returns float32[rows]. Groups of equal rewards teach
+    nothing and make the mean gradient smaller; the factor undoes that. Raises DataError where the shapes differ or a
+    reward is not finite.
+
+    GPG (arXiv:2504.02546), whose factor is `B / (B - M)`, M of B rows being of such groups; without dividing by the
+    standard deviation.
+    """
+    centred = group_advantages(rewards, groups, scale="none")
+    _, group = np.unique(groups, return_inverse=True)
+    differ = np.bincount(group, centred != 0) > 0
+    return centred * np.float32(len(centred) / max(1, int(differ[group].sum())))
+
+
+def rewards_to_go(
+    rewards: ArrayLike,
+    loss_mask: Ragged,
+    kl: float = 0.0,
+    logprobs: Ragged | None = None,
+    reference: Ragged | None = None,
+) -> Ragged:
+    """What each learned token and those after it in the row were rewarded with, ragged float32, 0 elsewhere.
+
+    `rewards` float[rows] falls on the last learned token of its row; with `kl` above 0 each token's is lowered by
+    `kl (logprobs - reference)`. Raises DataError as `gae` does.
+
+    `r - kl sum_{i >= t} log(pi(y_i) / pi_ref(y_i))`: REINFORCE++ (arXiv:2501.03262); its advantages are these over the
+    batch, `whiten(rewards_to_go(...), loss_mask)`.
+    """
+    nothing = Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
+    return _gae("rewards_to_go", "kl", rewards, nothing, loss_mask, Gae(decay=1, kl=kl), logprobs, reference)[0]
+
+
+def gae(
+    rewards: ArrayLike,
+    values: Ragged,
+    loss_mask: Ragged,
+    config: Gae,
+    logprobs: Ragged | None = None,
+    reference: Ragged | None = None,
+) -> tuple[Ragged, Ragged]:
+    """Advantages and returns of each learned token, ragged float32, zero where `loss_mask` is False.
+
+    `rewards` float[rows] falls on the last learned token of its row; that of a row without one is not read. Entry t of
+    `values`, as of a log-prob column, belongs to token t: it is the value of the state that token was drawn from, which
+    the critic predicts at the token before. With `config.kl` = b > 0 each token's reward is lowered by
+    `b (logprobs - reference)`, the k1 estimate of the KL. With gamma and lambda of `config`, over the learned tokens
+    of a row alone (the state after one is that of the next learned token, what a tool wrote between them is no step):
+
+        delta_t = r_t + gamma V_{t+1} - V_t        advantage_t = sum_l (gamma lambda)^l delta_{t+l}
+        return_t = advantage_t + V_t
+
+    V is 0 after the last: every row is taken as ended there, also one that was cut at its most tokens, whose reward is
+    what the judge gave the text so far. Raises DataError for wrong shapes, a reward that is not finite, and a missing
+    column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
+    (arXiv:1909.08593), equation 2.
+    """
+    return _gae("gae", "gae.kl", rewards, values, loss_mask, config, logprobs, reference)
+
+
+def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
+    """Advantages of mean 0 and standard deviation 1 over the learned tokens of the whole batch; 0 elsewhere.
+
+    Ragged float32. Where all are equal they become 0, and where they nearly are they stay small: 1e-8 is added to the
+    variance. PPO scripts do so before each update; see Huang et al. 2024
+    (arXiv:2403.17031), detail "Whiten advantages". Raises DataError where the columns do not fit each other.
+    """
+    values = learned_values("advantages", advantages, loss_mask)
+    if len(values):
+        values = values - values[0]  # so that equal ones give exactly 0
+        values -= values.mean()
+        values /= np.sqrt(values.var() + _EPSILON)
+    return _spread(values, loss_mask)
+
+
+def learned_values(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:
+    """A token column's entries where `loss_mask` is True, float64[tokens]; DataError if it does not fit the mask."""
+    if not np.array_equal(column.offsets, loss_mask.offsets):
+        raise DataError(
+            f"`{name}` has {len(column)} rows of {len(column.values)} tokens and `loss_mask` {len(loss_mask)} rows of "
+            f"{len(loss_mask.values)}, or rows of other lengths: both must have one value for each token"
+        )
+    return np.asarray(column.values, np.float64)[np.asarray(loss_mask.values, np.bool_)]
+
+
+def _gae(
+    name: str,
+    setting: str,
+    rewards: ArrayLike,
+    values: Ragged,
+    loss_mask: Ragged,
+    config: Gae,
+    logprobs: Ragged | None,
+    reference: Ragged | None,
+) -> tuple[Ragged, Ragged]:
+    """What `gae` returns; `name` and `setting` are those that messages call the function and the weight of the KL."""
+    last = np.array(rewards, np.float64)
+    if last.shape != (len(loss_mask),):
+        raise DataError(f"{name}: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one a row")
+    mask = np.asarray(loss_mask.values, np.bool_)
+    value = learned_values("values", values, loss_mask)
+    row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
+    counts = np.bincount(row[mask], minlength=len(loss_mask))
+    last[counts == 0] = 0
+    _check_finite(name, last)
+    ends = np.cumsum(counts)
+    reward = np.zeros(len(value))
+    if config.kl:
+        reward -= _penalties(name, setting, config, loss_mask, logprobs, reference)
+    reward[ends[counts > 0] - 1] += last[counts > 0]
+    advantages = _discounted(reward, value, counts, config)
+    return _spread(advantages, loss_mask), _spread(advantages + value, loss_mask)
+
+
+def _discounted(
+    rewards: NDArray[np.float64], values: NDArray[np.float64], counts: NDArray[np.int64], config: Gae
+) -> NDArray[np.float64]:
+    """The recursion from the end of all rows at once; `counts` learned tokens of each row, row after row."""
+    longest = np.argsort(-counts, kind="stable")
+    tails = (np.cumsum(counts) - 1)[longest]  # the last learned token of each row, of the longest row first
+    alive = np.searchsorted(-counts[longest], -np.arange(int(counts.max(initial=0))))
+    found = np.empty_like(values)
+    after, later = np.zeros(len(counts)), np.zeros(len(counts))  # V and the advantage one token later
+    for back, rows in enumerate(alive.tolist()):
+        at = tails[:rows] - back
+        delta = rewards[at] + config.discount * after[:rows] - values[at]
+        later = delta + config.discount * config.decay * later[:rows]
+        after = values[at]
+        found[at] = later
+    return found
+
+
+def _penalties(
+    name: str, setting: str, config: Gae, loss_mask: Ragged, logprobs: Ragged | None, reference: Ragged | None
+) -> NDArray[np.float64]:
+    """What the KL takes from each learned token's reward; DataError if a column is missing or does not fit."""
+    if logprobs is None or reference is None:
+        raise DataError(
+            f"{name}: kl = {config.kl:g} lowers rewards by the KL of `logprobs` from `reference_logprobs`, and one of "
+            f"them is missing: call policy.logprobs and reference.logprobs before, or set {setting} = 0"
+        )
+    own = learned_values("logprobs", logprobs, loss_mask)
+    return config.kl * (own - learned_values("reference_logprobs", reference, loss_mask))
+
+
+def _spread(values: NDArray[np.float64], loss_mask: Ragged) -> Ragged:
+    spread = np.zeros(len(loss_mask.values), np.float32)
+    spread[np.asarray(loss_mask.values, np.bool_)] = values
+    return Ragged.make(spread, loss_mask.offsets)
+
+
+def _grouped(
+    name: str, rewards: ArrayLike, groups: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
+    """The rewards less the first of their group, float64[rows]; each row's group, from 0; each group's size.
+
+    Advantages do not change with what a group's rewards have in common, and so equal rewards give exactly 0.
+    """
+    values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
+    if values.ndim != 1 or values.shape != labels.shape:
+        raise DataError(
+            f"{name}: rewards have shape {values.shape} and groups {labels.shape}; "
+            "both must be [rows], one reward and one group a row."
+        )
+    _check_finite(name, values)
+    _, first, group, counts = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
+    return values - values[first][group], group.astype(np.int64), counts.astype(np.int64)
+
+
+def _check_finite(name: str, rewards: NDArray[np.float64]) -> None:
+    bad = np.flatnonzero(~np.isfinite(rewards))
+    if len(bad):
+        raise DataError(
+            f"{name}: {len(bad)} of {len(rewards)} rewards are not finite; the first is {rewards[bad[0]]} "
+            f"in row {bad[0]}. Give such rows a reward, or drop them with batch.select."
+        )
+
+
+def with_advantages(batch: Batch, values: Ragged, config: Gae) -> Batch:
+    """The batch with `values` (float32, aligned with `tokens`), `advantages` and `returns`, as `gae` defines them.
+
+    Reads `rewards`, `loss_mask`, and with `config.kl` above 0 `logprobs` and `reference_logprobs`. DataError where one
+    is missing.
+    """
+    logprobs, reference = (
+        batch.ragged(name) if config.kl and name in batch else None for name in ("logprobs", "reference_logprobs")
+    )
+    advantages, returns = gae(batch.rewards, values, batch.loss_mask, config, logprobs, reference)
+    return batch.assign(values=values, advantages=advantages, returns=returns)

@@ -1,0 +1,59 @@
+"""The reward functions that are shipped."""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import SupportsFloat, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshrl.tasks import Row
+
+
+def finite(value: object) -> float:
+    """A number that a user's code returned as a reward; TypeError or ValueError where it is none."""
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"a reward must be a number, not {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"a reward must be finite, not {number}")
+    return number
+
+
+# --- the shipped functions -----------------------------------------------------------------------
+
+
+def exact_match(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
+    """1.0 where the completion is the answer, white space around them aside."""
+    answer = str(row["answer"]).strip()
+    if not answer:
+        raise ValueError("the row has no answer to compare with")
+    return float(completion.strip() == answer)
+
+
+def reasoning_gym(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
+    """What the row's own reasoning_gym dataset gives the completion, from 0 to 1."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict) or "source_dataset" not in metadata:
+        raise ValueError("the row is not of reasoning_gym: it has no metadata.source_dataset")
+    return _scorer(str(metadata["source_dataset"]))(completion.strip(), row)
+
+
+def overlong_penalty(lengths: ArrayLike, max_tokens: int, margin: int) -> NDArray[np.float32]:
+    """What long completions lose: 0 up to `max_tokens - margin` tokens, then evenly down to -1 at `max_tokens`.
+
+    `lengths` int[rows], learned tokens; returns float32[rows], to be added to the rewards. With `margin = 0` only what
+    is longer than `max_tokens` loses. DAPO (arXiv:2503.14476), equation 13, where `margin` is L_cache.
+    """
+    over = np.asarray(lengths, np.float64) - (max_tokens - margin)
+    if margin == 0:
+        return np.where(over > 0, -1, 0).astype(np.float32)
+    return -np.clip(over / margin, 0, 1).astype(np.float32)
+
+
+@cache
+def _scorer(dataset: str) -> Callable[[str, Row], float]:
+    import reasoning_gym as package  # noqa: PLC0415 -- an extra, and slow to import
+
+    return cast("Callable[[str, Row], float]", package.get_score_answer_fn(dataset))

@@ -1,0 +1,208 @@
+"""Rewards that are Python functions: the shipped ones, and the user's own inside one boundary."""
+
+import asyncio
+import copy
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Self, TypeAlias, TypeVar, cast
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from meshrl import log
+from meshrl.config import nearest
+from meshrl.data import Batch
+from meshrl.errors import ConfigError
+from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
+from meshrl.rewards.sandbox import code_tests
+from meshrl.roles import Reward, RoleConfig
+from meshrl.tasks import Row
+from meshrl.user_code import load_name, where_raised
+
+T = TypeVar("T")
+
+RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
+"""`reward(prompt, completion, row) -> float`, plain or async."""
+
+ROLES = {"Reward": "meshrl.rewards:FunctionReward", "Environment": "meshrl.environment:FunctionEnvironment"}
+"""What the backend `function` offers to the registry."""
+
+_HOLD_A_MODEL = ("torch", "fsdp", "megatron")
+"""Backends of which a `RewardConfig` can be no table."""
+
+
+class RewardConfig(RoleConfig):
+    """Which function judges the completions."""
+
+    backend: str = "function"
+    function: str = "exact_match"
+    """`exact_match`, `reasoning_gym` (the dataset's own scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or
+    `package.module:name`.
+
+    Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
+    """
+    functions: dict[str, str] = Field(default={})
+    """Several in place of `function`, each by a name of yours: `rewards` is their weighted sum."""
+    weights: dict[str, float] = Field(default={})
+    """Of `functions`, by the same names; 1 where none is given."""
+    concurrency: int = Field(default=64, gt=0)
+    """Calls of an async function in flight at once."""
+
+    @field_validator("backend")
+    @classmethod
+    def _calls_a_function(cls, backend: str) -> str:
+        if backend in _HOLD_A_MODEL:
+            raise ValueError(
+                "a reward of this backend holds a model: give `model`, its folder, and leave `function` out; "
+                '"function" calls a Python function'
+            )
+        return backend
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.functions and "function" in self.model_fields_set:
+            raise ValueError("`function` is one reward and `functions` are several: leave one of them out")
+        for name in self.functions:
+            if not re.fullmatch(r"\w+", name) or name == "error":
+                raise ValueError(f"functions.{name}: a name is of letters, digits and _, and is not `error`")
+        for name, weight in self.weights.items():
+            if name not in self.functions:
+                near = nearest(name, self.functions)
+                has = f"did you mean {near!r}?" if near else f"there are {', '.join(self.functions) or 'none'}"
+                raise ValueError(f"weights.{name}: no reward of `functions` has this name; {has}")
+            if not math.isfinite(weight):
+                raise ValueError(f"weights.{name}: must be finite, not {weight}")
+        return self
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Each function by the name of its reward; "" is the one that has none."""
+        return self.functions or {"": self.function}
+
+
+@dataclass(frozen=True)
+class _Part:
+    name: str
+    function: RewardFunction
+    shipped: bool
+    weight: float
+
+
+class FunctionReward(Reward):
+    """Calls each function once a row. What one raises is told on that row and costs only that reward."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._parts = [
+            _Part(name, load_function(function), function in _SHIPPED, config.weights.get(name, 1.0))
+            for name, function in config.parts.items()
+        ]
+        self._concurrency = config.concurrency
+        self._told: set[str] = set()
+
+    async def score(self, batch: Batch) -> Batch:
+        """Add `rewards` and `reward_error`; of `functions` also `reward_NAME`, float32, before its weight.
+
+        The `row` of a function is the task's, with `answer` as rendered.
+        """
+        prompts, completions = batch.objects("prompt"), batch.objects("completion")
+        answers = batch.objects("answer") if "answer" in batch else ("",) * len(batch)
+        rows = batch.objects("row") if "row" in batch else ({},) * len(batch)
+
+        async def one(call: int) -> tuple[float, str | None]:
+            index, at = divmod(call, len(self._parts))
+            part = self._parts[at]
+            row = cast("Row", rows[index])
+            # The user's function may do what it likes with its row; a batch is never written to.
+            row = dict(row) if part.shipped else copy.deepcopy(row)
+            if str(row.get("answer")) != answers[index]:
+                row["answer"] = answers[index]
+            value, error = await boundary(part.function, str(prompts[index]), str(completions[index]), row)
+            text = self._first(error)
+            return value, f"{part.name}: {text}" if text and part.name else text
+
+        size = len(self._parts)
+        scored = await gathered(one, len(batch) * size, self._concurrency)
+        values = np.array([value for value, _ in scored], np.float64).reshape(len(batch), size)
+        errors = [[text for _, text in scored[at : at + size] if text] for at in range(0, len(scored), size)]
+        named = {f"reward_{part.name}": values[:, at].astype(np.float32) for at, part in enumerate(self._parts)}
+        return batch.assign(
+            rewards=(values @ np.array([part.weight for part in self._parts])).astype(np.float32),
+            reward_error=["; ".join(texts) or None for texts in errors],
+            **({} if self._parts[0].name == "" else named),
+        )
+
+    def _first(self, error: Exception | SystemExit | None) -> str | None:
+        """The error as text; where it arose goes to the log, the first time."""
+        if error is None:
+            return None
+        text = f"{type(error).__name__}: {error}"[:500]
+        # The place tells one mistake from another; the text may hold a value of the row.
+        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
+        if (kind := type(error).__name__ + place) not in self._told:
+            self._told.add(kind)
+            log.warning("a reward function raised; its row gets reward 0", error=text, at=place.strip(" ()"))
+        return text
+
+
+async def boundary(
+    function: RewardFunction, prompt: str, completion: str, row: Row
+) -> tuple[float, Exception | SystemExit | None]:
+    """The reward, or 0.0 and what the function raised, or why what it returned is no reward."""
+    try:
+        value = function(prompt, completion, row)
+        if inspect.isawaitable(value):
+            value = await value
+        return finite(value), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's function may raise anything; it is data
+        return 0.0, error
+
+
+async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: int) -> list[T]:
+    """What `one` gives for 0 to count - 1, in order, so many at a time."""
+    turns = asyncio.Semaphore(concurrency)
+
+    async def in_turn(index: int) -> T:
+        async with turns:
+            return await one(index)
+
+    return await asyncio.gather(*map(in_turn, range(count)))
+
+
+_SHIPPED: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "reasoning_gym": reasoning_gym,
+    "code_tests": code_tests,
+}
+
+
+# --- finding a function by name ------------------------------------------------------------------
+
+
+def load_function(name: str) -> RewardFunction:
+    """The function that `RewardConfig.function` names; ConfigError where there is none."""
+    if name in _SHIPPED:
+        if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
+            raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
+        return _SHIPPED[name]
+    function = load_name("reward function", name, _SHIPPED, inspect.isfunction)
+    if not callable(function):
+        raise ConfigError(f"reward function {name!r}: is {function!r}, not a function")
+    _check_parameters(name, function)
+    return cast("RewardFunction", function)
+
+
+def _check_parameters(name: str, function: Callable[..., object]) -> None:
+    try:
+        inspect.signature(function).bind("", "", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"reward function {name!r} takes {inspect.signature(function)}: {error}; "
+            "it is called as function(prompt, completion, row)"
+        ) from error
+    except ValueError:
+        return  # a builtin without a signature

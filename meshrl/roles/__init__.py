@@ -1,0 +1,64 @@
+"""TODO-room."""
+
+from meshrl.roles.backend_config import FsdpConfig, MegatronConfig, Shape, VllmConfig
+from meshrl.roles.base import Critic, Policy, Reference, Reward, RewardModel, Sampler, Stateful
+from meshrl.roles.config import (
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    NewModel,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    RoleConfig,
+    SamplerConfig,
+    TeacherConfig,
+    check_axes,
+)
+from meshrl.roles.generate_calls import Calls
+from meshrl.roles.preference_passes import mismatched_kl, with_margins
+from meshrl.roles.registry import backends, implementation
+from meshrl.roles.reward_passes import step_metrics, with_labels, with_scores
+from meshrl.roles.sampling import GroupSampling, PairSampling, Sampling
+from meshrl.roles.tokens import check_teacher
+
+__all__ = [
+    "Calls",
+    "Critic",
+    "CriticConfig",
+    "FsdpConfig",
+    "GroupSampling",
+    "LoraConfig",
+    "MegatronConfig",
+    "ModelConfig",
+    "NewModel",
+    "OptimizerConfig",
+    "PairSampling",
+    "Policy",
+    "PolicyConfig",
+    "Reference",
+    "ReferenceConfig",
+    "Reward",
+    "RewardModel",
+    "RewardModelConfig",
+    "RewardTrainingConfig",
+    "RoleConfig",
+    "Sampler",
+    "SamplerConfig",
+    "Sampling",
+    "Shape",
+    "Stateful",
+    "TeacherConfig",
+    "VllmConfig",
+    "backends",
+    "check_axes",
+    "check_teacher",
+    "implementation",
+    "mismatched_kl",
+    "step_metrics",
+    "with_labels",
+    "with_margins",
+    "with_scores",
+]

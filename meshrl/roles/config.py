@@ -1,0 +1,172 @@
+"""The tables of a configuration that say what a role is: which backend, which mesh, which model, and how it trains."""
+
+from math import prod
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from meshrl.config import Config
+from meshrl.errors import ConfigError
+from meshrl.roles.backend_config import FsdpConfig, MegatronConfig, Shape, VllmConfig
+
+
+class RoleConfig(Config):
+    """What every role's table has: who implements it and where it runs."""
+
+    backend: str = "torch"
+    mesh: str = "main"
+    """Roles that name the same mesh share its ranks; a name of its own is a mesh of its own."""
+    axes: Shape = Field(default={})
+    """How this role sees its mesh's ranks, the last one fastest; nothing means the mesh's own axes."""
+
+
+def check_axes(config: RoleConfig, ranks: int) -> None:
+    """ConfigError where a role's axes do not multiply to the ranks of its mesh."""
+    if config.axes and prod(config.axes.values()) != ranks:
+        raise ConfigError(
+            f"the axes {config.axes} multiply to {prod(config.axes.values())}, and the mesh {config.mesh!r} has "
+            f"ranks = {ranks}: take sizes that multiply to it, or set run.meshes.{config.mesh}.ranks"
+        )
+
+
+class NewModel(Config):
+    """A small Llama with a character tokenizer, made from scratch with random weights."""
+
+    characters: str
+    hidden_size: int = Field(default=64, gt=0)
+    ffn_size: int = Field(default=192, gt=0)
+    layers: int = Field(default=3, gt=0)
+    heads: int = Field(default=4, gt=0)
+    max_tokens: int = Field(default=64, gt=0)
+    """The longest sequence, in tokens."""
+
+
+class ModelConfig(RoleConfig):
+    """A role that holds a model."""
+
+    model: str | NewModel
+    """A Hugging Face folder, a .gguf file (`package:NAME/FILE`: inside an installed package), or a table."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat: bool = False
+    """Wrap each prompt as one user message in the tokenizer's chat template."""
+    seed: int = 0
+
+
+class OptimizerConfig(Config):
+    """AdamW with a warm-up."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
+    total_steps: int | None = Field(default=None, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _falls_to_an_end(self) -> Self:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(
+                f'schedule = "{self.schedule}" falls to zero at total_steps, which is not set: set it to the number of '
+                "optimizer steps"
+            )
+        return self
+
+
+class LoraConfig(Config):
+    """Low-rank adapters (arXiv:2106.09685), which alone are trained: W + alpha / rank * B A."""
+
+    rank: int = Field(default=16, gt=0)
+    alpha: int = Field(default=32, gt=0)
+    targets: tuple[str, ...] = ()
+    """Names of layers, such as `q_proj`; none means all linear layers but the head."""
+    sync: Literal["merged", "adapters"] = "merged"
+    """What samplers are given: whole weights, or the adapters alone, which they put beside weights of their own."""
+
+
+class PolicyConfig(ModelConfig):
+    """A model that is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
+    activation_checkpointing: bool = False
+    lora: LoraConfig | None = None
+    """Train adapters; nothing means all parameters."""
+    delta_sync: bool = False
+    """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
+    fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class CriticConfig(ModelConfig):
+    """A model with a value head that is trained."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """As a policy's."""
+    fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class ReferenceConfig(ModelConfig):
+    """A frozen model."""
+
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class TeacherConfig(ReferenceConfig):
+    """A frozen model that a policy learns from: it names a model of its own, with the policy's tokens."""
+
+
+class RewardModelConfig(ModelConfig):
+    """A frozen model that judges. With `chat`, prompt and completion are a user's and an assistant's message."""
+
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """As a policy's."""
+    fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+    @field_validator("backend")
+    @classmethod
+    def _holds_a_model(cls, backend: str) -> str:
+        if backend == "function":
+            raise ValueError(
+                "calls a Python function and takes no model: leave `model` out, or give a backend that holds one, "
+                'such as "torch"'
+            )
+        return backend
+
+    @field_validator("model")
+    @classmethod
+    def _has_learned_to_judge(cls, model: str | NewModel) -> str | NewModel:
+        if isinstance(model, NewModel):
+            raise ValueError("a new model's rewards would be random: give the folder of a model that judges")
+        return model
+
+
+class RewardTrainingConfig(ModelConfig):
+    """A model that learns to judge: one that judges already, or a policy's, which is given a head whose scores are 0.
+
+    With `chat`, prompt and completion are a user's and an assistant's message.
+    """
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: int = Field(default=16384, gt=0)
+    """As a policy's."""
+    fsdp: FsdpConfig = FsdpConfig()
+    megatron: MegatronConfig = MegatronConfig()
+
+
+class SamplerConfig(ModelConfig):
+    """A model that generates."""
+
+    slots: int = Field(default=512, gt=0)
+    """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
+    lora: LoraConfig | None = None
+    """The policy's, where its `sync` is "adapters"; filled in by an algorithm's configuration."""
+    vllm: VllmConfig = VllmConfig()

@@ -1,0 +1,59 @@
+"""Whether a teacher can read what a policy writes: both must number the same tokens the same way."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, cast
+
+from meshrl.errors import ConfigError
+from meshrl.roles.config import ModelConfig, NewModel, PolicyConfig
+
+_CHARACTERS_AFTER: Final = ("<pad>", "<eos>")
+"""The tokens that a new model's tokenizer has before its characters."""
+
+
+def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:
+    """ConfigError where a teacher would judge nothing: it is the policy's own model, or has other tokens than it.
+
+    Reads the `tokenizer.json` of folders on this machine, before any model loads; what has none, such as a .gguf file,
+    is taken as it is.
+    """
+    if policy.model == teacher.model:
+        raise ConfigError(
+            f"the teacher's model, {_named(teacher.model)}, is the policy's own, from which there is nothing to learn: "
+            "name the folder of a better one"
+        )
+    one, other = _vocabulary(policy.model), _vocabulary(teacher.model)
+    if one is None or other is None:
+        return
+    apart = sorted((token for token in one if other.get(token) != one[token]), key=one.__getitem__)
+    if apart or len(one) != len(other):
+        token = apart[0] if apart else next(token for token in other if token not in one)
+        raise ConfigError(
+            f"the teacher's model, {_named(teacher.model)}, has other tokens than the policy's, "
+            f"{_named(policy.model)}: "
+            f"{token!r} is token {one.get(token, 'none')} of the policy and {other.get(token, 'none')} of the teacher "
+            f"({len(one)} and {len(other)} tokens, {len(apart)} of the policy's differ). A teacher is given the "
+            "policy's tokens, so take one of the same family"
+        )
+
+
+def _named(model: str | NewModel) -> str:
+    return repr(model) if isinstance(model, str) else "a new one"
+
+
+def _vocabulary(model: str | NewModel) -> Mapping[str, int] | None:
+    """The number of each token; None where it is not to be read here."""
+    if isinstance(model, NewModel):
+        return {token: number for number, token in enumerate((*_CHARACTERS_AFTER, *model.characters))}
+    file = Path(model).expanduser() / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        table = cast("dict[str, Any]", json.loads(file.read_bytes()))
+        pieces = table["model"]["vocab"]
+        numbered = pieces if isinstance(pieces, dict) else {piece[0]: number for number, piece in enumerate(pieces)}
+        added = {token["content"]: token["id"] for token in table.get("added_tokens", ())}
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file}: is no tokenizer that can be read: {type(error).__name__}: {error}") from error
+    return {**cast("dict[str, int]", numbered), **added}

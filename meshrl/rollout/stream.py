@@ -1,0 +1,376 @@
+"""Rollouts that go on while the policy trains, under a bound on how old what it trains on may be.
+
+    async with rollouts(sampler, prompts, sampling, ahead=1, score=reward.score) as stream:
+        async for _ in run.steps(config.steps):
+            batch = await anext(stream)
+            ...
+            await publish(policy, stream)
+
+`ahead` is the bound, in published versions: 0 is the synchronous loop, 1 is one step off, more is fully asynchronous.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from types import TracebackType
+from typing import Final, Never, Self, TypeAlias, get_args
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from meshrl import log
+from meshrl.data import Batch, lengths
+from meshrl.errors import DataError
+from meshrl.events import Delivery, Pending, gauge, sink
+from meshrl.mesh import parts
+from meshrl.roles import Sampler, Sampling
+from meshrl.rollout.condition import Changes
+from meshrl.rollout.grouping import Assembly
+from meshrl.rollout.producer import Call, Generation, Shared, SwapMode
+from meshrl.rollout.prompt_queue import Prompts
+from meshrl.rollout.replay import Opened, Script, schedule
+from meshrl.rollout.staleness import Late, Ledger
+from meshrl.tasks import position
+from meshrl.weights import Weights
+
+Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
+Keep: TypeAlias = Callable[[Batch], ArrayLike]
+
+_MOST_FILTERED: Final = 100
+"""Batches of groups that `keep` may drop between two batches."""
+_PATIENCE: Final = 60.0
+"""Seconds that a batch is waited for before who waits for whom is logged."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    sampler: Sampler
+    sampling: Sampling
+    swap: SwapMode
+    retries: int
+    score: Score | None
+    keep: Keep | None
+
+
+def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
+    sampler: Sampler,
+    prompts: Iterable[Batch],
+    sampling: Sampling,
+    *,
+    ahead: int = 0,
+    score: Score | None = None,
+    keep: Keep | None = None,
+    late: Late = "wait",
+    swap: SwapMode = "in_flight",
+    retries: int = 0,
+) -> "Rollouts":
+    """A stream of batches of rollouts, each of as many groups as a batch of `prompts` has rows.
+
+    Drawing begins with the first batch that is asked for. With `ahead=0` a batch is, bit for bit, what `rollout` gives
+    for the same prompts. No row is given that is more than `ahead` published versions behind the policy. Each row says
+    in `staleness`, int32, how many it is.
+
+    `prompts`: batches of one size, with `groups`, another number for each prompt of the run. In a run that goes on from
+    a checkpoint give all of them again: those that were used are left out, those that were under way are drawn again.
+    `score`: applied to groups as they finish, some at a time and several times at once, as in `score=reward.score`.
+    `keep`: from such groups, scored, all but token columns loaded, to bool[rows]; a group with a False is dropped, and
+    another prompt drawn for it (`keep=has_signal`).
+    `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
+    `swap`: what publishing does to the rollouts that run.
+    `retries`: how often rollouts that a failing sampler lost are drawn again. A sampler that died is respawned.
+    """
+    if ahead < 0:
+        raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
+    for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
+        if value not in known:
+            raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
+    source = Prompts(prompts, position.get())
+    return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A publication that was announced."""
+
+    counts: bool
+
+
+class Rollouts:
+    """What `rollouts` returns: an asynchronous iterator of batches, used with `async with`."""
+
+    live: Final[WeakSet["Rollouts"]] = WeakSet()
+    """Those that are open."""
+
+    def __init__(self, plan: _Plan, prompts: Prompts, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self._plan = plan
+        self._prompts = prompts
+        self._assembly = Assembly(plan.sampling.n)
+        self._changes = Changes()
+        kept = schedule.get()
+        replicas = parts(plan.sampler.generate)
+        opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap, replicas)
+        self._script = kept.script(plan.sampler, opened) if kept else Script()
+        shared = Shared(ledger, self._assembly, prompts, self._changes, self._script, self._start)
+        self._generation = Generation(plan.sampler, plan.sampling, plan.swap, plan.retries, shared)
+        self._position = position.get()
+        if self._position:
+            ledger.floor = self._position.open(self)
+        self._begun = False
+        self._swapping = asyncio.Lock()
+        self._announced: list[_Ticket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gauges: dict[str, int] = {}
+        self._told = ledger.dropped.copy()
+        self._filtered = 0
+        """Groups that `keep` dropped since the last batch."""
+
+    async def __aenter__(self) -> Self:
+        Rollouts.live.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel what is being generated."""
+        Rollouts.live.discard(self)
+        if self._position:
+            self._position.close(self)
+        self._changes.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Batch:
+        """The next batch. Ends when the prompts do; the last batch may then be smaller."""
+        if self not in Rollouts.live:
+            raise DataError("a stream of rollouts is used inside its `async with` alone")
+        if not self._begun:
+            self._begun = True
+            await self._script.begin()
+            self._start(self._generation.run())
+            self._start(self._collect())
+        labels: list[int] = []
+
+        def ready() -> bool:
+            labels.extend(self._take())
+            return bool(labels or self._is_over())
+
+        self._generation.demand = True
+        self._changes.tell()
+        impatient = asyncio.get_running_loop().call_later(_PATIENCE, self._say_who_waits)
+        try:
+            await self._changes.until(ready, "trainer", "a batch", self._why_no_batch)
+        finally:
+            impatient.cancel()
+            self._generation.demand = False
+        if labels:
+            return self._deliver(labels)
+        raise StopAsyncIteration("the prompts have ended")
+
+    def feeds_on(self, sampler: object) -> bool:
+        """Whether its rollouts come from this sampler, and have begun."""
+        return self._begun and self._plan.sampler is sampler
+
+    @contextmanager
+    def announced(self) -> Generator[None]:
+        """New weights will be given to `load` before the block ends: the trainer has moved on already."""
+        ticket = _Ticket(self.ledger.announce())
+        self._announced.append(ticket)
+        try:
+            yield
+        finally:
+            if ticket in self._announced:
+                self._announced.remove(ticket)
+                self._withdraw(ticket)
+
+    async def load(self, weights: Weights) -> None:
+        """Give the sampler new weights, as `publish` does: once a batch. DataError where their version falls."""
+        ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
+        try:
+            async with self._swapping:
+                self.ledger.check(weights.version)
+                await self._changes.until(
+                    lambda: self._script.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
+                )
+                self._script.note("publish")
+                await self._generation.swap(weights)
+        except BaseException:
+            self._withdraw(ticket)
+            raise
+        if ticket.counts:
+            self.ledger.publish(weights.version)
+        self._changes.tell()
+
+    def _withdraw(self, ticket: "_Ticket") -> None:
+        if ticket.counts:
+            self.ledger.withdraw()
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Groups that were not delivered, by why: `stale`, or `filtered` by `keep`."""
+        return dict(self.ledger.dropped)
+
+    @property
+    def waited(self) -> int:
+        """Batches that were full, and waited for a group that would have been too old for the next."""
+        return self.ledger.waited
+
+    @property
+    def unfinished(self) -> Iterable[int]:
+        """The `groups` of prompts that it has taken, and neither delivered nor dropped."""
+        return chain(self.ledger.groups, self._prompts.waiting)
+
+    @property
+    def published(self) -> int:
+        """The number of the weights that were published last."""
+        return self.ledger.published
+
+    # --- to the trainer ------------------------------------------------------------------------------
+
+    def _take(self) -> list[int]:
+        if old := self.ledger.too_old():
+            if self.ledger.late == "wait":
+                log.warning("groups are too old and are dropped: publish once a batch", groups=len(old))
+            self.ledger.drop(old, "stale")
+            self._assembly.forget(old)
+            self._changes.tell()
+        if self._script.is_free:
+            return self.ledger.take(rest=not self._prompts) or []
+        decided = self._script.next("deliver")
+        return decided.groups if decided and self.ledger.take_these(decided.groups) else []
+
+    def _deliver(self, labels: list[int]) -> Batch:
+        self._script.note("deliver", groups=labels)
+        self._filtered = 0
+        batch = self._assembly.batch(labels)
+        self._assembly.forget(labels)
+        numbers, which = np.unique(batch.row("oldest_version"), return_inverse=True)
+        staleness = np.array(self.ledger.staleness(numbers.tolist()), np.int32)[which]
+        if to := sink.get():
+            dropped = self.ledger.dropped - self._told
+            self._told = self.ledger.dropped.copy()
+            number = self.ledger.batches - 1
+            to.emit(Delivery(number, to.now(), len(batch), np.bincount(staleness).tolist(), dropped))
+        self._note_gauges()
+        self._changes.tell()
+        return batch.assign(staleness=staleness)
+
+    def _is_over(self) -> bool:
+        return not self._prompts and not self.ledger.groups
+
+    def _why_no_batch(self) -> str:
+        return f"{self.ledger.ready} of {self.ledger.size} groups are ready, {self.ledger.running} run"
+
+    def _say_who_waits(self) -> None:
+        lines = [str(each) for each in Pending.of(asyncio.get_running_loop())]
+        log.info(f"no batch for {_PATIENCE:g} s: {'; '.join(lines)}")
+
+    # --- from the sampler ----------------------------------------------------------------------------
+
+    async def _collect(self) -> None:
+        """Put what has come to its groups; those that are whole are scored, while others come."""
+        generation = self._generation
+        while True:
+            await self._changes.when(lambda: bool(generation.arrived))
+            arrived, generation.arrived = generation.arrived, []
+            whole: dict[int, int] = {}
+            for call, rows in arrived:
+                if isinstance(rows, Batch) and len(rows):
+                    whole |= await self._add(call, rows)
+            if whole:
+                self._start(self._finish(whole, self._assembly.batch(list(whole)), self._assembly.attempts(whole)))
+            for call, ended in arrived:
+                if not isinstance(ended, Batch):
+                    await generation.end(call, ended)
+            self._note_gauges()
+            self._changes.tell()
+
+    async def _add(self, call: Call, chunk: Batch) -> dict[int, int]:
+        """Put rows to their groups; those that are whole now."""
+        own = ("max_tokens",) if "max_tokens" in chunk else ()
+        rows = await chunk.load("groups", "aborted", "oldest_version", *own)
+        self._generation.came(call, rows)
+        aborted = np.asarray(rows.row("aborted"), np.bool_)
+        if aborted.any():
+            call.aborted.append(rows.select(aborted))
+            rows = rows.select(np.logical_not(aborted))
+        return self._assembly.add(call.number, rows.drop("aborted"))
+
+    async def _finish(self, whole: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
+        """Score groups, drop those that are not wanted, and have the others ready."""
+
+        def lost() -> set[int]:
+            """Groups that were lost with the sampler meanwhile, and are drawn again."""
+            now = self._assembly.attempts(whole)
+            return {label for label in whole if now[label] is not attempts[label]}
+
+        try:
+            scored = await self._scored(groups)
+            unwanted = await self._unwanted(scored)
+        except Exception:
+            if lost():  # perhaps because of that
+                return
+            raise
+        gone = lost()
+        here = np.logical_not(np.isin(scored.groups, list(gone)))
+        self._assembly.put(scored.select(here))
+        for label in whole.keys() - unwanted - gone:
+            self.ledger.finish(label, whole[label])
+        self._script.check_dropped(unwanted - gone)
+        self.ledger.drop(unwanted - gone, "filtered")
+        self._assembly.forget(unwanted - gone)
+        self._note_gauges()
+        self._changes.tell()
+
+    async def _scored(self, groups: Batch) -> Batch:
+        if self._plan.score is None:
+            return groups
+        scored = await (await self._plan.score(groups)).load("groups", "oldest_version")
+        if not np.array_equal(scored.groups, groups.groups):
+            raise DataError(
+                f"`score` was given {len(groups)} rows and returned {len(scored)}, or in another order: return what it "
+                "is given, with columns assigned"
+            )
+        return scored
+
+    async def _unwanted(self, groups: Batch) -> set[int]:
+        """Which of these groups `keep` does not want."""
+        if self._plan.keep is None:
+            return set()
+        groups = await groups.load(*(name for name, column in groups.stored.items() if lengths(column) is None))
+        wanted = np.asarray(self._plan.keep(groups), np.bool_)
+        unwanted = set(groups.groups[np.logical_not(wanted)].tolist())
+        self._filtered += len(unwanted)
+        if self._filtered > _MOST_FILTERED * self.ledger.size:
+            raise DataError(
+                f"`keep` dropped {self._filtered} groups since the last batch, which needs {self.ledger.size}: what it "
+                "keeps does not come any more. Stop there, or take prompts that are neither solved nor hopeless"
+            )
+        return unwanted
+
+    def _note_gauges(self) -> None:
+        now = {"groups ready": self.ledger.ready, "groups running": self.ledger.running}
+        for name, value in now.items():
+            if self._gauges.get(name) != value:
+                gauge(name, value)
+        self._gauges = now
+
+    # --- tasks ---------------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Never, Never, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._changes.fail(error)

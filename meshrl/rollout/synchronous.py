@@ -1,0 +1,88 @@
+"""What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
+
+from contextlib import ExitStack
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.events import Swap, sink
+from meshrl.roles import Policy, Sampler, Sampling
+from meshrl.rollout.replay import load_into
+from meshrl.rollout.stream import Rollouts, Score
+from meshrl.weights import Weights
+
+_DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versions")
+"""What a sampler adds to a prompt, and takes for the beginning of a completion."""
+
+
+async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
+    """All rollouts of the prompts, in their order: the `sampling.n` completions of a prompt stand together."""
+    tagged = prompts.part(np.arange(len(prompts)))
+    chunks = [chunk async for chunk in sampler.generate(tagged, sampling)]
+    done = Batch.join(chunks)
+    if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
+        raise DataError(
+            'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '
+            "open, or from a sampler of their own"
+        )
+    if len(done) != len(prompts) * sampling.n:
+        raise DataError(
+            f"the sampler returned {len(done)} rollouts for {len(prompts)} prompts x {sampling.n} completions"
+        )
+    return done
+
+
+async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
+    """Give the samplers the policy's weights; returns them. Later tokens carry their version.
+
+    While rollouts stream, give the stream, once a batch: `await publish(policy, stream)`. It counts the versions, and
+    hands the weights on to its sampler. DataError where the sampler of an open stream is given instead.
+    """
+    to = sink.get()
+    asked = to.now() if to else 0.0
+    for sampler in samplers:
+        if any(stream.feeds_on(sampler) for stream in Rollouts.live):
+            raise DataError("the sampler feeds a stream of rollouts, which counts versions: publish to the stream")
+    with ExitStack() as announced:
+        for sampler in samplers:
+            if isinstance(sampler, Rollouts):
+                announced.enter_context(sampler.announced())
+        weights = await policy.weights()
+        for sampler in samplers:
+            began = to.now() if to else 0.0
+            if isinstance(sampler, Rollouts):
+                await sampler.load(weights)
+            else:
+                await load_into(sampler, weights)
+            if to:
+                to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
+    return weights
+
+
+async def greedy_baseline(sampler: Sampler, batch: Batch, sampling: Sampling, score: Score) -> Batch:
+    """Add `baseline`, float32[rows]: the reward of the greedy completion of the row's prompt, drawn once a group.
+
+    For `score` of a stream, whose rows are groups that have finished. ReMax: Li et al. 2023 (arXiv:2310.10505).
+    """
+    batch = await batch.load("groups")
+    _, first, group = np.unique(batch.groups, return_index=True, return_inverse=True)
+    prompts = batch.drop(*(name for name in _DRAWN if name in batch)).select(first)
+    greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
+    scored = await (await score(greedy)).load("rewards")
+    return batch.assign(baseline=scored.rewards[group])
+
+
+def has_signal(batch: Batch) -> NDArray[np.bool_]:
+    """Whether the rewards of a row's group differ, bool[rows]: where they do not, all advantages are zero.
+
+    To draw other prompts in their place: `rollouts(..., keep=has_signal)`. DAPO (arXiv:2503.14476), section 3.2.
+    """
+    _, group = np.unique(batch.groups, return_inverse=True)
+    lowest = np.full(group.max(initial=-1) + 1, np.inf)
+    highest = -lowest
+    np.minimum.at(lowest, group, batch.rewards)
+    np.maximum.at(highest, group, batch.rewards)
+    return (highest > lowest)[group]

@@ -1,0 +1,34 @@
+"""TODO-room."""
+
+from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig
+from meshrl.run.artifacts import newest_model, table_of
+from meshrl.run.check import find_mistakes
+from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
+from meshrl.run.periodic import Beside, Measurement
+from meshrl.run.run import Run, Steps
+from meshrl.run.serving import Address, Server, ServerConfig, serve
+
+__all__ = [
+    "Address",
+    "AlgorithmConfig",
+    "Beside",
+    "EvaluationConfig",
+    "Job",
+    "Measurement",
+    "MeshConfig",
+    "Run",
+    "RunConfig",
+    "Server",
+    "ServerConfig",
+    "Steps",
+    "about",
+    "copy_script",
+    "find_config",
+    "find_mistakes",
+    "load_job",
+    "newest_model",
+    "serve",
+    "shipped_configs",
+    "table_of",
+]

@@ -1,0 +1,104 @@
+"""What the configurations of all algorithms have in common."""
+
+from collections.abc import Mapping, Sequence
+from types import NoneType
+from typing import Final, Self, get_args
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from meshrl.config import Config
+from meshrl.roles import (
+    ModelConfig,
+    OptimizerConfig,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    SamplerConfig,
+    TeacherConfig,
+)
+
+
+class EvaluationConfig(Config):
+    """An algorithm's `[evaluation]`: held-out prompts, judged beside its steps."""
+
+    every: int = Field(ge=1)
+    """Steps: it begins before the first, after so many, and so on."""
+    n: int = Field(default=4, ge=1)
+    """Completions a prompt, for pass@k; one greedy completion more is drawn."""
+    rows: int | None = Field(default=None, ge=1)
+    """The first so many prompts; nothing means all."""
+    at_least: float = 1.0
+    """The reward from which on a completion is right."""
+    temperature: float | None = Field(default=None, gt=0)
+    """Nothing means the run's."""
+    seed: int = 0
+    """Of what is drawn."""
+    wait: bool = False
+    """Let no step go on meanwhile: then all tokens are of one version."""
+
+
+_LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches": 1, "ahead": 0, "kl": 0}
+"""Keys that mean the same in every algorithm, and the least that each may be."""
+
+
+class AlgorithmConfig(Config):
+    """The base of an algorithm's configuration.
+
+    A role that names no `model` has the policy's, but for a reward and a teacher. Refused are values without sense of
+    the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`, where a script has them, and a
+    learning rate that is 0 before the last of `steps * epochs * minibatches` updates.
+    """
+
+    evaluation: EvaluationConfig | None = None
+    """Judge held-out prompts beside the steps; nothing means not to."""
+
+    @field_validator("*")
+    @classmethod
+    def _enough(cls, value: object, info: ValidationInfo) -> object:
+        least = _LEAST.get(info.field_name or "")
+        if least is not None and isinstance(value, int | float) and value < least:
+            raise ValueError(f"must be greater than or equal to {least}")
+        return value
+
+    @model_validator(mode="after")
+    def _learns_to_the_end(self) -> Self:
+        steps, epochs, parts = (getattr(self, name, 1) for name in ("steps", "epochs", "minibatches"))
+        updates = steps * epochs * parts
+        for name in type(self).model_fields:
+            optimizer = getattr(getattr(self, name), "optimizer", None)
+            if not isinstance(optimizer, OptimizerConfig) or optimizer.schedule == "constant":
+                continue
+            if optimizer.total_steps is not None and optimizer.total_steps < updates:
+                raise ValueError(
+                    f"{name}.optimizer.total_steps = {optimizer.total_steps}: the learning rate is 0 from there on, "
+                    f"and the run makes {updates} updates (steps = {steps}, epochs = {epochs}, minibatches = {parts}): "
+                    f"set it to {updates}, or make fewer"
+                )
+        return self
+
+    @classmethod
+    def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
+        """The table with the policy's model in each role that holds a model and names none.
+
+        A sampler has its adapters too, where they are what it is given.
+        """
+        policy = table.get("policy")
+        if not isinstance(policy, Mapping) or "model" not in policy:
+            return table
+        filled = dict(table)
+        lora = policy.get("lora")
+        adapters = {"lora": lora} if isinstance(lora, Mapping) and lora.get("sync") == "adapters" else {}
+        for name, field in cls.model_fields.items():
+            kinds = _with_the_policys_model(field.annotation)
+            role = filled.get(name, {} if field.is_required() else None)
+            if isinstance(role, Mapping) and kinds:
+                samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
+                filled[name] = {"model": policy["model"], **(adapters if samples else {}), **role}
+        return filled
+
+
+def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:
+    """The tables that a role may have, where each of them has the policy's model unless it names one."""
+    forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
+    kinds = [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
+    others = any(issubclass(kind, RewardModelConfig | RewardTrainingConfig | TeacherConfig) for kind in kinds)
+    return kinds if len(kinds) == len(forms) and not others else []

@@ -1,0 +1,35 @@
+"""The numbers that people watch of a batch of rollouts."""
+
+from meshrl.data import Batch, Metrics
+from meshrl.losses import effective_sample_size
+
+
+def _corrected(metrics: Metrics) -> dict[str, float]:
+    """What an importance-sampling correction leaves of the batch."""
+    if "correction" in metrics and "correction_squared" in metrics and "effective_sample_size" not in metrics:
+        return {"effective_sample_size": effective_sample_size(metrics)}
+    return {}
+
+
+async def _statistics(batch: Batch) -> dict[str, float]:
+    """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there."""
+    rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
+    watched = ("rewards", "truncated", "reward_error", "staleness", "turns", *rewards)
+    if names := [name for name in watched if name in batch]:
+        batch = await batch.load(*names)
+    found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
+    if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
+        found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
+    if "rewards" in batch and len(batch):
+        found["reward"] = float(batch.rewards.mean())
+        found |= {f"reward/{name.removeprefix('reward_')}": float(batch.row(name).mean()) for name in rewards}
+    if "turns" in batch and len(batch):
+        found["turns"] = float(batch.row("turns").mean())
+    if "truncated" in batch and len(batch):
+        found["truncated"] = float(batch.row("truncated").mean())
+    if "staleness" in batch and len(batch):
+        versions = batch.row("staleness")
+        found |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
+    if "reward_error" in batch:
+        found["reward_errors"] = float(sum(error is not None for error in batch.objects("reward_error")))
+    return found

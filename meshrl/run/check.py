@@ -1,0 +1,145 @@
+"""What can be found wrong with a configuration before any model loads."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from meshrl.config import Config, Keys, dotted, nearest
+from meshrl.environments import Environment, EnvironmentConfig, load_environment
+from meshrl.errors import BackendError, MeshrlError, ModelError
+from meshrl.rewards import RewardConfig, load_function
+from meshrl.roles import (
+    Critic,
+    CriticConfig,
+    ModelConfig,
+    Policy,
+    PolicyConfig,
+    Reference,
+    ReferenceConfig,
+    Reward,
+    RewardModel,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    RoleConfig,
+    Sampler,
+    SamplerConfig,
+    TeacherConfig,
+    backends,
+    check_axes,
+    check_teacher,
+    implementation,
+)
+from meshrl.run.algorithm_config import AlgorithmConfig
+from meshrl.tasks import TaskConfig, check_task
+
+_ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
+    (PolicyConfig, Policy),
+    (CriticConfig, Critic),
+    (ReferenceConfig, Reference),
+    (SamplerConfig, Sampler),
+    (RewardConfig, Reward),
+    (RewardModelConfig, Reward),
+    (RewardTrainingConfig, RewardModel),
+    (EnvironmentConfig, Environment),
+)
+
+
+def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> list[str]:
+    """Every mistake in the tables of a configuration that is valid in itself, each with its key.
+
+    A task's source must exist and its first row fit the templates, a reward function must import, a backend be
+    installed and have the role, a model's folder or file be there, a teacher have the policy's tokens. Of `meshes`, the
+    ranks of each by its name, each must be named by a role, and a role's axes fit its own; one that is not there has
+    one rank.
+    """
+    meshes = meshes or {}
+    mistakes: list[str] = []
+    policy = getattr(config, "policy", None)
+    for path, table in _tables(config):
+        for check in _checks(table, policy if isinstance(policy, PolicyConfig) else None, meshes):
+            try:
+                check()
+            except MeshrlError as error:
+                mistakes.append(f"{dotted(path)}: {error}")
+    if isinstance(config, AlgorithmConfig) and config.evaluation and not _samplers(config):
+        mistakes.append("evaluation: the algorithm has no sampler, whose completions it would judge: leave it out")
+    if _wakes_beside_training(config):
+        mistakes.append(
+            "evaluation: sampler.vllm.sleep gives the sampler's memory to what trains, which would train while it is "
+            "evaluated: set evaluation.wait = true"
+        )
+    named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
+    for mesh in meshes:
+        if mesh not in named:
+            near = nearest(mesh, named)
+            hint = f"did you mean {near!r}?" if near else f"they name {', '.join(sorted(named)) or 'none'}"
+            mistakes.append(f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}")
+    return mistakes
+
+
+def check_model(model: str) -> None:
+    """ModelError where no model can be at this path: a folder with config.json, or a .gguf file."""
+    path = Path(model)
+    if model.startswith("package:"):
+        package, _, inside = model.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ModelError(f"model {model!r}: the package {package!r} is not installed")
+        path = Path(spec.origin).parent / inside
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: there is no file {path.resolve()}")
+    elif not path.is_dir():
+        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}")
+    elif not (path / "config.json").is_file():
+        raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
+
+
+def _wakes_beside_training(config: Config) -> bool:
+    waits = not isinstance(config, AlgorithmConfig) or config.evaluation is None or config.evaluation.wait
+    return not waits and any(each.backend == "vllm" and each.vllm.sleep for each in _samplers(config))
+
+
+def _samplers(config: Config) -> list[SamplerConfig]:
+    return [table for _, table in _tables(config) if isinstance(table, SamplerConfig)]
+
+
+def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
+    yield above, config
+    for name in type(config).model_fields:
+        value: object = getattr(config, name)
+        if isinstance(value, Config):
+            yield from _tables(value, (*above, name))
+
+
+def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int]) -> Iterator[Callable[[], object]]:
+    shared = policy.model if policy and table is not policy else None  # a role with the policy's model is told there
+    if isinstance(table, TaskConfig):
+        yield lambda: check_task(table)
+    if isinstance(table, RoleConfig):
+        yield lambda: _check_backend(table)
+        yield lambda: check_axes(table, meshes.get(table.mesh, 1))
+    if isinstance(table, TeacherConfig) and policy:
+        yield lambda: check_teacher(policy, table)
+    if isinstance(table, RewardConfig) and table.backend == "function":
+        for function in table.parts.values():
+            yield partial(load_function, function)
+    if isinstance(table, EnvironmentConfig) and table.backend == "function":
+        yield lambda: load_environment(table)
+    if (
+        isinstance(table, ModelConfig)
+        and isinstance(model := table.model, str)
+        and table.backend != "fake"
+        and model != shared
+    ):
+        yield lambda: check_model(model)
+
+
+def _check_backend(config: RoleConfig) -> None:
+    for kind, role in _ROLES:
+        if isinstance(config, kind):
+            implementation(role, config.backend)
+            return
+    if config.backend not in backends():
+        raise BackendError(f"no backend {config.backend!r} is installed: there are {', '.join(sorted(backends()))}")

@@ -1,0 +1,67 @@
+"""The `[run]` table of a configuration."""
+
+from math import prod
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from meshrl.config import Config
+from meshrl.mesh import INLINE_BYTES, Resources
+from meshrl.roles import Shape
+
+
+class MeshConfig(Resources):
+    """One named mesh: how many ranks, and what each may use."""
+
+    ranks: int = Field(default=1, ge=1)
+    axes: Shape = Field(default={})
+    """The axes, the last one fastest; nothing means `dp = ranks`."""
+
+    @model_validator(mode="after")
+    def _axes_fit(self) -> Self:
+        if self.axes and prod(self.axes.values()) != self.ranks:
+            raise ValueError(
+                f"the axes {self.axes} multiply to {prod(self.axes.values())}, not to ranks = {self.ranks}"
+            )
+        return self
+
+
+class RunConfig(Config):
+    """The `[run]` table of a configuration."""
+
+    name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
+    """The run's folder is `folder/name`."""
+    folder: str = "runs"
+    seed: int = 0
+    """Decides the order of the data; the roles have seeds of their own."""
+    engine: str = Field(default="local", pattern=r"^(local|ray|auto|[\w.-]+:\d+)$")
+    """`local`: threads of this process. `ray`: the cluster at RAY_ADDRESS, or one of this machine's own for the run.
+    HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine."""
+    inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
+    """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
+    meshes: dict[str, MeshConfig] = Field(default={})
+    """The meshes that roles name; one that is not here has one rank and the cores that are free."""
+    deterministic: bool = False
+    """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
+    replay: str | None = None
+    """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
+    samples_every: int = Field(default=20, ge=1)
+    """Steps between two samples of prompts, completions and rewards."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between two checkpoints; without it none is written."""
+    checkpoints_kept: int = Field(default=2, ge=1)
+    """How many of them stay, the newest."""
+    checkpoint_async: bool = False
+    """Train on while a checkpoint is written: steps wait for copies of the state alone."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
+
+    @model_validator(mode="after")
+    def _follows_a_schedule_from_its_beginning(self) -> Self:
+        if self.resume and (self.deterministic or self.replay):
+            named = "deterministic = true keeps" if self.deterministic else "replay follows"
+            raise ValueError(
+                f"{named} the schedule of a whole run, and resume = true goes on in the middle of one: leave one of "
+                "them out. With ahead = 0 the seed alone repeats a run"
+            )
+        return self

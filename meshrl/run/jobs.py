@@ -1,0 +1,171 @@
+"""Algorithm scripts and their configurations: finding them, loading them, and what is shipped."""
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar, cast, get_type_hints
+
+from pydantic import create_model
+
+from meshrl.config import Config, Table, load_toml, nearest, validate
+from meshrl.errors import ConfigError
+from meshrl.user_code import import_file
+
+R = TypeVar("R", bound=Config)
+Function = Callable[[object, Config], Awaitable[None]]
+"""An algorithm: `async def NAME(run: Run, config: ItsConfig) -> None` in NAME.py."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """An algorithm script, loaded."""
+
+    path: Path
+    function: Function
+    schema: type[Config]
+    """The class of its configuration."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[R]):
+    """A configuration file, read and found right: what to run, and with what."""
+
+    source: Path
+    script: Script
+    run: R
+    config: Config
+    resolved: Table
+    """The whole file with the defaults and overrides in place."""
+
+
+def shipped(kind: str) -> Path:
+    """The folder `algorithms` or `configs` that comes with meshrl: in an installed wheel, or beside the sources."""
+    package = Path(__file__).parent
+    inside = package / "_shipped" / kind
+    return inside if inside.is_dir() else package.parent / kind
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name (`grpo/quickstart`) and file of each shipped configuration, sorted by name."""
+    folder = shipped("configs")
+    named = {path.relative_to(folder).with_suffix("").as_posix(): path for path in folder.glob("*/*.toml")}
+    return dict(sorted(named.items()))
+
+
+def about(path: Path) -> str:
+    """What a configuration says of itself: its first comment line."""
+    first = path.read_text("utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def find_config(name: str) -> Path:
+    """The configuration file of this path, or the shipped one of this name; ConfigError where there is neither."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    known = shipped_configs()
+    if name in known:
+        return known[name]
+    if path.suffix == ".toml":
+        load_toml(path)  # raises, naming the file that was probably meant
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(known)}"
+    raise ConfigError(f"{name}: no such file or shipped configuration; {hint}")
+
+
+def shipped_scripts() -> dict[str, Path]:
+    """Name and file of each shipped algorithm, sorted."""
+    return {path.stem: path for path in sorted(shipped("algorithms").glob("*.py"))}
+
+
+def find_script(algorithm: str, source: Path | None = None) -> Path:
+    """The shipped script of this name; with `source`, the file that names it, also a .py file beside that."""
+    if source is not None and algorithm.endswith(".py"):
+        path = source.parent / algorithm
+        if not path.is_file():
+            raise ConfigError(f"{source}: algorithm = {algorithm!r}: there is no file {path.resolve()}")
+        return path
+    known = shipped_scripts()
+    if algorithm not in known:
+        near = nearest(algorithm, known)
+        hint = f"did you mean {near!r}?" if near else f"the shipped ones are {', '.join(known)}"
+        where, own = (f"{source}: ", " (a script of your own ends in .py)") if source else ("", "")
+        raise ConfigError(f"{where}no algorithm {algorithm!r} is shipped; {hint}{own}")
+    return known[algorithm]
+
+
+def load_script(path: Path) -> Script:
+    """Run the file and take the async function of its own name, and the Config class that it asks for."""
+    try:
+        module = import_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm {path}: {error}") from error.__cause__
+    wanted = f"it needs `async def {path.stem}(run: Run, config: ItsConfig) -> None`"
+    function: object = vars(module).get(path.stem)
+    if not inspect.iscoroutinefunction(function):
+        kind = "not an async function" if function else "not there"
+        raise ConfigError(f"algorithm {path}: {path.stem!r} is {kind}; {wanted}")
+    parameters = list(inspect.signature(function).parameters)
+    try:
+        hints = get_type_hints(function)
+    except NameError as error:
+        raise ConfigError(f"algorithm {path}: an annotation of {path.stem} cannot be resolved: {error}") from error
+    schema: object = hints.get(parameters[1]) if len(parameters) == 2 else None
+    if not (isinstance(schema, type) and issubclass(schema, Config)):
+        signature = f"{path.stem}{inspect.signature(function)}"
+        raise ConfigError(f"algorithm {path}: {signature} has no config parameter that is a Config; {wanted}")
+    taken = sorted({"run", "algorithm"} & schema.model_fields.keys())
+    if taken:
+        raise ConfigError(
+            f"algorithm {path}: {schema.__name__}.{taken[0]}: the key {taken[0]!r} is meshrl's own; rename it"
+        )
+    return Script(path, cast("Function", function), schema)
+
+
+def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
+    """Read a configuration file: load its script, validate the `[run]` table as `run` and all else as the script's.
+
+    Raises one ConfigError with all mistakes of the file.
+    """
+    table = load_toml(source, overrides)
+    algorithm = table.get("algorithm")
+    if not isinstance(algorithm, str):
+        names = ", ".join(shipped_scripts())
+        raise ConfigError(f'{source}: algorithm is missing: write algorithm = "NAME" (of {names}) or "FILE.py"')
+    script = load_script(find_script(algorithm, source))
+    # One schema for the whole file, so that its mistakes come together and a key's nearest is sought everywhere.
+    whole = create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
+    read = validate(whole, table, source, overrides)
+    values = {name: getattr(read, name) for name in script.schema.model_fields}
+    return Job(
+        source=source,
+        script=script,
+        run=cast("R", vars(read)["run"]),
+        config=script.schema.model_validate(values),
+        resolved={
+            "algorithm": str(script.path) if algorithm.endswith(".py") else algorithm,
+            **read.model_dump(mode="json"),
+        },
+    )
+
+
+def copy_script(algorithm: str, folder: Path) -> list[Path]:
+    """Copy a shipped algorithm and its first configuration into a folder, to start from; returns the two files.
+
+    The configuration names the copy. Nothing is overwritten.
+    """
+    script = find_script(algorithm)
+    configs = [path for name, path in shipped_configs().items() if name.startswith(f"{algorithm}/")]
+    targets = {folder / script.name: script.read_text("utf-8")}
+    for config in configs[:1]:
+        text = re.sub(r"(?m)^algorithm\s*=.*$", f'algorithm = "{script.name}"', config.read_text("utf-8"))
+        targets[folder / config.name] = text
+    there = [str(path) for path in targets if path.exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)}: already there, and not overwritten; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in targets.items():
+        path.write_text(text, "utf-8")
+    return list(targets)

@@ -1,0 +1,263 @@
+"""The files of a run: its configuration, its numbers, samples to read, and a summary; and the progress line."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO, Self, cast
+
+import msgspec
+import numpy as np
+import tomli_w
+
+from meshrl import log
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.events import clock
+
+if TYPE_CHECKING:
+    from meshrl.run.progress import Progress
+
+
+_SAMPLED = 8
+_METRICS = "metrics.jsonl"
+_SAMPLES = "samples.jsonl"
+_EVENTS = "events.jsonl"
+_EVALUATIONS = "evaluations.jsonl"
+
+
+class Recorder:
+    """Writes `folder`; a folder of that name that an earlier run left is renamed, never deleted.
+
+    A run that goes on keeps the folder: what was appended to its files after the checkpoint is cut off, and numbers
+    count from the run's first beginning. The events of each earlier part are kept as events-1.jsonl and so on.
+
+    config.toml     the resolved configuration
+    metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
+    evaluations.jsonl   an object an evaluation beside the steps: `step`, as many as were done when it began, and so on
+    events.out.*    the same numbers for TensorBoard
+    samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
+    summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
+    """
+
+    def __init__(self, folder: Path, resolved: Mapping[str, object], goes_on: Mapping[str, int] | None = None) -> None:
+        """`goes_on`: where the run goes on from a checkpoint, what `sizes` told when it was written."""
+        self.folder = folder
+        self.began = clock()
+        """Since when `seconds` count, on the event loop's clock."""
+        if goes_on is None:
+            _make_room(folder)
+        else:
+            _cut(folder, goes_on)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(tomli_w.dumps(_without_none(resolved)), "utf-8")
+        self._earlier = 0.0
+        """Seconds until the checkpoint."""
+        self._steps = 0
+        self._tokens = 0.0
+        self._rewards: list[float] = []
+        self._extra: dict[str, object] = {}
+        begins = self._recall()
+        self._metrics = (folder / _METRICS).open("ab")
+        self._samples = (folder / _SAMPLES).open("ab")
+        self._events = _Events(folder, begins)
+        self._progress: Progress | None = None
+
+    def begin(self, count: int, done: int = 0) -> None:
+        """Show progress from here on, over `count` steps, of which so many are done."""
+        self._end_progress()
+        from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
+
+        self._progress = Progress(count, done)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a step's numbers. `reward` is the mean reward; `tokens`, where there, adds to the summary's."""
+        numbers = {name: float(value) for name, value in values.items()}
+        _line(self._metrics, {"step": step, "seconds": round(self._seconds, 4), **numbers})
+        self._events.write(step, numbers)
+        self._count(numbers)
+        if self._progress:
+            self._progress.show(numbers)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what an evaluation found that began when so many steps were done."""
+        numbers = {name: float(value) for name, value in values.items()}
+        with (self.folder / _EVALUATIONS).open("ab") as file:
+            _line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
+        self._events.write(step, numbers)
+
+    async def samples(self, step: int, batch: Batch) -> None:
+        """Write some rows of a batch, evenly spread over it."""
+        chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
+        texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
+        some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
+        columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
+        if "rewards" in some:
+            columns["reward"] = some.rewards.tolist()
+        for index in range(len(some)):
+            _line(self._samples, {"step": step, **{name: column[index] for name, column in columns.items()}})
+
+    def sizes(self) -> Mapping[str, int]:
+        """The bytes of the files that grow, which the disk has from here on."""
+        sizes: dict[str, int] = {}
+        for file in (self._metrics, self._samples):
+            os.fsync(file.fileno())
+            sizes[Path(file.name).name] = file.tell()
+        if (self.folder / _EVALUATIONS).exists():
+            with (self.folder / _EVALUATIONS).open("ab") as file:
+                os.fsync(file.fileno())
+                sizes[_EVALUATIONS] = file.tell()
+        return sizes
+
+    def summary(self, **values: object) -> None:
+        """Add to summary.json: numbers, texts, and lists and tables of them."""
+        self._extra |= values
+
+    def close(self, error: BaseException | None) -> None:
+        """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished."""
+        self._end_progress()
+        self._metrics.close()
+        self._samples.close()
+        self._events.close()
+        summary: dict[str, object] = {
+            "status": _status(error),
+            "steps": self._steps,
+            "wall_s": round(self._seconds, 3),
+            "tokens": int(self._tokens),
+            "first_reward": self._rewards[0] if self._rewards else None,
+            "last_reward": self._rewards[-1] if self._rewards else None,
+            **self._extra,
+        }
+        if error is not None:
+            summary["error"] = f"{type(error).__name__}: {error}"
+        part = self.folder / "summary.json.part"
+        part.write_bytes(msgspec.json.format(_encode(summary), indent=2) + b"\n")
+        part.replace(self.folder / "summary.json")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    @property
+    def _seconds(self) -> float:
+        return self._earlier + clock() - self.began
+
+    def _recall(self) -> int:
+        """Count the steps that are in the file already; the one that comes next."""
+        begins = 0
+        file = self.folder / _METRICS
+        for line in file.read_bytes().splitlines() if file.exists() else ():
+            numbers = msgspec.json.decode(line, type=dict[str, float | None])
+            self._count({name: float("nan") if value is None else value for name, value in numbers.items()})
+            self._earlier = numbers.get("seconds") or 0.0
+            begins = int(numbers.get("step") or 0) + 1
+        return begins
+
+    def _count(self, numbers: Mapping[str, float]) -> None:
+        self._steps += 1
+        self._tokens += numbers.get("tokens", 0.0)
+        if "reward" in numbers:
+            self._rewards.append(numbers["reward"])
+
+    def _end_progress(self) -> None:
+        if self._progress:
+            self._progress.close()
+            self._progress = None
+
+
+class _Events:
+    """A TensorBoard event file, through the tensorboard package alone."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """`step`: the first that is to come. Where it is not 0, readers forget what earlier files say of later ones."""
+        # Not at the top of the file: `import meshrl` should not wait for them. They carry no types.
+        self._event = import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        records = import_module("tensorboard.summary.writer.record_writer").RecordWriter
+        # TensorBoard knows a file of events by `tfevents` in its name.
+        self._file = (folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}").open("wb")
+        self._records = records(self._file)
+        self._add(file_version="brain.Event:2")
+        if step:
+            started = import_module("tensorboard.compat.proto.event_pb2").SessionLog
+            self._add(step=step, session_log=started(status=started.START))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, **fields: object) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()
+
+
+def _make_room(folder: Path) -> None:
+    """Rename what an earlier run left to the first free of NAME-1, NAME-2, ..."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    log.info(f"{folder} was there already: the earlier one is now {aside}")
+
+
+def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Cut files to the bytes that they had; what is kept of the events is a file of its own."""
+    for name, size in sizes.items():
+        file = folder / name
+        there = file.stat().st_size if file.exists() else 0
+        if there < size:
+            raise DataError(
+                f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
+                "bring it back, or start a run of another name"
+            )
+        os.truncate(file, size)
+    if (folder / _EVENTS).exists():
+        number = 1
+        while (aside := folder / f"events-{number}.jsonl").exists():
+            number += 1
+        (folder / _EVENTS).rename(aside)
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
+
+
+def _without_none(value: object) -> dict[str, object]:
+    """TOML has no null: a key without a value is left out."""
+    plain = msgspec.to_builtins(value, enc_hook=_plain)
+
+    def kept(each: object) -> object:
+        if isinstance(each, dict):
+            return {key: kept(inner) for key, inner in each.items() if inner is not None}
+        return [kept(inner) for inner in each] if isinstance(each, list | tuple) else each
+
+    return cast("dict[str, object]", kept(plain))
+
+
+def _line(file: BinaryIO, record: Mapping[str, object]) -> None:
+    file.write(_encode(record) + b"\n")
+    file.flush()
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return cast("object", value.item())
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)

@@ -1,0 +1,300 @@
+"""A run: the engine, the meshes and the folder of one execution of an algorithm script."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from itertools import count
+from math import isfinite
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+from meshrl import log
+from meshrl.data import Batch, Metrics
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import ConfigError, DataError
+from meshrl.events import EventLog, Sink, Step, clock, sink
+from meshrl.mesh import Engine, Mesh, Resources
+from meshrl.roles import RoleConfig, Stateful, check_axes, implementation
+from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
+from meshrl.run.batch_stats import _corrected, _statistics
+from meshrl.run.checkpoints import Checkpoints, Saved
+from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.periodic import Beside, Measurement
+from meshrl.run.recorder import Recorder
+from meshrl.tasks import Position, position
+
+R = TypeVar("R")
+
+
+class Steps:
+    """What `Run.steps` returns: an iterator for `async for`.
+
+    Not a generator, which a script that breaks off would leave unfinished.
+    """
+
+    def __init__(self, numbers: Iterable[int], turn: Callable[[int | None], Awaitable[None]]) -> None:
+        """`turn`: what is done between two steps, given the one that comes, None after the last."""
+        self._numbers = iter(numbers)
+        self._turn = turn
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> int:
+        step = next(self._numbers, None)
+        await self._turn(step)
+        if step is None:
+            raise StopAsyncIteration
+        return step
+
+
+class Run:
+    """What a script is given: spawn roles, count steps, record numbers. Used with `async with`.
+
+    async with Run(RunConfig(name="mine")) as run:
+        policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resolved: Mapping[str, object] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        """`resolved`: the whole configuration, which is written to the run's folder."""
+        self.config = config
+        self.engine = engine or _engine(config)
+        # Before the recorder makes room for the folder, which may be the same.
+        self._replayed = read_schedule(Path(config.replay)) if config.replay else None
+        folder = Path(config.folder) / config.name
+        self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume)
+        self._saved = self._checkpoints.saved
+        once = self._saved.once.items() if self._saved else ()
+        self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
+        self._position = Position(self._saved.data if self._saved else None)
+        self.recorder = Recorder(folder, resolved or {}, self._saved.files if self._saved else None)
+        self._beside = Beside(self.recorder.evaluation)
+        self._expects_evaluation = (resolved or {}).get("evaluation") is not None
+        self._loops = count()
+        self._done = 0
+        self._meshes: dict[str, asyncio.Task[Mesh]] = {}
+        self._numbered = count(1)
+        self._step = 0
+        self._step_began = clock()
+        self._stepping = False
+        self._events: EventLog | None = None
+        self._outer: Sink | None = None
+        self._schedule: Schedule | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where everything that the run writes lies."""
+        return self.recorder.folder
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.config.seed
+
+    async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
+        """The backend that the configuration names for a role, on the mesh that it names, seen as its own axes.
+
+        BackendError where there is none, ConfigError where the axes do not fit its ranks, and what `Mesh.spawn` raises.
+        """
+        cls = implementation(role, config.backend)
+        check_axes(config, self._mesh_config(config.mesh).ranks)
+        stateful = isinstance(cls, type) and issubclass(cls, Stateful)
+        # Before anything is awaited: of roles spawned at the same time the first to be asked for is the first.
+        place = self._checkpoints.place(getattr(role, "__name__", cls.__name__)) if stateful else ""
+        # A task a mesh, so that roles spawned at the same time wait for one reservation.
+        reserving = self._meshes.get(config.mesh)
+        if reserving is None or (reserving.done() and (reserving.cancelled() or reserving.exception())):
+            reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
+        mesh = await asyncio.shield(reserving)
+        seen = mesh.shape(**config.axes) if config.axes else mesh
+        actor = await seen.spawn(cls, config)
+        if stateful:
+            await self._checkpoints.adopt(place, cast("Stateful", actor))
+        return actor
+
+    async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
+        """Reserve a mesh of one's own; the run stops it at the end."""
+        return await Mesh.reserve(self.engine, ranks, resources, str(next(self._numbered)))
+
+    def steps(self, count: int) -> AsyncIterator[int]:
+        """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
+
+        Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
+        the loop where that was written; loops before it are over. DataError for a count below 0, and for steps that
+        a replayed schedule does not fit: fewer than there, more where weights came after the loop there, and others
+        that weights are published at for an evaluation.
+        """
+        if count < 0:
+            raise DataError(f"run.steps({count}): a loop has 0 steps or more")
+        loop, first = next(self._loops), 0
+        if self._schedule:
+            self._schedule.loop(Loop(count, self._beside.prepared_every))
+        if self._saved and loop <= self._saved.loop:
+            first = self._saved.step if loop == self._saved.loop else count
+        return Steps(range(first, count), partial(self._turn, loop, first, count))
+
+    async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
+        """Numbers that are measured once in a run: one that goes on has those that were measured before its checkpoint.
+
+        before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+        """
+        if name not in self._once:
+            self._once[name] = {key: float(value) for key, value in (await measure()).items()}
+        return dict(self._once[name])
+
+    def beside(self, measurement: Measurement) -> None:
+        """Measure something every so many steps, beside them, as `evaluate_during` does; a loop's end waits for it."""
+        self._beside.add(measurement)
+
+    async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
+        """Between two steps of a loop, where nothing of the script's is half-done."""
+        after = self._stepping
+        self._end_step()
+        self._done += after
+        await self._checkpoints.settle(wait=step is None)
+        if step is None:
+            if after:
+                await self._beside.turn(self._done)
+            await self._beside.settle()
+            if self._schedule:
+                self._schedule.end_loop()
+            return
+        if step == first:
+            self._begin_loop(loop, first, count)
+        elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
+            await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
+            data = self._position.reached()  # before anything else goes on
+            once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
+            saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
+            await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
+        await self._beside.turn(self._done)
+        self._begin_step(step)
+
+    def _begin_loop(self, loop: int, first: int, count: int) -> None:
+        if self._expects_evaluation and not self._beside:
+            raise ConfigError(
+                "[evaluation] is configured, and the script never evaluates beside its steps: call "
+                "`evaluate_during(run, config.evaluation, ...)` before `run.steps`, or leave the table out"
+            )
+        if self._saved and loop == self._saved.loop:
+            self._checkpoints.check()
+            self._done = self._saved.done
+            log.info(f"{self.folder} goes on after step {first} of {count}")
+        self._position.begun = True
+        self.recorder.begin(count, first)
+
+    def _begin_step(self, step: int) -> None:
+        self._step, self._step_began, self._stepping = step, clock(), True
+
+    def _end_step(self) -> None:
+        """Note when the step was, if one is open: the last of a script that breaks off ends with the run."""
+        if self._stepping and self._events:
+            start = self._events.began
+            self._events.emit(Step(self._step, self._step_began - start, clock() - start))
+            self._events.flush()
+        self._stepping = False
+
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        """Write the numbers of this step, and now and then rows of the batch to read.
+
+        To the metrics' means it adds what is seen of the batch (rows, tokens, reward, staleness, ...), and the
+        `effective_sample_size` of a corrected loss. Loads what it writes of the batch: columns of one value a row, and
+        for samples the texts.
+        """
+        step, seconds = self._step, clock() - self._step_began
+        values = {
+            **metrics.means(),
+            **_corrected(metrics),
+            **(await _statistics(batch) if batch is not None else {}),
+            **self._synced(),
+            **numbers,
+        }
+        self.recorder.step(step, {**values, "step_s": seconds})
+        if batch is not None and step % self.config.samples_every == 0:
+            await self.recorder.samples(step, batch)
+
+    def _synced(self) -> dict[str, float]:
+        """How far the sampler was from the policy at the last load of weights."""
+        gauges = self._events.gauges if self._events else {}
+        return {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
+
+    def summary(self, **values: float | str) -> None:
+        """Add to the run's `summary.json`."""
+        self.recorder.summary(**values)
+
+    async def __aenter__(self) -> Self:
+        self._events = EventLog(self.folder / "events.jsonl")
+        self._step_began = self.recorder.began = self._events.began
+        self._outer = sink.get()
+        sink.set(self._events)
+        if self.config.deterministic or self.config.replay:
+            self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
+        schedule.set(self._schedule)
+        if self.config.checkpoint_every or self.config.resume:
+            position.set(self._position)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for reservation in self._meshes.values():
+            reservation.cancel()
+        try:
+            if error is None:  # a script may break off its loop
+                await self._beside.settle()
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            await self._end(error)
+
+    async def _end(self, error: BaseException | None) -> None:
+        try:
+            try:
+                await self._beside.close()
+                await self._checkpoints.close(error)
+            finally:
+                await self.engine.close()
+        finally:
+            self._end_step()
+            if self._events:
+                self._events.close()
+            if sink.get() is self._events:  # not where the end is in another context than the beginning
+                sink.set(self._outer)
+            if position.get() is self._position:
+                position.set(None)
+            if self._schedule:
+                self._schedule.close()
+            self.recorder.close(error)
+
+    async def _reserve(self, name: str) -> Mesh:
+        config = self._mesh_config(name)
+        resources = Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
+        mesh = await Mesh.reserve(self.engine, config.ranks, resources, name)
+        return mesh.shape(**config.axes) if config.axes else mesh
+
+    def _mesh_config(self, name: str) -> MeshConfig:
+        return self.config.meshes.get(name, MeshConfig())
+
+
+def _kept(value: float) -> float | str:
+    """As JSON can hold it."""
+    return value if isfinite(value) else str(value)
+
+
+def _engine(config: RunConfig) -> Engine:
+    if config.engine == "local":
+        return LocalEngine(inline_bytes=config.inline_bytes)
+    try:
+        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"run.engine = {config.engine!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
+        ) from None
+    return RayEngine(None if config.engine == "ray" else config.engine, config.inline_bytes)

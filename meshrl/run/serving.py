@@ -1,0 +1,120 @@
+"""Serving what a run has trained: its newest model is given to a server, and with `follow` each newer one."""
+
+import asyncio
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import Field
+
+from meshrl.config import Config, Table, load_toml, validate
+from meshrl.roles import (
+    PolicyConfig,
+    RoleConfig,
+    VllmConfig,
+    implementation,
+)
+from meshrl.run.artifacts import _newest, _newest_folder, _newest_source, _prompt, table_of
+
+_LOOKS: Final = 1.0
+"""Seconds between two looks at the run's folder."""
+
+
+class Address(Config):
+    """Where a server is to be, and how it runs; what a user says."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, gt=0, lt=65536)
+    python: str | None = None
+    """The interpreter of an environment that has the server; nothing means the run's `sampler.vllm.python`."""
+    follow: bool = False
+    """Take each newer model of the run."""
+
+    @property
+    def url(self) -> str:
+        """As a shell or a browser takes it."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+class ServerConfig(RoleConfig, Address):
+    """What a server is told."""
+
+    backend: str = "vllm"
+    model: str
+    """A Hugging Face folder, absolute."""
+    name: str
+    """What those who ask call the model."""
+    dtype: Literal["float32", "bfloat16"]
+    prompt: str
+    """For an example."""
+    chat: bool
+    """Whether a prompt is a user's message."""
+    max_tokens: int
+    kv_cache_mib: int | None
+    """Memory for keys and values; nothing leaves it to the server."""
+
+
+class Server(ABC):
+    """A process that answers requests over HTTP. The constructor takes a ServerConfig and starts it."""
+
+    @abstractmethod
+    async def started(self) -> str:
+        """Wait until it answers; a line for the shell that asks it something."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise where it has ended."""
+
+    @abstractmethod
+    async def load(self, folder: str, version: str) -> None:
+        """Take the weights of an absolute Hugging Face folder; what is being decoded goes on with them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+
+async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None:
+    """Serve the newest model of a run, whose folder is absolute, until this is cancelled.
+
+    ConfigError where the run has none, and what its policy and the server raise.
+    """
+    table = load_toml(run / "config.toml")
+    policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
+    with tempfile.TemporaryDirectory(prefix="meshrl-serve-") as scratch:
+        source, folder = await _newest_source(run, policy, Path(scratch))
+        config = _server_config(run, table, policy, folder, address)
+        server = implementation(Server, config.backend)(config)
+        try:
+            say(f"{source.path} is loaded")
+            say(f"{address.url} answers: try\n{await server.started()}")
+            while True:
+                await asyncio.sleep(_LOOKS)
+                server.check()
+                if not address.follow or _newest(run) == source:
+                    continue
+                if found := await _newest_folder(run, policy, Path(scratch)):
+                    source, folder = found
+                    await server.load(str(folder), source.path.name)
+                    say(f"{source.path} is served")
+        finally:
+            server.close()
+
+
+def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address) -> ServerConfig:
+    sampler = table_of(table, "sampler")
+    vllm = validate(VllmConfig, table_of(sampler, "vllm"), run / "config.toml")
+    most = table_of(table, "sampling").get("max_tokens")
+    return ServerConfig(
+        **address.model_dump(exclude={"python"}),
+        python=address.python or vllm.python,
+        kv_cache_mib=vllm.kv_cache_mib,
+        model=str(folder),
+        name=run.name,
+        dtype=policy.dtype,
+        prompt=_prompt(run, policy.model),
+        chat=bool(sampler.get("chat", policy.chat)),
+        max_tokens=most if isinstance(most, int) else 16,
+    )

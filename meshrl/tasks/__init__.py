@@ -1,0 +1,26 @@
+"""TODO-room."""
+
+from meshrl.tasks.config import TaskConfig
+from meshrl.tasks.cursor import Position, Reached, position
+from meshrl.tasks.pairs import about_half, answer_pairs, corrupted, labelled, rejected_answers
+from meshrl.tasks.sources import Row
+from meshrl.tasks.steps import labelled_steps, least_margins
+from meshrl.tasks.task import Task, check_task, fill
+
+__all__ = [
+    "Position",
+    "Reached",
+    "Row",
+    "Task",
+    "TaskConfig",
+    "about_half",
+    "answer_pairs",
+    "check_task",
+    "corrupted",
+    "fill",
+    "labelled",
+    "labelled_steps",
+    "least_margins",
+    "position",
+    "rejected_answers",
+]

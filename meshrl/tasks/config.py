@@ -1,0 +1,26 @@
+"""The table of a task: where its rows are, and the templates that make prompts and answers of them."""
+
+from collections.abc import Mapping
+
+from pydantic import Field, JsonValue
+
+from meshrl.config import Config
+
+
+class TaskConfig(Config):
+    """Rows of data, and the templates that make a prompt and an answer of each."""
+
+    source: str
+    """`reasoning_gym:NAME`, `verifiers:ENV_ID`, or a .jsonl or .parquet file (from the folder where the command
+    runs)."""
+    options: Mapping[str, JsonValue] = Field(default={})
+    """Of reasoning_gym: its own, such as `size` (here 10,000 unless told), `seed` (0) and the dataset's. Of verifiers:
+    what the environment is loaded with."""
+    prompt: str = "{question}"
+    """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
+    answer: str = "{answer}"
+    """The same. An answer that is null gives the empty text."""
+    held_out: int = Field(default=512, ge=0)
+    """Prompts that are never trained on; 0 trains on all."""
+    held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """The share of prompts that `held_out` is drawn from, by a hash of the prompt: the same in every run."""

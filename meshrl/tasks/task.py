@@ -1,0 +1,142 @@
+"""Tasks: where prompts come from, which of them are held out, and how they are dealt into batches."""
+
+import hashlib
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.config import nearest
+from meshrl.data import Batch
+from meshrl.errors import DataError
+from meshrl.tasks.config import TaskConfig
+from meshrl.tasks.cursor import Deal, Position, position
+from meshrl.tasks.sources import Row, _read
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts to train on and to judge by. Columns: `prompt`, `answer`, `row` (the source's own row)."""
+
+    train: Batch
+    held_out: Batch
+
+    @classmethod
+    def load(cls, config: TaskConfig) -> "Task":
+        """Read the source, drop repeated prompts, and set the held-out ones apart."""
+        rows: dict[str, tuple[str, Row]] = {}
+        for where, row in _read(config):
+            prompt = fill(config.prompt, row, f"{where}: prompt")
+            if prompt not in rows:
+                rows[prompt] = fill(config.answer, row, f"{where}: answer"), row
+        # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
+        places = {prompt: _place(prompt) for prompt in rows}
+        apart = sorted(
+            (prompt for prompt in rows if config.held_out and places[prompt] < config.held_out_fraction),
+            key=places.__getitem__,
+        )
+        if len(apart) < config.held_out:
+            raise DataError(
+                f"{config.source}: held_out = {config.held_out}, but held_out_fraction = "
+                f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} "
+                "apart; lower held_out or raise held_out_fraction"
+            )
+        train = [prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction]
+        if not train:
+            raise DataError(f"{config.source}: no prompt is left to train on: all {len(rows)} are held out")
+        return cls(train=_batch(rows, train), held_out=_batch(rows, apart[: config.held_out]))
+
+    def batches(self, rows: int, seed: int) -> Iterator[Batch]:
+        """Batches of `rows` training prompts without end, each epoch in a new order that `seed` decides.
+
+        Adds `groups`, int64: a number for each prompt drawn, never used twice in a run. In the loop of a run that goes
+        on from a checkpoint, those that were used before it are left out.
+        """
+        if rows < 1:
+            raise DataError(f"batches of {rows} rows: ask for at least 1")
+        here = position.get()
+        first = here.deal(Deal(len(self.train), self._digest(), seed)) if here else 0
+        return self._deal(rows, seed, first, here)
+
+    def _deal(self, rows: int, seed: int, first: int, here: Position | None) -> Iterator[Batch]:
+        size = len(self.train)
+
+        @lru_cache(maxsize=2)
+        def order(epoch: int) -> NDArray[np.int64]:
+            return np.random.default_rng([seed, epoch]).permutation(size)
+
+        end = first
+        while True:
+            numbers = np.empty(0, np.int64)
+            while len(numbers) < rows:
+                fresh = np.arange(end, end + rows - len(numbers), dtype=np.int64)
+                end += len(fresh)
+                numbers = np.concatenate([numbers, fresh[here.left(fresh)] if here else fresh])
+            if here:
+                here.use(numbers)
+            places = (divmod(number - first, size) for number in numbers.tolist())
+            yield self.train.select([order(epoch)[place] for epoch, place in places]).assign(groups=numbers)
+
+    def _digest(self) -> str:
+        prompts = hashlib.blake2b(digest_size=8)
+        for prompt in self.train.objects("prompt"):
+            prompts.update(f"{prompt}\0".encode())
+        return prompts.hexdigest()
+
+
+def check_task(config: TaskConfig) -> None:
+    """Read the first row and fill both templates; DataError where that fails. Reads no more than that."""
+    where, row = next(iter(_read(config, rows=1)))
+    fill(config.prompt, row, f"{where}: prompt")
+    fill(config.answer, row, f"{where}: answer")
+
+
+def fill(template: str, row: Mapping[str, object], where: str) -> str:
+    """The template with the row's values in it."""
+    try:
+        return _FORMATTER.vformat(template, (), row)
+    except KeyError as error:
+        key = str(error.args[0])
+        near = nearest(key, row.keys())
+        raise DataError(
+            f"{where}: the template {template!r} needs {key!r}, which the row lacks"
+            + (f"; did you mean {near!r}?" if near else f"; it has {', '.join(map(repr, row))}")
+        ) from error
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise DataError(
+            f"{where}: the template {template!r} does not fit the row: {error}. "
+            "Write {key} or {key[inner]}, and {{ and }} for braces"
+        ) from error
+
+
+_Piece = tuple[str, str | None, str | None, str | None]
+
+
+class _Template(string.Formatter):
+    def format_field(self, value: object, format_spec: str) -> str:
+        return "" if value is None else cast("str", super().format_field(value, format_spec))
+
+    def parse(self, format_string: str) -> Sequence[_Piece]:
+        return _parsed(format_string)
+
+
+@cache
+def _parsed(template: str) -> Sequence[_Piece]:
+    return list(string.Formatter().parse(template))
+
+
+_FORMATTER = _Template()
+
+
+def _place(prompt: str) -> float:
+    """A number in [0, 1) that depends on the prompt alone."""
+    return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest()) / 2**64
+
+
+def _batch(rows: Mapping[str, tuple[str, Row]], prompts: list[str]) -> Batch:
+    answers = [rows[prompt][0] for prompt in prompts]
+    return Batch.of(prompt=list(prompts), answer=answers, row=[rows[prompt][1] for prompt in prompts])

@@ -1,0 +1,73 @@
+"""Importing a Python file by its path: a user's algorithm script or reward function."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import ModuleType
+
+from meshrl.config import nearest
+from meshrl.errors import ConfigError
+
+
+def import_file(path: Path) -> ModuleType:
+    """Run a Python file as a module; its folder goes last on the import path, so it may import its neighbours.
+
+    Raises ConfigError where there is no such file, or where running it raises.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    # A name of its own: a user's `random.py` must not be taken for the library's module.
+    name = f"meshrl_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file: its name must end in .py")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = importlib.util.module_from_spec(spec)
+    # Registered while it runs, so that annotations and dataclasses in it can be resolved.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"running {path} failed: {where_raised(error)}") from error
+    return module
+
+
+def where_raised(error: BaseException) -> str:
+    """`ValueError: what (file, line 3)`: the last line of a traceback, and its place where that is the user's."""
+    ours = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}" + ("" if isinstance(error, SyntaxError) else place)
+
+
+def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[object], bool]) -> object:
+    """What `file.py:name` or `package.module:name` is; ConfigError, that says `what` it should be, where it is nothing.
+
+    `shipped` and those that `is_one` are what a misspelt name may have meant.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon:
+        near = nearest(name, shipped)
+        raise ConfigError(
+            f"{what} {name!r}: write {', '.join((*shipped, 'file.py:name'))} or package.module:name"
+            + (f"; did you mean {near!r}?" if near else "")
+        )
+    try:
+        names = vars(import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module))
+    except ConfigError as error:
+        raise ConfigError(f"{what} {name!r}: {error}") from error.__cause__
+    except Exception as error:  # importing a package runs it, and that may raise anything
+        raise ConfigError(f"{what} {name!r}: importing failed: {where_raised(error)}") from error
+    if attribute not in names:
+        known = [key for key, value in names.items() if is_one(value)]
+        near = nearest(attribute, known)
+        has = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'none'}"
+        raise ConfigError(f"{what} {name!r}: {module} has no {attribute!r}; {has}")
+    found: object = names[attribute]
+    return found
