@@ -20,9 +20,7 @@ from meshrl.config import as_list, validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
 from meshrl.evaluation import Question, evaluate_run
-from meshrl.report.page import render
-from meshrl.report.reading import find_run, read_run
-from meshrl.report.trace import make_trace
+from meshrl.report import find_run, make_trace, read_run, render
 from meshrl.run import (
     Address,
     Job,
@@ -188,7 +186,7 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,
 ) -> None:
     """Say what a configuration's steps would take: its script in virtual time, without models."""
-    from meshrl.testing.forecast import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
+    from meshrl.simulation import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
 
     given = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
     job = load_job(find_config(config), given, RunConfig)

@@ -1,4 +1,9 @@
-"""TODO-room."""
+"""What calls carry: `Batch` and its columns, `Ragged` token columns, `Metrics`.
+
+Columns are numpy arrays, one value a row or one a token, never padded. A column that lies on ranks is a
+`RemoteColumn`-like reference, which a batch splits, joins and loads as it does the others. Log-probs say what
+computed them (`Source`).
+"""
 
 from meshrl.data.batch import Batch
 from meshrl.data.column_ops import lengths

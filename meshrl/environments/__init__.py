@@ -1,11 +1,19 @@
-"""TODO-room."""
+"""Episodes: an environment that answers the model by turns, played as if it were one sampler.
 
-from meshrl.environments.environment import Environment, EnvironmentConfig, load_environment
+The backend `function` is here, whose roles call a Python function: a reward, or a step of an environment.
+"""
+
+from meshrl.environments.environment import Environment, EnvironmentConfig, FunctionEnvironment, load_environment
 from meshrl.environments.episodes import Episodes
 
 __all__ = [
+    "ROLES",
     "Environment",
     "EnvironmentConfig",
     "Episodes",
+    "FunctionEnvironment",
     "load_environment",
 ]
+
+ROLES = {"Environment": "meshrl.environments:FunctionEnvironment", "Reward": "meshrl.rewards:FunctionReward"}
+"""What the backend `function` offers to the registry."""

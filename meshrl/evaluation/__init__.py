@@ -1,4 +1,4 @@
-"""TODO-room."""
+"""How good a model is: exact match and pass@k on held-out prompts, while it trains and after."""
 
 from meshrl.evaluation.judge import BesideSampling, evaluate, evaluate_during
 from meshrl.evaluation.offline import Question, evaluate_run

@@ -1,4 +1,10 @@
-"""TODO-room."""
+"""Typed actors on ranks, and how a call crosses from one controller to many of them.
+
+An `Actor` is a plain class whose `@endpoint` methods a mesh may call; marks (`Shard`, `Gather`, ...) in their
+annotations are the contract, read once at spawn. `Mesh` reserves ranks of an `Engine`, the protocol below it, and
+spawns actors there; a handle splits each call's arguments over the ranks and joins what they return. Large columns
+stay on their rank behind references. The room knows no batch, no model and no engine.
+"""
 
 from meshrl.mesh.actor import Actor, Rank, Together, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, Request, Resources, Seen, Slot
@@ -10,22 +16,23 @@ from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean,
 from meshrl.mesh.shared_memory import Bytes, Segment, pool, sweep
 
 __all__ = [
-    "Actor",
-    "Array",
-    "Bytes",
     "CP",
     "DP",
     "EP",
     "EVERY",
+    "INLINE_BYTES",
+    "PP",
+    "TP",
+    "Actor",
+    "Array",
+    "Bytes",
     "Engine",
     "Gather",
     "Held",
     "Holder",
-    "INLINE_BYTES",
     "Mean",
     "Member",
     "Mesh",
-    "PP",
     "Put",
     "Rank",
     "Replicate",
@@ -38,7 +45,6 @@ __all__ = [
     "Shard",
     "Slot",
     "Sum",
-    "TP",
     "Together",
     "at",
     "current_rank",

@@ -1,4 +1,7 @@
-"""TODO-room."""
+"""What is computed of rewards before a loss: advantages, KL penalties, margins of pairs, minibatches.
+
+Pure functions of numpy columns, each with the paper and the equation that it is from. They call no role.
+"""
 
 from meshrl.objectives.advantages import (
     Gae,

@@ -1,10 +1,14 @@
-"""TODO-room."""
+"""What judges completions by a function: the shipped ones, the user's own, and a sandbox for code.
+
+User code runs inside one boundary: what it raises is told on its row and costs that row alone.
+"""
 
 from meshrl.rewards.builtin import exact_match, finite, overlong_penalty
-from meshrl.rewards.function import RewardConfig, RewardFunction, gathered, load_function
+from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function
 from meshrl.rewards.sandbox import code_tests
 
 __all__ = [
+    "FunctionReward",
     "RewardConfig",
     "RewardFunction",
     "code_tests",

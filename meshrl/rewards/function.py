@@ -29,9 +29,6 @@ T = TypeVar("T")
 RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 """`reward(prompt, completion, row) -> float`, plain or async."""
 
-ROLES = {"Reward": "meshrl.rewards:FunctionReward", "Environment": "meshrl.environment:FunctionEnvironment"}
-"""What the backend `function` offers to the registry."""
-
 _HOLD_A_MODEL = ("torch", "fsdp", "megatron")
 """Backends of which a `RewardConfig` can be no table."""
 

@@ -81,7 +81,7 @@ class Enforced:
 _POOL: Final = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "meshrl-sandbox")
 """As many sandboxes at once."""
 _SPACES: Final = ("--net", "--pid", "--fork", "--kill-child")
-_CHILD: Final = str(Path(__file__).with_name("sandboxed.py"))
+_CHILD: Final = str(Path(__file__).with_name("sandbox_worker.py"))
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_UID: Final = 1 << 30
 """Users that nobody is: as root, each sandbox is another one, whose processes are counted apart."""

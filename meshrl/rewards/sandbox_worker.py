@@ -1,4 +1,4 @@
-"""The inside of a sandbox: a script that runs a job from its standard input, under limits. See `meshrl.sandbox`.
+"""The inside of a sandbox: a script that runs a job from its standard input, under limits. See `rewards.sandbox`.
 
 The first process gives up what rights it has, starts a second one that runs the code, and waits for it: as the first of
 its process namespace, where there is one, it takes all others with it when it ends.

@@ -1,4 +1,8 @@
-"""TODO-room."""
+"""What a backend implements: Policy, Critic, Reference, Sampler, Reward, RewardModel, and their tables.
+
+Each role is an abstract actor that carries the contract; a backend overrides its endpoints with plain types and is
+found by name in the registry. The tables say which backend, which mesh and which model.
+"""
 
 from meshrl.roles.backend_config import FsdpConfig, MegatronConfig, Shape, VllmConfig
 from meshrl.roles.base import Critic, Policy, Reference, Reward, RewardModel, Sampler, Stateful

@@ -17,12 +17,11 @@ from meshrl.roles.config import RoleConfig
 R = TypeVar("R")
 
 GROUP = "meshrl.backends"
-_BUILT_IN: Mapping[str, str] = {"function": "meshrl.rewards"}
 
 
 def backends() -> Mapping[str, str]:
     """Each installed backend and its module."""
-    return {**_BUILT_IN, **{entry.name: entry.value for entry in entry_points(group=GROUP)}}
+    return {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
 def implementation(role: Callable[..., R], backend: str) -> Callable[[RoleConfig], R]:

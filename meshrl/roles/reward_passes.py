@@ -1,7 +1,6 @@
 """The passes of a reward model over pairs and steps that its losses read."""
 
-from collections.abc import Sequence
-from typing import cast
+from typing import cast, TYPE_CHECKING
 
 import numpy as np
 
@@ -9,6 +8,9 @@ from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
 from meshrl.objectives import pair_margins
 from meshrl.roles.base import RewardModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 async def with_scores(model: RewardModel, batch: Batch) -> Batch:

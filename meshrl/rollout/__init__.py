@@ -1,4 +1,8 @@
-"""TODO-room."""
+"""Rollouts that go on while the policy trains, under a hard bound on staleness.
+
+`rollouts` is the stream that a script reads, and publishes to; the ledger counts what may be begun, so that no row
+older than `ahead` versions is ever trained on. A schedule that was recorded can be followed again, to the bit.
+"""
 
 from meshrl.rollout.replay import DIFFERENCE, Loop, Schedule, load_into, read_schedule, schedule
 from meshrl.rollout.stream import Rollouts, Score, rollouts

@@ -1,4 +1,9 @@
-"""TODO-room."""
+"""One run of a script: its roles, its steps, its checkpoints, and the files that it leaves.
+
+`Run` spawns roles by name on the meshes of its table and counts steps; the recorder writes numbers, samples and
+events; checkpoints are what a run that was killed goes on from. `check` finds what is wrong before a model loads,
+`serve` gives a trained model to a server.
+"""
 
 from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig
 from meshrl.run.artifacts import newest_model, table_of

@@ -42,7 +42,7 @@ class Job(Generic[R]):
 
 def shipped(kind: str) -> Path:
     """The folder `algorithms` or `configs` that comes with meshrl: in an installed wheel, or beside the sources."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     inside = package / "_shipped" / kind
     return inside if inside.is_dir() else package.parent / kind
 

@@ -1,5 +1,11 @@
-"""TODO-room."""
+"""Datasets into prompts: sources, templates, what is held out, and which prompts a run has used.
 
+`Task.load` reads a source once; `Task.batches` deals training prompts without end, and leaves out what a run used
+before the checkpoint that it goes on from. Pairs and steps for supervised algorithms are made of a task's rows here
+too.
+"""
+
+from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import Position, Reached, position
 from meshrl.tasks.pairs import about_half, answer_pairs, corrupted, labelled, rejected_answers
@@ -23,4 +29,5 @@ __all__ = [
     "least_margins",
     "position",
     "rejected_answers",
+    "verifiers",
 ]

@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import cast
+from typing import cast, TYPE_CHECKING
 
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.tasks.sources import Row
 from meshrl.tasks.task import fill
+
+if TYPE_CHECKING:
+    from meshrl.tasks.sources import Row
 
 
 def answer_pairs(batch: Batch, others: Sequence[object]) -> Batch:

@@ -3,11 +3,23 @@
 meshrl run grpo/quickstart policy.backend=fake sampler.backend=fake reward.backend=fake
 """
 
-from meshrl.testing.clock import Deadlock, LeftRunning, VirtualLoop, simulate
+from meshrl.simulation import (
+    Crash,
+    Deadlock,
+    Latency,
+    LeftRunning,
+    Lognormal,
+    Recorded,
+    VirtualLoop,
+    crashing,
+    delayed,
+    per_row,
+    per_token,
+    simulate,
+)
 from meshrl.testing.critic import FakeCritic
 from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
-from meshrl.testing.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
 from meshrl.testing.reward_model import FakeRewardModel
 from meshrl.testing.run import FakeRun
 from meshrl.testing.witness import PromiseBroken, Witness

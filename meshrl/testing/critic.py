@@ -8,7 +8,7 @@ from meshrl.data import Batch, Metrics, Ragged
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.objectives import Gae, with_advantages
 from meshrl.roles import Critic, CriticConfig
-from meshrl.testing.state import State, read_state
+from meshrl.simulation import State, read_state
 
 
 class FakeCritic(Critic):

@@ -20,7 +20,7 @@ from typing import TypeAlias, cast
 import structlog
 
 from meshrl.errors import ConfigError
-from meshrl.testing.clock import simulate
+from meshrl.simulation import simulate
 from meshrl.user_code import import_file
 
 Scenario: TypeAlias = Callable[[int], Coroutine[object, object, None]]

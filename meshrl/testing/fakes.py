@@ -29,7 +29,7 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
 )
-from meshrl.testing.state import State, read_state
+from meshrl.simulation import State, read_state
 from meshrl.weights import Weights
 
 _SKILL = "skill"

@@ -8,7 +8,7 @@ import numpy as np
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.losses import Loss, check_predicts
 from meshrl.roles import RewardModel, RewardTrainingConfig
-from meshrl.testing.state import State, read_state
+from meshrl.simulation import State, read_state
 
 
 class FakeRewardModel(RewardModel):

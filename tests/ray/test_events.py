@@ -13,7 +13,7 @@ from meshrl import Actor, Gather, RankFailed, Run, RunConfig, endpoint
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.process import clock_ahead
 from meshrl.events import Call, Event, Span
-from meshrl.testing.clock import simulate
+from meshrl.simulation import simulate
 from tests.ray.conftest import NO_CORE
 
 

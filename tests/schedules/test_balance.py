@@ -24,9 +24,9 @@ from meshrl import (
 )
 from meshrl.mesh import Rows
 from meshrl.rollout.routing import Balance, Share
+from meshrl.simulation.backend import SimEngine, SimPolicy, SimSampler
+from meshrl.simulation.pace import Pace, Work
 from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
-from meshrl.testing.pace import Pace, Work
-from meshrl.testing.sim import SimEngine, SimPolicy, SimSampler
 
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
 SEEDS = range(4)

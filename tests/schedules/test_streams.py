@@ -245,17 +245,17 @@ class SwapsWithinAStep(TellingSampler):
 
 
 async def bound_lost_at_restart(seed: int) -> None:
-    with patch("meshrl.stream.Ledger", BoundLostAtRestart):
+    with patch("meshrl.rollout.stream.Ledger", BoundLostAtRestart):
         await World(seed).run()
 
 
 async def bound_scaled_twice(seed: int) -> None:
-    with patch("meshrl.stream.Ledger", BoundScaledTwice):
+    with patch("meshrl.rollout.stream.Ledger", BoundScaledTwice):
         await World(seed).run()
 
 
 async def loses_groups(seed: int) -> None:
-    with patch("meshrl.stream.Ledger", LosesGroups):
+    with patch("meshrl.rollout.stream.Ledger", LosesGroups):
         await World(seed).run()
 
 

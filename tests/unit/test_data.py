@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from meshrl.data import Batch, Column, Ragged
 from meshrl.errors import DataError
 from meshrl.mesh import Array
-from meshrl.mesh.sharding import Joinable, Splittable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshrl.mesh.sharding import Joinable, Splittable
 
 DTYPES = [bool, np.int8, np.uint16, np.int64, np.float16, np.float32, np.complex64, ml_dtypes.bfloat16]
 SPECIAL = [0.0, -0.0, 1.5, np.nan, np.inf]

@@ -32,7 +32,7 @@ from meshrl import (
     endpoint,
 )
 from meshrl.events import Call, Event, EventLog, Gauge, Pending, Span, Step, Wait, gauge, sink, waiting
-from meshrl.testing.clock import Deadlock, simulate
+from meshrl.simulation import Deadlock, simulate
 
 
 class Clocked(Actor):

@@ -157,7 +157,7 @@ def test_a_live_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert stderr
         return Console(file=screen, force_terminal=True, width=100)
 
-    monkeypatch.setattr("meshrl.progress.Console", terminal)
+    monkeypatch.setattr("meshrl.run.progress.Console", terminal)
     with capture_logs() as logs, Recorder(tmp_path / "mine", {}) as recorder:
         recorder.begin(2)
         recorder.step(0, {"reward": 0.5})

@@ -131,7 +131,7 @@ async def test_processes_are_bounded_and_none_is_left() -> None:
 
 
 async def test_without_namespaces_it_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.sandbox.enforced", lambda: Enforced(()))
+    monkeypatch.setattr("meshrl.rewards.sandbox.enforced", lambda: Enforced(()))
     assert (await run_tests(ADD, TESTS)).outcome == "passed"
     assert (await run_tests("import time; time.sleep(60)", ["pass"], SHORT)).outcome == "timeout"
 

@@ -33,7 +33,7 @@ def written(pool: Pool, value: int, nbytes: int = MIB) -> Segment:
 
 
 def sweep_elsewhere() -> None:
-    subprocess.run([sys.executable, "-c", "from meshrl.shared_memory import sweep; sweep()"], check=True)
+    subprocess.run([sys.executable, "-c", "from meshrl.mesh.shared_memory import sweep; sweep()"], check=True)
 
 
 def test_what_is_read_is_not_written_anew(pool: Pool) -> None:
@@ -66,7 +66,7 @@ def test_another_process_reads_it_and_its_lease_ends_with_it(pool: Pool) -> None
     one = written(pool, 7)
     path = one.path
     script = (
-        "import sys; from meshrl.shared_memory import Segment\n"
+        "import sys; from meshrl.mesh.shared_memory import Segment\n"
         f"segment = Segment({path!r}, {MIB}); print(int(segment.memory.sum()), flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
@@ -84,7 +84,7 @@ def test_another_process_reads_it_and_its_lease_ends_with_it(pool: Pool) -> None
 
 
 def test_what_a_killed_process_left_is_swept(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.shared_memory.FOLDER", tmp_path)  # where no process of another test sweeps
+    monkeypatch.setattr("meshrl.mesh.shared_memory.FOLDER", tmp_path)  # where no process of another test sweeps
     kept = written(pool, 1)
     script = (
         "import os, signal; from pathlib import Path; from meshrl import shared_memory\n"
@@ -148,7 +148,7 @@ def test_what_was_begun_and_given_up_is_used_again(pool: Pool) -> None:
 
 def test_a_fork_leaves_the_memory_to_its_parent() -> None:
     script = (
-        "import os; from meshrl.shared_memory import pool\n"
+        "import os; from meshrl.mesh.shared_memory import pool\n"
         f"path = pool.write({MIB}).done().path\n"
         "child = os.fork()\n"
         "if child: os.waitpid(child, 0); print(os.path.exists(path))"

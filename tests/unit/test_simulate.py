@@ -12,11 +12,11 @@ from meshrl import cli
 from meshrl.errors import ConfigError, DataError, RankFailed
 from meshrl.events import Call, Event, Span, Step, Wait
 from meshrl.run import Job, RunConfig, load_job
-from meshrl.testing.clock import simulate
-from meshrl.testing.forecast import Forecast, simulate_job
-from meshrl.testing.pace import Draws, Pace, Tape, Work
-from meshrl.testing.sim import Job as RankJob
-from meshrl.testing.sim import Processor
+from meshrl.simulation import simulate, simulate_job
+from meshrl.simulation.backend import Job as RankJob
+from meshrl.simulation.backend import Processor
+from meshrl.simulation.forecast import Forecast
+from meshrl.simulation.pace import Draws, Pace, Tape, Work
 
 CONFIG = """
 algorithm = "grpo"

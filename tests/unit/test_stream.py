@@ -31,9 +31,8 @@ from meshrl import (
 from meshrl.rollout import Schedule, read_schedule, schedule
 from meshrl.rollout.producer import SwapMode
 from meshrl.rollout.replay import Decision, Load, Opened
+from meshrl.simulation import Deadlock, Lognormal, crashing, delayed, simulate
 from meshrl.testing import FakePolicy, FakeReward, FakeSampler
-from meshrl.testing.clock import Deadlock, simulate
-from meshrl.testing.latency import Lognormal, crashing, delayed
 
 SAMPLING = Sampling(n=3)
 POLICY = PolicyConfig(model="none")

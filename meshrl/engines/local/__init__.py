@@ -1,4 +1,8 @@
-"""TODO-room."""
+"""Ranks as threads of this process: the engine of laptops, tests and the simulator.
+
+Each rank has an event loop and its own copies of what it is sent, so that a script which works here works where
+ranks are processes.
+"""
 
 from meshrl.engines.local.engine import LocalEngine
 from meshrl.engines.local.event_loop import RankLoop

@@ -1,11 +1,9 @@
 """The suite that a backend passes which trains or samples: its numbers are plain torch's, on however many ranks.
 
-    async with Bench(Subject("mine", {"dp": 2}, engine="ray")) as bench:
-        for check in CHECKS:
-            await bench.run(check)
+async with Bench(Subject("mine", {"dp": 2}, engine="ray")) as bench: for check in CHECKS: await bench.run(check)
 
-Each check is one promise, told by its docstring. `Bench.run` raises `PromiseBroken` where it is not kept, also where a
-check does not end in time, with the numbers of both sides.
+Each check is one promise, told by its docstring. `Bench.run` raises `PromiseBroken` where it is not kept, also
+where a check does not end in time, with the numbers of both sides.
 """
 
 from typing import Final

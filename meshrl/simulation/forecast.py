@@ -24,13 +24,12 @@ from meshrl.config import Config
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Delivery, Event
-from meshrl.report.analysis import idleness, overlap
-from meshrl.report.reading import read_events
+from meshrl.report import idleness, overlap, read_events
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run, RunConfig
-from meshrl.testing.clock import simulate
-from meshrl.testing.pace import Draws, Pace, Tape, step_windows
-from meshrl.testing.sim import SimEngine
+from meshrl.simulation.backend import SimEngine
+from meshrl.simulation.clock import simulate
+from meshrl.simulation.pace import Draws, Pace, Tape, step_windows
 
 _WARM_UP = 2
 """Steps, besides `ahead`, in which the pipeline fills."""

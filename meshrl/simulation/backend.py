@@ -21,11 +21,13 @@ from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Held, Rank, Resources, Slot, current_rank
 from meshrl.objectives import Gae
 from meshrl.roles import Calls, Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
-from meshrl.testing.pace import Draws, Pace, Tape
-from meshrl.testing.state import State, read_state
+from meshrl.simulation.json_state import State, read_state
+from meshrl.simulation.pace import Draws, Pace, Tape
 from meshrl.weights import Weights
 
-ROLES = {name: f"meshrl.testing.sim:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")}
+ROLES = {
+    name: f"meshrl.simulation.backend:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")
+}
 """What the backend `sim` offers to the registry."""
 
 _NAMES = ("loss", "lr", "grad_norm", "ratio", "kl", "clip_fraction", "sampler_ratio", "sampler_kl")

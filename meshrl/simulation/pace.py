@@ -12,7 +12,7 @@ import numpy as np
 
 from meshrl.errors import DataError
 from meshrl.events import Call, Delivery, Event, Span, Step, Wait
-from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
+from meshrl.report import Intervals, alone, seconds_in, subtract, union
 
 ROLES = ("Policy", "Reference", "Critic", "Sampler", "Reward")
 """The roles that are simulated. What a recorded call belongs to is told by the end of its actor's class name."""
