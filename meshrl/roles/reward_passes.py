@@ -1,6 +1,6 @@
 """The passes of a reward model over pairs and steps that its losses read."""
 
-from typing import cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 

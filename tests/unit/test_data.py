@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from meshrl.data import Batch, Column, Ragged
 from meshrl.errors import DataError
 from meshrl.mesh import Array
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from meshrl.mesh.sharding import Joinable, Splittable
