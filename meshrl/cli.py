@@ -21,8 +21,8 @@ from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
 from meshrl.evaluation import Question, evaluate_run
 from meshrl.report import find_run, make_trace, read_run, render
+from meshrl.roles import Address
 from meshrl.run import (
-    Address,
     Job,
     Run,
     RunConfig,

@@ -1,104 +1,40 @@
 """The rooms of the house: imports go one way, the core loads no backend's library, files and functions stay small."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
-LAYERS = (
-    {"errors", "sharding", "actor", "held", "events", "log", "report", "report.intervals", "sandboxed"},
-    {
-        "ledger",
-        "position",
-        "changes",
-        "beside",
-        "config",
-        "imports",
-        "rows",
-        "ragged",
-        "contract",
-        "engines.loop",
-        "progress",
-        "engines.turns",
-        "losses.kl",
-        "report.analysis",
-        "engines.ray.pickle",
-        "shared_memory",
-        "verifiers",
-    },
-    {
-        "bucket",
-        "columns",
-        "layout",
-        "metrics",
-        "engine",
-        "advantages",
-        "estimates",
-        "scripts",
-        "engines.ray.wire",
-        "losses.normalise",
-        "sandbox",
-    },
-    {
-        "weights",
-        "remote",
-        "role_config",
-        "observation",
-        "engines.threads",
-        "engines.ray.cluster",
-        "engines.ray.order",
-        "engines.ray.process",
-        "losses.loss",
-        "losses.correction",
-        "report.lanes",
-        "report.reading",
-        "report.trace",
-    },
-    {
-        "delta",
-        "table",
-        "handle",
-        "engines.local",
-        "engines.ray.rank",
-        "engines.ray.caller",
-        "losses.likelihood",
-        "losses.reinforce",
-        "losses.sequence",
-        "losses.preference",
-        "losses.reward",
-        "losses.sources",
-        "losses.distillation",
-        "losses.surrogate",
-        "losses.value",
-        "report.content",
-    },
-    {"data", "losses", "engines.ray.reservation", "report.page"},
-    {
-        "assembly",
-        "calls",
-        "prompts",
-        "roles",
-        "mesh",
-        "tasks",
-        "minibatches",
-        "reference_kl",
-        "critic",
-        "engines.ray.engine",
-    },
-    {"balance", "preferences", "schedule", "registry", "rewards", "recorder", "checkpoints", "teacher", "engines.ray"},
-    {"run", "generation", "environment", "serve", "scores"},
-    {"stream", "check", "episodes"},
-    {"rollout"},
-    {"judging"},
-    {"evaluation", "testing"},
-    {"cli"},
-)
-"""A module imports from strictly lower layers only. `meshrl/__init__.py` stands above all of them."""
+BASE = ("errors", "config", "events", "log", "user_code")
+"""What every room may use: files directly in the package, of which each may use the others."""
+
+ROOMS = {
+    "mesh": "",
+    "report": "",
+    "data": "mesh",
+    "engines": "mesh data",
+    "weights": "mesh data",
+    "losses": "data",
+    "objectives": "data",
+    "tasks": "data",
+    "roles": "mesh data weights losses objectives",
+    "rewards": "data tasks roles",
+    "rollout": "mesh data weights tasks roles",
+    "environments": "mesh data weights tasks roles rewards",
+    "run": "mesh data engines losses tasks roles rewards rollout environments",
+    "evaluation": "mesh data engines tasks roles rewards rollout run",
+    "simulation": "mesh data engines weights losses objectives roles run report",
+    "testing": "mesh data engines weights losses objectives tasks roles rewards rollout run evaluation simulation",
+    "cli": "engines roles run report evaluation simulation",
+}
+"""Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
 HEAVY = {"torch", "transformers", "ray", "vllm", "megatron"}
 """Libraries of backends and engines: they may not be imported by the core."""
@@ -113,7 +49,7 @@ def modules(folder: str) -> dict[str, Path]:
     }
 
 
-CORE = {name: path for name, path in modules("meshrl").items() if name not in ("__init__", "engines")}
+CORE = {name: path for name, path in modules("meshrl").items() if name != "__init__"}
 SOURCES = [
     path for folder in ("meshrl", "backends", "algorithms", "bench", "tests") for path in modules(folder).values()
 ]
@@ -138,7 +74,7 @@ def library(name: str) -> str:
 
 
 def core_module(name: str) -> str | None:
-    """The module of the core that an import reaches: `meshrl.rows.make_plan` is `rows`."""
+    """The module of the core that an import reaches: `meshrl.mesh.scatter.take` is `mesh.scatter`."""
     if library(name) != "meshrl":
         return None
     parts = name.split(".")[1:]
@@ -146,23 +82,68 @@ def core_module(name: str) -> str | None:
     return next((module for module in longest if module in CORE), "__init__")
 
 
-def layer(module: str) -> int:
-    room = "testing" if library(module) == "testing" else module
-    found = [level for level, rooms in enumerate(LAYERS) if room in rooms]
-    assert found, f"meshrl.{module} is in no layer: add it to LAYERS, as low as its imports allow"
-    return found[0]
+def door(module: str) -> str:
+    """What other rooms import a module's names from: its room, or one of several engines."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "engines" else parts[0]
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split(".")[1:])
+
+
+def test_the_rooms_are_these_and_nothing_else_lies_in_the_house() -> None:
+    assert {library(module) for module in CORE} == {*ROOMS, *BASE}
+    assert sorted(path.stem for path in (ROOT / "meshrl").glob("*.py")) == sorted(("__init__", "cli", *BASE))
+
+
+def test_the_rooms_are_in_one_order() -> None:
+    TopologicalSorter({room: allowed.split() for room, allowed in ROOMS.items()}).prepare()
 
 
 @pytest.mark.parametrize("module", sorted(CORE))
-def test_a_module_of_the_core_imports_from_lower_layers_only(module: str) -> None:
-    own = layer(module)
+def test_a_module_imports_from_the_rooms_that_its_own_may_use_by_their_doors(module: str) -> None:
+    room = library(module)
+    allowed = {*BASE, *ROOMS.get(room, "").split()}
     for name in imports(CORE[module]):
         assert not name.startswith("."), f"meshrl.{module} imports {name}: write imports in full"
         other = core_module(name)
-        if other is None or (library(module) == library(other) == "testing"):
+        if other is None or library(other) == room:
             continue
         assert other != "__init__", f"meshrl.{module} imports {name} from the package's front door"
-        assert layer(other) < own, f"meshrl.{module} (L{own}) imports meshrl.{other} (L{layer(other)})"
+        assert library(other) in allowed, f"meshrl.{module} imports {name}: {room} may use {sorted(allowed)}"
+        assert not is_private(name), f"meshrl.{module} imports {name}, which is private to {library(other)}"
+        assert name.removeprefix(f"meshrl.{door(other)}").count(".") <= 1, (
+            f"meshrl.{module} imports {name}: import it from meshrl.{door(other)}"
+        )
+
+
+@pytest.mark.parametrize("room", sorted((*ROOMS, "base")))
+def test_no_modules_of_a_room_import_each_other_in_a_circle(room: str) -> None:
+    inside = [module for module in CORE if library(module) in (BASE if room == "base" else (room,))]
+    graph = {
+        module: {
+            other
+            for name in imports(CORE[module])
+            if (other := core_module(name)) in inside and other != module and not is_door(CORE[other])
+        }
+        for module in inside
+        if not is_door(CORE[module])
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def is_door(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
+@pytest.mark.parametrize("room", sorted(room for room in ROOMS if room != "cli"))
+def test_a_room_says_what_it_is_for_and_what_it_exports(room: str) -> None:
+    tree = ast.parse((ROOT / "meshrl" / room / "__init__.py").read_text("utf-8"))
+    assert ast.get_docstring(tree)
+    exported = importlib.import_module(f"meshrl.{room}")
+    for name in getattr(exported, "__all__", ()):
+        assert hasattr(exported, name), f"meshrl.{room}.{name}"
 
 
 @pytest.mark.parametrize("module", sorted(CORE))
@@ -183,8 +164,8 @@ def test_a_backend_sees_the_core_itself_and_what_is_shared(module: str) -> None:
     seen = {library(module), "meshrl"} | ({SHARED} if library(module) != SHARED else set())
     for name in imports(path):
         assert library(name) in seen or not library(name).startswith("meshrl"), name
-        assert core_module(name) not in ("cli", "run", "recorder"), name
-        assert not any(part.startswith("_") for part in name.split(".")[1:]), f"{path.name}: {name} is private"
+        assert library(core_module(name) or "") not in ("cli", "run"), name
+        assert not is_private(name), f"{path.name}: {name} is private"
 
 
 @pytest.mark.parametrize("module", sorted(modules("algorithms")))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from meshrl.errors import ConfigError, ModelError
-from meshrl.run import Server, ServerConfig
+from meshrl.roles import Server, ServerConfig
 from meshrl_vllm.environment import environment
 
 _PATIENCE: Final = 600.0

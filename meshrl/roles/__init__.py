@@ -26,9 +26,11 @@ from meshrl.roles.preference_passes import mismatched_kl, with_margins
 from meshrl.roles.registry import backends, implementation
 from meshrl.roles.reward_passes import step_metrics, with_labels, with_scores
 from meshrl.roles.sampling import GroupSampling, PairSampling, Sampling
+from meshrl.roles.server import Address, Server, ServerConfig
 from meshrl.roles.tokens import check_teacher
 
 __all__ = [
+    "Address",
     "Calls",
     "Critic",
     "CriticConfig",
@@ -52,6 +54,8 @@ __all__ = [
     "Sampler",
     "SamplerConfig",
     "Sampling",
+    "Server",
+    "ServerConfig",
     "Shape",
     "Stateful",
     "TeacherConfig",

@@ -12,10 +12,9 @@ from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
 from meshrl.run.periodic import Beside, Measurement
 from meshrl.run.run import Run, Steps
-from meshrl.run.serving import Address, Server, ServerConfig, serve
+from meshrl.run.serving import serve
 
 __all__ = [
-    "Address",
     "AlgorithmConfig",
     "Beside",
     "EvaluationConfig",
@@ -24,8 +23,6 @@ __all__ = [
     "MeshConfig",
     "Run",
     "RunConfig",
-    "Server",
-    "ServerConfig",
     "Steps",
     "about",
     "copy_script",

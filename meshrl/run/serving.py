@@ -2,17 +2,16 @@
 
 import asyncio
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from pydantic import Field
-
-from meshrl.config import Config, Table, load_toml, validate
+from meshrl.config import Table, load_toml, validate
 from meshrl.roles import (
+    Address,
     PolicyConfig,
-    RoleConfig,
+    Server,
+    ServerConfig,
     VllmConfig,
     implementation,
 )
@@ -20,60 +19,6 @@ from meshrl.run.artifacts import _newest, _newest_folder, _newest_source, _promp
 
 _LOOKS: Final = 1.0
 """Seconds between two looks at the run's folder."""
-
-
-class Address(Config):
-    """Where a server is to be, and how it runs; what a user says."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, gt=0, lt=65536)
-    python: str | None = None
-    """The interpreter of an environment that has the server; nothing means the run's `sampler.vllm.python`."""
-    follow: bool = False
-    """Take each newer model of the run."""
-
-    @property
-    def url(self) -> str:
-        """As a shell or a browser takes it."""
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
-
-
-class ServerConfig(RoleConfig, Address):
-    """What a server is told."""
-
-    backend: str = "vllm"
-    model: str
-    """A Hugging Face folder, absolute."""
-    name: str
-    """What those who ask call the model."""
-    dtype: Literal["float32", "bfloat16"]
-    prompt: str
-    """For an example."""
-    chat: bool
-    """Whether a prompt is a user's message."""
-    max_tokens: int
-    kv_cache_mib: int | None
-    """Memory for keys and values; nothing leaves it to the server."""
-
-
-class Server(ABC):
-    """A process that answers requests over HTTP. The constructor takes a ServerConfig and starts it."""
-
-    @abstractmethod
-    async def started(self) -> str:
-        """Wait until it answers; a line for the shell that asks it something."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise where it has ended."""
-
-    @abstractmethod
-    async def load(self, folder: str, version: str) -> None:
-        """Take the weights of an absolute Hugging Face folder; what is being decoded goes on with them."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End it."""
 
 
 async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None:

@@ -87,7 +87,7 @@ def test_what_a_killed_process_left_is_swept(pool: Pool, tmp_path: Path, monkeyp
     monkeypatch.setattr("meshrl.mesh.shared_memory.FOLDER", tmp_path)  # where no process of another test sweeps
     kept = written(pool, 1)
     script = (
-        "import os, signal; from pathlib import Path; from meshrl import shared_memory\n"
+        "import os, signal; from pathlib import Path; from meshrl.mesh import shared_memory\n"
         f"shared_memory.FOLDER = Path({str(tmp_path)!r})\n"
         f"writing = shared_memory.pool.write({MIB}); print(writing.done().path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
