@@ -112,7 +112,7 @@ def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
         "Policy": delayed(Learner, update=Lognormal(1, 0.5), weights=short, checkpoint=short, restore=short),
         "Sampler": delayed(FakeSampler, generate=Lognormal(0.3, 1), load=short),
     }
-    monkeypatch.setattr("meshrl.run.implementation", lambda role, _: roles[role.__name__])
+    monkeypatch.setattr("meshrl.run.run.implementation", lambda role, _: roles[role.__name__])
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
