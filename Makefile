@@ -8,10 +8,18 @@ PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.txt)
 # Two files of tests at a time: much of what they do is to wait for processes.
 TESTS := $(BIN)/pytest -n 2 --dist loadfile
+# What needs neither a process, a model nor the third-party packages of a backend.
+CORE := $(addprefix tests/,mesh data weights roles run report simulation testing rollout)
+FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks \
+	test_architecture.py test_public_api.py)
+# Tests of the same bits, under each of these sets of a processor's instructions.
+CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx512)
+# Modules that are compiled again in each process cost more than the files.
+unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-gpu test-vllm check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-bits test-lowest test-gpu test-vllm lint check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,18 +36,29 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 test: setup  ## the tests
 	$(TESTS)
 
+test-fast: setup  ## the tests that start no process and no model, for the loop of writing code: about a minute
+	$(TESTS) -m "not process and not slow" $(FAST)
+
+test-bits: setup  ## the tests of equal bits, for each set of instructions that this processor has
+	for each in $(CAPABILITIES); do \
+		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m bits || exit 1; done
+
+test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versions of the packages that it needs
+	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)
+
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
 
 test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in an environment of its own
 	$(BIN)/pytest -m vllm tests/vllm
 
-check: setup  ## formatting, lint, both type checkers, the tests
+lint: setup  ## formatting, lint, both type checkers
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/pyright
-	$(TESTS)
+
+check: lint test test-bits test-lowest test-vllm  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
@@ -54,6 +73,12 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(BIN)/python $(PIP) --constraint requirements.txt $(TORCH)
 	$(BIN)/python $(PIP) --no-deps --requirement requirements.txt
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.venv-lowest/.done: requirements-lowest.txt pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) --no-deps --requirement $<
+	$(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 .venv-vllm/.done: requirements-vllm.txt

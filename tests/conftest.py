@@ -22,6 +22,15 @@ settings.register_profile("meshrl", deadline=None)
 settings.load_profile("meshrl")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes: whatever asks for a cluster, by a fixture or as its engine."""
+    for item in items:
+        drawn = getattr(item, "callspec", None)
+        engine = drawn.params.get("engine") if drawn else None
+        if "ray_cluster" in getattr(item, "fixturenames", ()) or engine == "ray":
+            item.add_marker(pytest.mark.process)
+
+
 @pytest.fixture(autouse=True)
 def _own_rank() -> Iterator[None]:
     """The rank that a test says it runs on is no other test's."""

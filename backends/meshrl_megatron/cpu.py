@@ -7,12 +7,15 @@ nothing outside `megatron.core` ever is. A use of CUDA that no rule below knows 
 
 import ast
 import contextlib
+import marshal
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
+from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import torch
 
@@ -21,6 +24,8 @@ from meshrl.errors import BackendError
 PACKAGE: Final = "megatron.core"
 _TRIES: Final = 8
 """Of parsing a source."""
+_RULES: Final = source_hash(Path(__file__).read_bytes())
+"""Of all below: code that other rules made is not used."""
 
 _FORMS: Final = {
     "current_device": "(lambda: 'cpu')",
@@ -102,13 +107,22 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Compiles a module from its rewritten source; one that names no CUDA comes from Python's cache, as ever."""
+    """Compiles a module from its rewritten source, and keeps the code beside Python's own cache of it."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         source = self.get_data(self.path)
         if b"cuda" not in source and b"pin_memory" not in source:
             return super().get_code(fullname)
-        return compile(rewritten(_parsed(source), fullname), self.path, "exec", dont_inherit=True)
+        key = MAGIC_NUMBER + source_hash(source) + _RULES
+        kept = cache_from_source(self.path, optimization="meshrl")
+        with contextlib.suppress(OSError):
+            data = self.get_data(kept)
+            if data.startswith(key):
+                return cast("CodeType", marshal.loads(data[len(key) :]))  # noqa: S302 -- as Python reads its own
+        code = compile(rewritten(_parsed(source), fullname), self.path, "exec", dont_inherit=True)
+        if not sys.dont_write_bytecode:
+            self.set_data(kept, key + marshal.dumps(code))  # whole or not at all, and where it may not, not at all
+        return code
 
 
 def _parsed(source: bytes) -> ast.Module:

@@ -110,10 +110,7 @@ def test_every_mistake_is_in_one_error() -> None:  # noqa: C901 -- a method a mi
         "Wrong.unsplittable: parameter `text`: str cannot be split over ranks",
         "Wrong.not_async: is not async: write `async def not_async`",
         "Wrong.argument: parameter `batch` is marked Gather[Batch], which joins results: write Shard or Replicate",
-        (
-            "Wrong.inside: parameter `batches`: a mark stands inside list[Shard[meshrl.data.batch.Batch]]: write it "
-            "outermost"
-        ),
+        "`batches`: a mark stands inside list[Shard[meshrl.data.batch.Batch]]: write it outermost",
         "Wrong.result: the result is marked Shard[Batch], which splits arguments",
         "Wrong.no_annotation: has no result annotation",
         "Wrong.unjoinable: the result Gather[str]: str has no `join`",

@@ -12,6 +12,8 @@ from meshrl.rewards import sandbox
 from meshrl.rewards.function import FunctionReward
 from meshrl.rewards.sandbox import Enforced, Limits, code_of, enforced, run_tests
 
+pytestmark = pytest.mark.process
+
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 LONG = Limits(seconds=30.0, memory_mib=128, processes=8, output_bytes=4096)
