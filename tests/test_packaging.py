@@ -1,7 +1,9 @@
 """The wheel holds everything that the command line needs, also outside a checkout."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -29,9 +31,9 @@ def test_the_wheel_holds_both_packages_and_what_is_shipped(unpacked: Path) -> No
         assert {path for path in there if "__pycache__" not in path.parts} == {
             path.relative_to(shipped) for path in shipped.rglob("*.*")
         }
-    for module in ROOT.glob("backends/meshrl_*/__init__.py"):
-        assert (unpacked / module.parent.name / "__init__.py").is_file()
-    assert (unpacked / "meshrl" / "py.typed").is_file()
+    for package in (ROOT / "meshrl", *ROOT.glob("backends/meshrl_*")):
+        assert (unpacked / package.name / "__init__.py").is_file()
+        assert (unpacked / package.name / "py.typed").is_file()
 
 
 def test_the_wheel_announces_each_backend(unpacked: Path) -> None:
@@ -51,3 +53,26 @@ def test_the_command_line_finds_the_shipped_configurations_in_the_wheel(unpacked
 
 def test_the_backends_announce_themselves() -> None:
     assert {"torch", "fake"} <= entry_points(group="meshrl.backends").names
+
+
+def test_the_extras_that_texts_name_are_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    texts = [
+        ROOT / "README.md",
+        *(path for folder in ("docs", "meshrl", "backends") for path in (ROOT / folder).rglob("*.[mp][dy]")),
+    ]
+    named = {name for text in texts for name in re.findall(r"meshrl\[(\w+)\]", text.read_text("utf-8"))}
+    assert named <= extras.keys()
+    # What an error says of a backend that is not installed: the extra of its name.
+    assert {entry.name for entry in entry_points(group="meshrl.backends") if entry.value.startswith("meshrl_")} <= (
+        extras.keys()
+    )
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    pinned = dict(
+        line.split("==") for line in (ROOT / "requirements-lowest.txt").read_text("utf-8").splitlines() if "==" in line
+    )
+    for name, lowest in (need.split(">=") for need in needs):
+        assert f"{pinned[name]}.0".startswith(f"{lowest}."), name

@@ -192,3 +192,43 @@ def test_each_public_name_exists_and_says_what_it_is(name: str) -> None:
     assert hasattr(meshrl, name)
     module = home(name)
     assert name in documented(ast.parse(Path(str(module.__file__)).read_text("utf-8"))), f"{module.__name__}.{name}"
+
+
+SIGNATURES = Path(__file__).with_name("public_signatures.txt")
+"""What each public name takes and gives; `python tests/test_public_api.py` writes it anew, on purpose."""
+
+
+def signatures() -> str:
+    """Each public function, and each class with its fields and public methods, as the source has them."""
+    found: list[str] = []
+    for name in sorted(PUBLIC):
+        tree = ast.parse(Path(str(home(name).__file__)).read_text("utf-8"))
+        node = next((node for node in tree.body if getattr(node, "name", None) == name), None)
+        if isinstance(node, ast.ClassDef):
+            bases = ", ".join(ast.unparse(base) for base in node.bases)
+            found += [f"class {name}({bases})", *(f"    {line}" for part in node.body if (line := _line(part)))]
+        elif node is not None:
+            found.append(_line(node) or name)
+    return "\n".join(found) + "\n"
+
+
+def _line(node: ast.stmt) -> str | None:
+    """A public function's or a field's first line."""
+    if isinstance(node, ast.AnnAssign) and not ast.unparse(node.target).startswith("_"):
+        return ast.unparse(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if node.name.startswith("_") and node.name != "__init__":
+            return None
+        decorators = "".join(f"@{ast.unparse(each)} " for each in node.decorator_list)
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+        return f"{decorators}{kind} {node.name}({ast.unparse(node.args)}){returns}"
+    return None
+
+
+def test_public_signatures_change_on_purpose() -> None:
+    assert signatures().splitlines() == SIGNATURES.read_text("utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    SIGNATURES.write_text(signatures(), "utf-8")
