@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 import reasoning_gym
 import meshrl_hf.state
-from meshrl.checkpoints import Checkpoints
+from meshrl.run.checkpoints import Checkpoints
 from meshrl.cli import main
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf import spread_state
