@@ -1,7 +1,8 @@
 """What holds for every test."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ import pytest
 import pytest_asyncio
 from hypothesis import settings
 
-from meshrl.mesh import current_rank, rank_context
+from meshrl import Actor, Mesh, Resources, stop
+from meshrl.errors import MeshrlError
+from meshrl.mesh import Engine, current_rank, rank_context
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,8 +79,40 @@ def random_model() -> Callable[..., str]:
     return save
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def bench_of(request: pytest.FixtureRequest) -> "AsyncGenerator[Callable[[Subject], Awaitable[Bench]]]":
+class Warm:
+    """Ranks in processes of a cluster which live as long as the session: what they have imported stays imported."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._meshes: dict[int, Mesh] = {}
+
+    async def ranks(self, count: int) -> Mesh:
+        """So many ranks; others than before where those died, or hang."""
+        if count in self._meshes:
+            with suppress(TimeoutError, MeshrlError):
+                async with asyncio.timeout(20):
+                    await stop(await self._meshes[count].spawn(Answers))
+                return self._meshes[count]
+        self._meshes[count] = await Mesh.reserve(self._engine, count, Resources(cpus=0))
+        return self._meshes[count]
+
+
+class Answers(Actor):
+    """Made and stopped, which shows that a rank answers."""
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="session")
+async def warm(ray_cluster: None) -> AsyncGenerator[Callable[[int], Awaitable[Mesh]]]:
+    """`await warm(2)`: ranks of Ray for tests that leave them as they were, and run in the loop of the session."""
+    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
+
+    engine = RayEngine()
+    yield Warm(engine).ranks
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def bench_of(warm: Callable[[int], Awaitable[Mesh]]) -> "AsyncGenerator[Callable[[Subject], Awaitable[Bench]]]":
     """The bench of a subject. Tests that ask for the same one after another share it, and the processes it starts.
 
     Not a fixture with parameters of its own: beside others that change, pytest makes such a one anew for each test.
@@ -91,15 +126,14 @@ async def bench_of(request: pytest.FixtureRequest) -> "AsyncGenerator[Callable[[
             if [bench.subject for bench in held] != [subject]:
                 held.clear()
                 await stack.aclose()
-                if subject.engine == "ray":
-                    request.getfixturevalue("ray_cluster")
-                held.append(await stack.enter_async_context(Bench(subject)))
+                ranks = warm if subject.engine == "ray" else None
+                held.append(await stack.enter_async_context(Bench(subject, ranks)))
             return held[0]
 
         yield of
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def bench(request: pytest.FixtureRequest, bench_of: "Callable[[Subject], Awaitable[Bench]]") -> "Bench":
     """The bench of the subject that is the test's parameter."""
     return await bench_of(request.param)

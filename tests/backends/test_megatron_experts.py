@@ -8,7 +8,7 @@ from transformers import Qwen3MoeConfig
 from meshrl import Resources
 from meshrl.testing.conformance import Bench, Check, Subject, checkpoints, name_of, numbers, state
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
 ONE = Subject("megatron")
 EXPERTS = Subject("megatron", {"dp": 2}, "ray", {"megatron": {"experts": 2}})

@@ -1,6 +1,6 @@
 """The backends that train, against the suite that each of them must pass."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from meshrl import ClippedLoss, RankFailed
+from meshrl import ClippedLoss, Mesh, RankFailed
 from meshrl.losses import TokenLoss
 from meshrl.testing.conformance import (
     CHECKS,
@@ -29,7 +29,7 @@ from meshrl.testing.conformance import (
 )
 from meshrl.testing.conformance.compare import close
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SUBJECTS = [
     Subject("torch"),
@@ -40,12 +40,10 @@ SUBJECTS = [
 ]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=SUBJECTS, ids=str)
-async def bench(request: pytest.FixtureRequest) -> AsyncGenerator[Bench]:
+@pytest_asyncio.fixture(loop_scope="session", scope="module", params=SUBJECTS, ids=str)
+async def bench(request: pytest.FixtureRequest, warm: Callable[[int], Awaitable[Mesh]]) -> AsyncGenerator[Bench]:
     subject: Subject = request.param
-    if subject.engine == "ray":
-        request.getfixturevalue("ray_cluster")
-    async with Bench(subject) as made:
+    async with Bench(subject, warm if subject.engine == "ray" else None) as made:
         yield made
 
 

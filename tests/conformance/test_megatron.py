@@ -19,7 +19,7 @@ from meshrl.testing.conformance import (
     state,
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.megatron, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
 import_module("meshrl_megatron.core")  # here, and not in a rank's thread while pytest parses sources too
 

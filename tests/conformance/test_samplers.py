@@ -22,7 +22,7 @@ from meshrl.testing.conformance import (
 )
 from meshrl.testing.conformance.samples import completions, drawn, questions
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SKILL = Weights(0, {"skill": np.array([0.5])})
 ON_TWO_RANKS = (*rows.ANY, *interruptions.ANY, draws.greedy, interruptions.numbers_around_a_load)

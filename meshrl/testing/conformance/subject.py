@@ -12,7 +12,7 @@ from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 
 from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
-from meshrl.errors import BackendError
+from meshrl.errors import BackendError, MeshrlError
 from meshrl.mesh import Engine, Mesh, Resources, stop
 from meshrl.roles import (
     Critic,
@@ -206,8 +206,11 @@ class Bench:
     Llama of two layers.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, ranks: Callable[[int], Awaitable[Mesh]] | None = None) -> None:
+        """`ranks`: gives a mesh of so many ranks, which others use before and after; nothing means one of its own."""
         self.subject = subject
+        self._ranks = ranks
+        self._engine: Engine | None = None
         self._stack = AsyncExitStack()
         self._started = False
         self._models: dict[str | None, Model] = {}
@@ -308,15 +311,24 @@ class Bench:
         return await self._beside.spawn(implementation(Policy, PLAIN), config)
 
     async def _reserve(self) -> None:
-        self._engine = _engine(self.subject.engine)
-        mesh = await Mesh.reserve(self._engine, prod(self.subject.axes.values()), self.subject.resources, "subject")
+        count = prod(self.subject.axes.values())
+        if self._ranks:
+            mesh = await self._ranks(count)
+        else:
+            self._engine = _engine(self.subject.engine)
+            mesh = await Mesh.reserve(self._engine, count, self.subject.resources, "subject")
         self._mesh = mesh.shape(**self.subject.axes)
         self._started = False
 
     async def _release(self) -> None:
+        samplers = list(self._samplers.values())
         self._samplers.clear()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._engine.close(), _GRACE)
+        with suppress(TimeoutError, MeshrlError):
+            async with asyncio.timeout(_GRACE):
+                for sampler in samplers:
+                    await stop(sampler)
+                if self._engine:
+                    await self._engine.close()
 
 
 async def _begin(trial: Trial) -> None:
