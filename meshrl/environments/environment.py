@@ -33,7 +33,7 @@ Step: TypeAlias = tuple[str, float, bool]
 """What a step returns: the observation, the reward of this turn, and whether the episode is over."""
 
 
-class Game(Protocol):
+class EnvironmentInstance(Protocol):
     """What a user writes: an instance for each episode. A `close()` is called at its end, where there is one."""
 
     def reset(self, row: Row, /) -> str | Awaitable[str]:
@@ -99,7 +99,7 @@ class FunctionEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig) -> None:
         self._make = load_environment(config)
         self._concurrency = config.concurrency
-        self._games: dict[int, Game] = {}
+        self._instances: dict[int, EnvironmentInstance] = {}
         self._told: set[str] = set()
 
     async def reset(self, batch: Batch) -> Batch:
@@ -112,8 +112,8 @@ class FunctionEnvironment(Environment):
             row = copy.deepcopy(cast("Row", rows[index]))
             row |= {"prompt": prompts[index]} | ({} if answers[index] is None else {"answer": answers[index]})
             try:
-                game = self._games[_number(batch, index)] = self._make()
-                return _text(await _awaited(game.reset(row)), "reset"), None
+                instance = self._instances[_number(batch, index)] = self._make()
+                return _text(await _awaited(instance.reset(row)), "reset"), None
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's class may raise anything; it is data
                 return str(prompts[index]), await self._broken(_number(batch, index), error)
 
@@ -126,10 +126,10 @@ class FunctionEnvironment(Environment):
 
         async def one(index: int) -> tuple[Step, str | None]:
             number = _number(batch, index)
-            if number not in self._games:
+            if number not in self._instances:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
             try:
-                told = _checked(await _awaited(self._games[number].step(str(texts[index]))))
+                told = _checked(await _awaited(self._instances[number].step(str(texts[index]))))
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 return ("", 0.0, True), await self._broken(number, error)
             if told[2]:
@@ -152,9 +152,9 @@ class FunctionEnvironment(Environment):
 
     async def _let_go(self, number: int) -> str | None:
         """What its `close` raised, where it has one."""
-        game = self._games.pop(number, None)
+        instance = self._instances.pop(number, None)
         try:
-            close: Callable[[], object] | None = getattr(game, "close", None)
+            close: Callable[[], object] | None = getattr(instance, "close", None)
             if close is not None:
                 await _awaited(close())
         except (Exception, SystemExit) as error:  # noqa: BLE001
@@ -214,10 +214,10 @@ class Retry:
         return self._again.format(prompt=prompt, completion=completion), 0.0, False
 
 
-_SHIPPED: Mapping[str, type[Game]] = {"retry": Retry}
+_SHIPPED: Mapping[str, type[EnvironmentInstance]] = {"retry": Retry}
 
 
-def load_environment(config: EnvironmentConfig) -> Callable[[], Game]:
+def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInstance]:
     """What makes the instances of `config.source`; ConfigError where it names no class with `reset` and `step`."""
     kind, _, name = config.source.partition(":")
     if kind == verifiers.NAME:
@@ -241,7 +241,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Game]:
         raise ConfigError(
             f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"
         ) from error
-    return lambda: cast("Game", found(**config.options))
+    return lambda: cast("EnvironmentInstance", found(**config.options))
 
 
 def _number(batch: Batch, index: int) -> int:

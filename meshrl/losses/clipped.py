@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.losses.base import Penalised, TokenLoss
+from meshrl.losses.base import TokenLoss, WithKl
 from meshrl.losses.correction import Correction, importance_weights
 from meshrl.losses.kl import MAX_LOG_RATIO, kl_k3
 from meshrl.losses.normalise import Normalise
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ClippedLoss(Penalised):
+class ClippedLoss(WithKl):
     """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
 
     The correction weighs the surrogate and not the KL, which a token learns whose surrogate is masked too.

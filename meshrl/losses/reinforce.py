@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from meshrl.losses.base import Penalised, TokenLoss
+from meshrl.losses.base import TokenLoss, WithKl
 from meshrl.losses.correction import Correction, importance_weights
 from meshrl.losses.kl import kl_k3
 from meshrl.losses.normalise import Normalise
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ReinforceLoss(Penalised):
+class ReinforceLoss(WithKl):
     """The loss of REINFORCE: minus the advantage times the log-probability of the row, which is a sum over its tokens.
 
     With a `correction` each token (or row, with `level = "sequence"`) is weighed by pi / pi_sampler, bounded, without a
@@ -60,7 +60,7 @@ class ReinforceLoss(Penalised):
         return self.penalised(values, metrics, logprobs, columns)
 
 
-class CispoLoss(Penalised):
+class CispoLoss(WithKl):
     """The loss of CISPO: minus the clipped ratio, held fixed, times the advantage and the log-probability of the token.
 
     Where the clipped surrogate teaches a token beyond its bound nothing, this one still teaches it, with a bounded

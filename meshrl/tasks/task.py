@@ -14,7 +14,7 @@ from meshrl.config import nearest
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.tasks.config import TaskConfig
-from meshrl.tasks.cursor import Deal, Position, position
+from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
 from meshrl.tasks.sources import Row, _read
 
 
@@ -58,11 +58,11 @@ class Task:
         """
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
-        here = position.get()
+        here = data_cursor.get()
         first = here.deal(Deal(len(self.train), self._digest(), seed)) if here else 0
         return self._deal(rows, seed, first, here)
 
-    def _deal(self, rows: int, seed: int, first: int, here: Position | None) -> Iterator[Batch]:
+    def _deal(self, rows: int, seed: int, first: int, here: DataCursor | None) -> Iterator[Batch]:
         size = len(self.train)
 
         @lru_cache(maxsize=2)
