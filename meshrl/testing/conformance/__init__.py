@@ -6,8 +6,9 @@ Each check is one promise, told by its docstring. `Harness.run` raises `PromiseB
 where a check does not end in time, with the numbers of both sides.
 """
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from meshrl.deprecated import old_names
 from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
 from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
 
@@ -52,3 +53,6 @@ SAMPLER_OF_NO_MODEL: Final[tuple[Check, ...]] = (*draws.ANY, *rows.ANY, *interru
 
 SAMPLER: Final[tuple[Check, ...]] = (*SAMPLER_OF_NO_MODEL, *draws.MODEL, *rows.MODEL, *interruptions.MODEL)
 """What a sampler promises."""
+
+if not TYPE_CHECKING:  # else a checker would believe any name
+    __getattr__ = old_names("testing.conformance")
