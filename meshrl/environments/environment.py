@@ -20,14 +20,13 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
-from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function
 from meshrl.roles import RoleConfig
 from meshrl.tasks import Row, verifiers
-from meshrl.user_code import load_name, where_raised
+from meshrl.user_code import FirstErrors, load_name
 
 Step: TypeAlias = tuple[str, float, bool]
 """What a step returns: the observation, the reward of this turn, and whether the episode is over."""
@@ -100,7 +99,7 @@ class FunctionEnvironment(Environment):
         self._make = load_environment(config)
         self._concurrency = config.concurrency
         self._instances: dict[int, EnvironmentInstance] = {}
-        self._told: set[str] = set()
+        self._errors = FirstErrors("an environment raised; its episode ends with reward 0")
 
     async def reset(self, batch: Batch) -> Batch:
         """Make an instance for each row."""
@@ -158,21 +157,12 @@ class FunctionEnvironment(Environment):
             if close is not None:
                 await _awaited(close())
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            return self._first(error)
+            return self._errors.told(error)
         return None
 
     async def _broken(self, number: int, error: Exception | SystemExit) -> str:
         await self._let_go(number)
-        return self._first(error)
-
-    def _first(self, error: Exception | SystemExit) -> str:
-        """The error as text; where it arose goes to the log, the first time."""
-        text = f"{type(error).__name__}: {error}"[:500]
-        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
-        if (kind := type(error).__name__ + place) not in self._told:
-            self._told.add(kind)
-            log.warning("an environment raised; its episode ends with reward 0", error=text, at=place.strip(" ()"))
-        return text
+        return self._errors.told(error)
 
 
 class _OneTurn:

@@ -39,7 +39,7 @@ class ReinforceLoss(WithKl):
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch's columns it reads."""
-        rows = ("rows",) if self.correction and self.correction.level == "sequence" else ()
+        rows = self.correction.columns if self.correction else ()
         return ("sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
@@ -48,15 +48,8 @@ class ReinforceLoss(WithKl):
         values = -columns["advantages"] * logprobs
         metrics = {"kl": kl_k3(sampler, now)}
         if self.correction:
-            rows = columns["rows"] if self.correction.level == "sequence" else None
-            raw = importance_weights(now, sampler, rows)
-            weights = self.correction(raw)
-            values = values * weights
-            metrics |= {
-                "correction": weights,
-                "correction_squared": weights.square(),
-                "correction_clipped": (weights != raw).float(),
-            }
+            values, told = self.correction.apply(values, now, sampler, columns)
+            metrics |= told
         return self.penalised(values, metrics, logprobs, columns)
 
 

@@ -10,9 +10,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.config import nearest
 from meshrl.data import Batch
-from meshrl.errors import DataError
+from meshrl.errors import DataError, did_you_mean
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
 from meshrl.tasks.sources import Row, _read
@@ -101,11 +100,8 @@ def fill(template: str, row: Mapping[str, object], where: str) -> str:
         return _FORMATTER.vformat(template, (), row)
     except KeyError as error:
         key = str(error.args[0])
-        near = nearest(key, row.keys())
-        raise DataError(
-            f"{where}: the template {template!r} needs {key!r}, which the row lacks"
-            + (f"; did you mean {near!r}?" if near else f"; it has {', '.join(map(repr, row))}")
-        ) from error
+        hint = did_you_mean(key, row) or f"it has {', '.join(map(repr, row))}"
+        raise DataError(f"{where}: the template {template!r} needs {key!r}, which the row lacks; {hint}") from error
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise DataError(
             f"{where}: the template {template!r} does not fit the row: {error}. "
