@@ -1,4 +1,4 @@
-"""Importing a Python file by its path: a user's algorithm script or reward function."""
+"""A user's own code, such as a script or a reward function: found by its path or name, and its errors told."""
 
 import importlib
 import importlib.util

@@ -1,14 +1,16 @@
 """Environments: what answers a model turn by turn, and the user's own Python class inside one boundary.
 
-class Guess:
-    def reset(self, row):                  # the task's row; returns the first prompt
-        self.number = row["number"]
-        return "guess 1 to 9>"
+    class Guess:
+        def reset(self, row):                  # the task's row; returns the first prompt
+            self.number = row["number"]
+            return "guess 1 to 9>"
 
-    async def step(self, completion):      # plain or async
-        if int(completion) == self.number:
-            return "", 1.0, True           # observation, reward, done
-        return "higher>", 0.0, False
+        async def step(self, completion):      # plain or async
+            if int(completion) == self.number:
+                return "", 1.0, True           # observation, reward, done
+            return "higher>", 0.0, False
+
+`environment.source` names the class.
 """
 
 import copy
@@ -49,7 +51,7 @@ class EnvironmentConfig(RoleConfig):
 
     backend: str = "function"
     source: str
-    """`retry` (`environment.Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
+    """`retry` (`Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
     reward function NAME, or `verifiers:ENV_ID`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Keywords that each instance is made with."""

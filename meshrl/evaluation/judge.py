@@ -1,8 +1,10 @@
 """How good a sampler's completions are, measured beside the steps of a run.
 
-evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
-async for _ in run.steps(config.steps):
-...
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    async for _ in run.steps(config.steps):
+        ...
+
+What is found goes to the run's `evaluations.jsonl`.
 """
 
 from collections.abc import Mapping

@@ -162,9 +162,6 @@ _SHIPPED: dict[str, RewardFunction] = {
 }
 
 
-# --- finding a function by name ------------------------------------------------------------------
-
-
 def load_function(name: str) -> RewardFunction:
     """The function that `RewardConfig.function` names; ConfigError where there is none."""
     if name in _SHIPPED:

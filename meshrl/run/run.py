@@ -52,8 +52,10 @@ class Steps:
 class Run:
     """What a script is given: spawn roles, count steps, record numbers. Used with `async with`.
 
-    async with Run(RunConfig(name="mine")) as run:
-        policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+        async with Run(RunConfig(name="mine")) as run:
+            policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+
+    What it spawned ends with the block.
     """
 
     def __init__(
@@ -142,7 +144,9 @@ class Run:
     async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
         """Numbers that are measured once in a run: one that goes on has those that were measured before its checkpoint.
 
-        before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+            before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+
+        The name is what a checkpoint knows them by.
         """
         if name not in self._once:
             self._once[name] = {key: float(value) for key, value in (await measure()).items()}

@@ -15,9 +15,6 @@ from meshrl.tasks.config import TaskConfig
 Row = dict[str, object]
 
 
-# --- sources: each yields (where the row stands, the row) ----------------------------------------
-
-
 def _read(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
     source, _, name = config.source.partition(":")
     if source == "reasoning_gym":

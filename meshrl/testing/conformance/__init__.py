@@ -1,6 +1,8 @@
 """The suite that a backend passes which trains or samples: its numbers are plain torch's, on however many ranks.
 
-async with Harness(Subject("mine", {"dp": 2}, engine="ray")) as harness: for check in CHECKS: await harness.run(check)
+    async with Harness(Subject("mine", {"dp": 2}, engine="ray")) as harness:
+        for check in CHECKS:
+            await harness.run(check)
 
 Each check is one promise, told by its docstring. `Harness.run` raises `PromiseBroken` where it is not kept, also
 where a check does not end in time, with the numbers of both sides.

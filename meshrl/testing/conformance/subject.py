@@ -198,9 +198,9 @@ Check: TypeAlias = Callable[[Trial], Awaitable[None]]
 class Harness:
     """The meshes on which a subject's checks run, one after another, each with actors of its own, but for samplers.
 
-    async with Harness(Subject("mine", {"dp": 2})) as harness:
-        for check in CHECKS:
-            await harness.run(check)
+        async with Harness(Subject("mine", {"dp": 2})) as harness:
+            for check in CHECKS:
+                await harness.run(check)
 
     Checks run with the Hugging Face folder `model`, whose weights should be so large that log-probs differ, or with a
     Llama of two layers.
