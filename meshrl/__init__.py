@@ -1,5 +1,6 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
+from meshrl import deprecated
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine
@@ -255,3 +256,5 @@ __all__ = [
     "with_margins",
     "with_scores",
 ]
+
+deprecated.install()

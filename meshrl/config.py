@@ -1,9 +1,8 @@
 """Configuration: frozen pydantic models read from TOML, and every mistake in a file told at once."""
 
-import difflib
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -11,7 +10,7 @@ from typing import Annotated, NamedTuple, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, did_you_mean, nearest, shortened
 
 C = TypeVar("C", bound="Config")
 Keys = tuple[str | int, ...]
@@ -53,12 +52,6 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
     for override in overrides:
         _put(table, override)
     return table
-
-
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that `name` most likely meant, or None."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return close[0] if close else None
 
 
 def validate(
@@ -276,11 +269,9 @@ def _told(schema: type[Config], table: Mapping[str, object], place: _Place, erro
     if kind == "extra_forbidden":
         return _unknown(schema, place)
     if kind == "literal_error":
-        near = nearest(
-            str(_lookup(table, place.path)),
-            str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", "),
-        )
-        return f"must be {context['expected']}" + (f"; did you mean {near!r}?" if near else "")
+        known = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        hint = did_you_mean(str(_lookup(table, place.path)), known)
+        return f"must be {context['expected']}" + (hint and f"; {hint}")
     if kind == "value_error":
         return error["msg"].removeprefix("Value error, ")
     if kind in _WANTED:
@@ -314,5 +305,4 @@ def _paths(schema: type[BaseModel], above: Keys = ()) -> Iterator[Keys]:
 def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(value)

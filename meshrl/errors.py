@@ -1,6 +1,25 @@
 """The one tree of errors. Each says what happened, where, the numbers, and what to do."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` most likely meant, or None."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "{!r}") -> str:
+    """`did you mean 'lr'?`, for an error's message; empty where no known name is near. `form`: how that is written."""
+    near = nearest(name, known)
+    return f"did you mean {form.format(near)}?" if near else ""
+
+
+def shortened(value: object) -> str:
+    """A value as an error shows it, in at most 60 letters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class MeshrlError(Exception):

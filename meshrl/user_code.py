@@ -1,4 +1,4 @@
-"""Importing a Python file by its path: a user's algorithm script or reward function."""
+"""A user's own code, such as a script or a reward function: found by its path or name, and its errors told."""
 
 import importlib
 import importlib.util
@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 
-from meshrl.config import nearest
-from meshrl.errors import ConfigError
+from meshrl import log
+from meshrl.errors import ConfigError, did_you_mean
 
 
 def import_file(path: Path) -> ModuleType:
@@ -46,6 +46,25 @@ def where_raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + ("" if isinstance(error, SyntaxError) else place)
 
 
+class FirstErrors:
+    """Tells the errors of a user's code: each as a text, and where each kind arose in the log, the first time."""
+
+    def __init__(self, warning: str) -> None:
+        """`warning`: what the log says of one."""
+        self._warning = warning
+        self._told: set[str] = set()
+
+    def told(self, error: Exception | SystemExit) -> str:
+        """The error as a text of at most 500 letters."""
+        text = f"{type(error).__name__}: {error}"[:500]
+        # The place tells one mistake from another; the text may hold a value of the row.
+        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
+        if (kind := type(error).__name__ + place) not in self._told:
+            self._told.add(kind)
+            log.warning(self._warning, error=text, at=place.strip(" ()"))
+        return text
+
+
 def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[object], bool]) -> object:
     """What `file.py:name` or `package.module:name` is; ConfigError, that says `what` it should be, where it is nothing.
 
@@ -53,10 +72,10 @@ def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[
     """
     module, colon, attribute = name.rpartition(":")
     if not colon:
-        near = nearest(name, shipped)
+        hint = did_you_mean(name, shipped)
         raise ConfigError(
             f"{what} {name!r}: write {', '.join((*shipped, 'file.py:name'))} or package.module:name"
-            + (f"; did you mean {near!r}?" if near else "")
+            + (hint and f"; {hint}")
         )
     try:
         names = vars(import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module))
@@ -66,8 +85,7 @@ def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[
         raise ConfigError(f"{what} {name!r}: importing failed: {where_raised(error)}") from error
     if attribute not in names:
         known = [key for key, value in names.items() if is_one(value)]
-        near = nearest(attribute, known)
-        has = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'none'}"
+        has = did_you_mean(attribute, known) or f"it has {', '.join(known) or 'none'}"
         raise ConfigError(f"{what} {name!r}: {module} has no {attribute!r}; {has}")
     found: object = names[attribute]
     return found

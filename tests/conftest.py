@@ -18,7 +18,7 @@ from meshrl.mesh import Engine, current_rank, rank_context
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from meshrl.testing.conformance import Bench, Subject
+    from meshrl.testing.conformance import Harness, Subject
 
 # How long one example takes says more of the machine's load than of the code; each test has a time limit as a whole.
 settings.register_profile("meshrl", deadline=None)
@@ -112,28 +112,30 @@ async def warm(ray_cluster: None) -> AsyncGenerator[Callable[[int], Awaitable[Me
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
-async def bench_of(warm: Callable[[int], Awaitable[Mesh]]) -> "AsyncGenerator[Callable[[Subject], Awaitable[Bench]]]":
-    """The bench of a subject. Tests that ask for the same one after another share it, and the processes it starts.
+async def harness_of(
+    warm: Callable[[int], Awaitable[Mesh]],
+) -> "AsyncGenerator[Callable[[Subject], Awaitable[Harness]]]":
+    """The harness of a subject. Tests that ask for the same one after another share it, and the processes it starts.
 
     Not a fixture with parameters of its own: beside others that change, pytest makes such a one anew for each test.
     """
-    from meshrl.testing.conformance import Bench  # noqa: PLC0415 -- most tests do without
+    from meshrl.testing.conformance import Harness  # noqa: PLC0415 -- most tests do without
 
-    held: list[Bench] = []
+    held: list[Harness] = []
     async with AsyncExitStack() as stack:
 
-        async def of(subject: "Subject") -> Bench:
-            if [bench.subject for bench in held] != [subject]:
+        async def of(subject: "Subject") -> Harness:
+            if [harness.subject for harness in held] != [subject]:
                 held.clear()
                 await stack.aclose()
                 ranks = warm if subject.engine == "ray" else None
-                held.append(await stack.enter_async_context(Bench(subject, ranks)))
+                held.append(await stack.enter_async_context(Harness(subject, ranks)))
             return held[0]
 
         yield of
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def bench(request: pytest.FixtureRequest, bench_of: "Callable[[Subject], Awaitable[Bench]]") -> "Bench":
-    """The bench of the subject that is the test's parameter."""
-    return await bench_of(request.param)
+async def harness(request: pytest.FixtureRequest, harness_of: "Callable[[Subject], Awaitable[Harness]]") -> "Harness":
+    """The harness of the subject that is the test's parameter."""
+    return await harness_of(request.param)

@@ -10,7 +10,7 @@ import torch
 from meshrl.data import Batch
 from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
-from meshrl.roles import Calls, Sampler, SamplerConfig, Sampling
+from meshrl.roles import GenerateCalls, Sampler, SamplerConfig, Sampling
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
@@ -45,7 +45,7 @@ class TorchSampler(Sampler):
         self._version = 0
         self._refused = ""
         """Why nothing that the model draws may be trusted; empty while it may."""
-        self._calls = Calls()
+        self._calls = GenerateCalls()
         self._caches: list[Cache] = []
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:

@@ -1,6 +1,5 @@
 """Batches: named columns of rows, never padded, split over ranks by tokens and joined in order."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
 from meshrl.data.ragged import Ragged
 from meshrl.data.remote_column import Remote, source_of
-from meshrl.errors import DataError
+from meshrl.errors import DataError, did_you_mean
 from meshrl.mesh import Array, Holder, Put, Rows, lightest, plan_of
 
 __all__ = ["Batch", "Column", "Ragged"]
@@ -109,9 +108,9 @@ class Batch(Holder):
 
     def _stored(self, name: str) -> table.Stored:
         if name not in self._columns:
-            near = difflib.get_close_matches(name, self._columns, 1)
-            hint = f"did you mean `{near[0]}`? " if near else ""
-            raise DataError(f"the batch has no column `{name}`: {hint}it has {', '.join(self.names) or 'none'}")
+            hint = did_you_mean(name, self._columns, "`{}`")
+            has = f"it has {', '.join(self.names) or 'none'}"
+            raise DataError(f"the batch has no column `{name}`: {f'{hint} {has}' if hint else has}")
         return self._columns[name]
 
     def source(self, name: str) -> Source | None:

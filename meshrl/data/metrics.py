@@ -1,12 +1,11 @@
 """Numbers that are averaged over tokens, rows and ranks: sums and counts, divided last."""
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Self
 
-from meshrl.errors import DataError
+from meshrl.errors import DataError, did_you_mean
 
 
 class Metrics:
@@ -48,8 +47,7 @@ class Metrics:
 
     def __getitem__(self, name: str) -> float:
         if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, 1)
-            hint = f"did you mean `{near[0]}`?" if near else f"it has {', '.join(self._entries) or 'no names'}"
+            hint = did_you_mean(name, self._entries, "`{}`") or f"it has {', '.join(self._entries) or 'no names'}"
             raise DataError(f"metrics have no `{name}`: {hint}")
         total, count = self._entries[name]
         return total / count if count else math.nan

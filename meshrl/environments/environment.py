@@ -1,14 +1,16 @@
 """Environments: what answers a model turn by turn, and the user's own Python class inside one boundary.
 
-class Guess:
-    def reset(self, row):                  # the task's row; returns the first prompt
-        self.number = row["number"]
-        return "guess 1 to 9>"
+    class Guess:
+        def reset(self, row):                  # the task's row; returns the first prompt
+            self.number = row["number"]
+            return "guess 1 to 9>"
 
-    async def step(self, completion):      # plain or async
-        if int(completion) == self.number:
-            return "", 1.0, True           # observation, reward, done
-        return "higher>", 0.0, False
+        async def step(self, completion):      # plain or async
+            if int(completion) == self.number:
+                return "", 1.0, True           # observation, reward, done
+            return "higher>", 0.0, False
+
+`environment.source` names the class.
 """
 
 import copy
@@ -20,20 +22,19 @@ from typing import Protocol, TypeAlias, cast
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
 
-from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError
 from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function
 from meshrl.roles import RoleConfig
 from meshrl.tasks import Row, verifiers
-from meshrl.user_code import load_name, where_raised
+from meshrl.user_code import FirstErrors, load_name
 
 Step: TypeAlias = tuple[str, float, bool]
 """What a step returns: the observation, the reward of this turn, and whether the episode is over."""
 
 
-class Game(Protocol):
+class EnvironmentInstance(Protocol):
     """What a user writes: an instance for each episode. A `close()` is called at its end, where there is one."""
 
     def reset(self, row: Row, /) -> str | Awaitable[str]:
@@ -50,7 +51,7 @@ class EnvironmentConfig(RoleConfig):
 
     backend: str = "function"
     source: str
-    """`retry` (`environment.Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
+    """`retry` (`Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
     reward function NAME, or `verifiers:ENV_ID`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Keywords that each instance is made with."""
@@ -99,8 +100,8 @@ class FunctionEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig) -> None:
         self._make = load_environment(config)
         self._concurrency = config.concurrency
-        self._games: dict[int, Game] = {}
-        self._told: set[str] = set()
+        self._instances: dict[int, EnvironmentInstance] = {}
+        self._errors = FirstErrors("an environment raised; its episode ends with reward 0")
 
     async def reset(self, batch: Batch) -> Batch:
         """Make an instance for each row."""
@@ -112,8 +113,8 @@ class FunctionEnvironment(Environment):
             row = copy.deepcopy(cast("Row", rows[index]))
             row |= {"prompt": prompts[index]} | ({} if answers[index] is None else {"answer": answers[index]})
             try:
-                game = self._games[_number(batch, index)] = self._make()
-                return _text(await _awaited(game.reset(row)), "reset"), None
+                instance = self._instances[_number(batch, index)] = self._make()
+                return _text(await _awaited(instance.reset(row)), "reset"), None
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's class may raise anything; it is data
                 return str(prompts[index]), await self._broken(_number(batch, index), error)
 
@@ -126,10 +127,10 @@ class FunctionEnvironment(Environment):
 
         async def one(index: int) -> tuple[Step, str | None]:
             number = _number(batch, index)
-            if number not in self._games:
+            if number not in self._instances:
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
             try:
-                told = _checked(await _awaited(self._games[number].step(str(texts[index]))))
+                told = _checked(await _awaited(self._instances[number].step(str(texts[index]))))
             except (Exception, SystemExit) as error:  # noqa: BLE001
                 return ("", 0.0, True), await self._broken(number, error)
             if told[2]:
@@ -152,27 +153,18 @@ class FunctionEnvironment(Environment):
 
     async def _let_go(self, number: int) -> str | None:
         """What its `close` raised, where it has one."""
-        game = self._games.pop(number, None)
+        instance = self._instances.pop(number, None)
         try:
-            close: Callable[[], object] | None = getattr(game, "close", None)
+            close: Callable[[], object] | None = getattr(instance, "close", None)
             if close is not None:
                 await _awaited(close())
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            return self._first(error)
+            return self._errors.told(error)
         return None
 
     async def _broken(self, number: int, error: Exception | SystemExit) -> str:
         await self._let_go(number)
-        return self._first(error)
-
-    def _first(self, error: Exception | SystemExit) -> str:
-        """The error as text; where it arose goes to the log, the first time."""
-        text = f"{type(error).__name__}: {error}"[:500]
-        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
-        if (kind := type(error).__name__ + place) not in self._told:
-            self._told.add(kind)
-            log.warning("an environment raised; its episode ends with reward 0", error=text, at=place.strip(" ()"))
-        return text
+        return self._errors.told(error)
 
 
 class _OneTurn:
@@ -214,10 +206,10 @@ class Retry:
         return self._again.format(prompt=prompt, completion=completion), 0.0, False
 
 
-_SHIPPED: Mapping[str, type[Game]] = {"retry": Retry}
+_SHIPPED: Mapping[str, type[EnvironmentInstance]] = {"retry": Retry}
 
 
-def load_environment(config: EnvironmentConfig) -> Callable[[], Game]:
+def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInstance]:
     """What makes the instances of `config.source`; ConfigError where it names no class with `reset` and `step`."""
     kind, _, name = config.source.partition(":")
     if kind == verifiers.NAME:
@@ -241,7 +233,7 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], Game]:
         raise ConfigError(
             f"environment {config.source!r}: options {dict(config.options)} do not fit: {error}"
         ) from error
-    return lambda: cast("Game", found(**config.options))
+    return lambda: cast("EnvironmentInstance", found(**config.options))
 
 
 def _number(batch: Batch, index: int) -> int:

@@ -1,15 +1,17 @@
 """How good a sampler's completions are, measured beside the steps of a run.
 
-evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
-async for _ in run.steps(config.steps):
-...
+    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    async for _ in run.steps(config.steps):
+        ...
+
+What is found goes to the run's `evaluations.jsonl`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,10 +136,7 @@ async def _scored(rollouts: Batch, score: Score | None) -> Batch:
     if score is not None:
         rollouts = await score(rollouts)
     elif "rewards" not in rollouts:
-        rollouts = await rollouts.load("completion", "answer")
-        pairs = zip(rollouts.objects("completion"), rollouts.objects("answer"), strict=True)
-        right = [exact_match("", str(text), {"answer": answer}) for text, answer in pairs]
-        rollouts = rollouts.assign(rewards=np.array(right, np.float32))
+        rollouts = await _matched(rollouts)
     errors = ("reward_error",) if "reward_error" in rollouts else ()
     return await rollouts.load("rewards", "truncated", "oldest_version", *errors)
 
@@ -149,12 +148,15 @@ async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict
     """
     if not len(prompts):
         return {"greedy": nan, "sampled": nan}
-    greedy = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1, "temperature": 0.0}))
+    greedy = await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
-    return {"greedy": await _exact_match(greedy), "sampled": await _exact_match(sampled)}
+    right = [(await _matched(drawn)).rewards.mean(dtype=np.float64) for drawn in (greedy, sampled)]
+    return {"greedy": float(right[0]), "sampled": float(right[1])}
 
 
-async def _exact_match(batch: Batch) -> float:
-    batch = await batch.load("completion", "answer")
-    pairs = zip(batch.objects("completion"), batch.objects("answer"), strict=True)
-    return float(np.mean([exact_match("", cast("str", one), {"answer": other}) for one, other in pairs]))
+async def _matched(rollouts: Batch) -> Batch:
+    """With `rewards`: whether the completion is the answer."""
+    rollouts = await rollouts.load("completion", "answer")
+    pairs = zip(rollouts.objects("completion"), rollouts.objects("answer"), strict=True)
+    right = [exact_match("", str(text), {"answer": answer}) for text, answer in pairs]
+    return rollouts.assign(rewards=np.array(right, np.float32))

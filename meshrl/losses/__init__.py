@@ -5,7 +5,7 @@ is `token_weights`, which knows the global batch; so the gradient does not depen
 The core loads no torch: these functions call methods of the tensors that they are given.
 """
 
-from meshrl.losses.base import Loss, Normalised, Penalised, Predicts, TokenLoss, check_predicts
+from meshrl.losses.base import Loss, Normalised, Predicts, TokenLoss, WithKl, check_predicts
 from meshrl.losses.clipped import ClippedLoss, ConstantLoss, clipped_surrogate
 from meshrl.losses.correction import Correction, effective_sample_size, importance_weights
 from meshrl.losses.distillation import ReverseKl, reverse_kl
@@ -32,7 +32,6 @@ __all__ = [
     "Normalise",
     "Normalised",
     "PairForm",
-    "Penalised",
     "Predicts",
     "PreferenceLoss",
     "ProcessLoss",
@@ -41,6 +40,7 @@ __all__ = [
     "SequenceLoss",
     "TokenLoss",
     "ValueLoss",
+    "WithKl",
     "bradley_terry",
     "check_predicts",
     "check_sources",

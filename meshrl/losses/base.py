@@ -97,7 +97,7 @@ class Normalised(Config):
         return self
 
 
-class OfRows(Config):
+class SequenceNormalised(Config):
     """What losses of whole rows share: rows weigh the same, whatever their lengths."""
 
     @property
@@ -116,7 +116,7 @@ class OfRows(Config):
         return
 
 
-class Penalised(Normalised):
+class WithKl(Normalised):
     """The fields of a loss that adds `kl` times the KL to a reference where `kl` > 0, and how it does so."""
 
     kl: float = Field(default=0.0, ge=0)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.losses.base import Penalised, TokenLoss
-from meshrl.losses.correction import Correction, importance_weights
+from meshrl.losses.base import TokenLoss, WithKl
+from meshrl.losses.correction import Correction
 from meshrl.losses.kl import MAX_LOG_RATIO, kl_k3
 from meshrl.losses.normalise import Normalise
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ClippedLoss(Penalised):
+class ClippedLoss(WithKl):
     """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
 
     The correction weighs the surrogate and not the KL, which a token learns whose surrogate is masked too.
@@ -53,7 +53,7 @@ class ClippedLoss(Penalised):
     def columns(self) -> tuple[str, ...]:
         """The batch's columns it reads."""
         anchor = ("logprobs",) if self.anchor == "trainer" else ()
-        rows = ("rows",) if self.correction and self.correction.level == "sequence" else ()
+        rows = self.correction.columns if self.correction else ()
         return (*anchor, "sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
@@ -70,15 +70,8 @@ class ClippedLoss(Penalised):
         if self.anchor == "trainer":
             metrics |= {"sampler_ratio": _ratio(old, sampler), "sampler_kl": kl_k3(sampler, old)}
         if self.correction:
-            rows = columns["rows"] if self.correction.level == "sequence" else None
-            raw = importance_weights(old, sampler, rows).detach()
-            weights = self.correction(raw)
-            values = values * weights
-            metrics |= {
-                "correction": weights,
-                "correction_squared": weights.square(),
-                "correction_clipped": (weights != raw).float(),
-            }
+            values, told = self.correction.apply(values, old, sampler, columns)
+            metrics |= told
         return self.penalised(values, metrics, logprobs, columns)
 
 

@@ -10,6 +10,8 @@ from meshrl.config import Config
 from meshrl.losses.kl import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from meshrl.data import Metrics
@@ -38,10 +40,30 @@ class Correction(Config):
     high: float = Field(ge=1)
     """The upper bound."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What it reads beside log-probs."""
+        return ("rows",) if self.level == "sequence" else ()
+
     def __call__(self, weights: Tensor) -> Tensor:
         """The weights within the bounds, float[tokens]."""
         bound = truncated if self.how == "truncate" else masked
         return bound(weights, self.low, self.high)
+
+    def apply(
+        self, values: Tensor, trainer: Tensor, sampler: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss of each token, weighted by what `trainer` and `sampler`, log-probs, differ by; and the diagnostics.
+
+        All are float[tokens]; no gradient goes through the weights.
+        """
+        raw = importance_weights(trainer, sampler, columns["rows"] if self.level == "sequence" else None).detach()
+        weights = self(raw)
+        return values * weights, {
+            "correction": weights,
+            "correction_squared": weights.square(),
+            "correction_clipped": (weights != raw).float(),
+        }
 
 
 def importance_weights(trainer: Tensor, sampler: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from meshrl.losses.base import OfRows, TokenLoss
+from meshrl.losses.base import SequenceNormalised, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ PairForm: TypeAlias = Literal["sigmoid", "ipo", "hinge"]
 """What function of a pair's margin is minimised: `dpo_loss`, `ipo_loss` or `hinge_loss`."""
 
 
-class NearReference(OfRows):
+class NearReference(SequenceNormalised):
     """What losses of whole rows share that hold a policy near its reference."""
 
     beta: float = Field(default=0.1, gt=0)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from meshrl.losses.base import Penalised, TokenLoss
+from meshrl.losses.base import TokenLoss, WithKl
 from meshrl.losses.correction import Correction, importance_weights
 from meshrl.losses.kl import kl_k3
 from meshrl.losses.normalise import Normalise
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ReinforceLoss(Penalised):
+class ReinforceLoss(WithKl):
     """The loss of REINFORCE: minus the advantage times the log-probability of the row, which is a sum over its tokens.
 
     With a `correction` each token (or row, with `level = "sequence"`) is weighed by pi / pi_sampler, bounded, without a
@@ -39,7 +39,7 @@ class ReinforceLoss(Penalised):
     @property
     def columns(self) -> tuple[str, ...]:
         """The batch's columns it reads."""
-        rows = ("rows",) if self.correction and self.correction.level == "sequence" else ()
+        rows = self.correction.columns if self.correction else ()
         return ("sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
@@ -48,19 +48,12 @@ class ReinforceLoss(Penalised):
         values = -columns["advantages"] * logprobs
         metrics = {"kl": kl_k3(sampler, now)}
         if self.correction:
-            rows = columns["rows"] if self.correction.level == "sequence" else None
-            raw = importance_weights(now, sampler, rows)
-            weights = self.correction(raw)
-            values = values * weights
-            metrics |= {
-                "correction": weights,
-                "correction_squared": weights.square(),
-                "correction_clipped": (weights != raw).float(),
-            }
+            values, told = self.correction.apply(values, now, sampler, columns)
+            metrics |= told
         return self.penalised(values, metrics, logprobs, columns)
 
 
-class CispoLoss(Penalised):
+class CispoLoss(WithKl):
     """The loss of CISPO: minus the clipped ratio, held fixed, times the advantage and the log-probability of the token.
 
     Where the clipped surrogate teaches a token beyond its bound nothing, this one still teaches it, with a bounded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from meshrl.losses.base import Normalised, OfRows, Predicts, TokenLoss
+from meshrl.losses.base import Normalised, Predicts, SequenceNormalised, TokenLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class BradleyTerryLoss(OfRows):
+class BradleyTerryLoss(SequenceNormalised):
     """The loss of pairs of texts: the better one's score r_w is to be above the other's, r_l.
 
     The mean over pairs of `bradley_terry` and, where `centre` is above 0, of `centre * (r_w + r_l)^2`. Reads

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from meshrl.losses.base import Penalised, TokenLoss
+from meshrl.losses.base import TokenLoss, WithKl
 from meshrl.losses.kl import MAX_LOG_RATIO, kl_k3
 from meshrl.losses.normalise import Normalise
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SequenceLoss(Penalised):
+class SequenceLoss(WithKl):
     """The loss of GSPO: the clipped surrogate with one ratio a row, the geometric mean of its tokens' ratios.
 
     `s = (pi(y) / pi_old(y))^(1 / |y|)`, and of each token `-min(s A, clip(s, 1 - clip, 1 + clip_high) A)`. With the

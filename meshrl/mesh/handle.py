@@ -3,13 +3,12 @@
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Never, ParamSpec, TypeAlias, TypeVar, cast
 
-from meshrl.errors import ContractError, MeshrlError
+from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import Sink, sink
 from meshrl.mesh import scatter as rows
 from meshrl.mesh.actor import Rank
@@ -88,8 +87,7 @@ class Handle:
         deployment = self._meshrl
         if name in deployment.contract:
             return BoundEndpoint(deployment, deployment.contract[name])
-        near = get_close_matches(name, deployment.contract, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(deployment.contract))}"
+        hint = did_you_mean(name, deployment.contract) or f"it has {', '.join(sorted(deployment.contract))}"
         raise AttributeError(f"{deployment.name} on a mesh has no endpoint {name!r}: {hint}")
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from meshrl.errors import ContractError, ReplicasDisagree
+from meshrl.errors import ContractError, ReplicasDisagree, shortened
 from meshrl.mesh.sharding import Addable, Array, Averageable, Joinable, Rows, Splittable
 
 Plan = Sequence[Rows]
@@ -129,8 +129,8 @@ def check_same(parts: Sequence[object], ranks: Sequence[int], where: str) -> Non
     for rank, part in zip(ranks[1:], parts[1:], strict=True):
         if not _equal(parts[0], part):
             raise ReplicasDisagree(
-                f"{where} is marked Same, but rank {ranks[0]} returned {_short(parts[0])} "
-                f"and rank {rank} returned {_short(part)}; make them agree, return Gather, or call each()"
+                f"{where} is marked Same, but rank {ranks[0]} returned {shortened(parts[0])} "
+                f"and rank {rank} returned {shortened(part)}; make them agree, return Gather, or call each()"
             )
 
 
@@ -210,8 +210,3 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from meshrl.config import nearest
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, did_you_mean
 from meshrl.events import Event
 
 FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "summary.json")
@@ -50,9 +49,8 @@ def find_run(name: str) -> Path:
                 return folder
             raise ConfigError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
     known = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
-    near = nearest(name, known)
-    if near:
-        hint = f"did you mean {near}?"
+    if near := did_you_mean(name, known, "{}"):
+        hint = near
     elif known:
         hint = f"runs/ has {', '.join(known[:10])}{' and more' if len(known) > 10 else ''}"
     else:

@@ -21,9 +21,6 @@ def finite(value: object) -> float:
     return number
 
 
-# --- the shipped functions -----------------------------------------------------------------------
-
-
 def exact_match(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
     """1.0 where the completion is the answer, white space around them aside."""
     answer = str(row["answer"]).strip()

@@ -14,15 +14,13 @@ from typing import Self, TypeAlias, TypeVar, cast
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from meshrl import log
-from meshrl.config import nearest
 from meshrl.data import Batch
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, did_you_mean
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
 from meshrl.rewards.sandbox import code_tests
 from meshrl.roles import Reward, RoleConfig
 from meshrl.tasks import Row
-from meshrl.user_code import load_name, where_raised
+from meshrl.user_code import FirstErrors, load_name
 
 T = TypeVar("T")
 
@@ -69,8 +67,7 @@ class RewardConfig(RoleConfig):
                 raise ValueError(f"functions.{name}: a name is of letters, digits and _, and is not `error`")
         for name, weight in self.weights.items():
             if name not in self.functions:
-                near = nearest(name, self.functions)
-                has = f"did you mean {near!r}?" if near else f"there are {', '.join(self.functions) or 'none'}"
+                has = did_you_mean(name, self.functions) or f"there are {', '.join(self.functions) or 'none'}"
                 raise ValueError(f"weights.{name}: no reward of `functions` has this name; {has}")
             if not math.isfinite(weight):
                 raise ValueError(f"weights.{name}: must be finite, not {weight}")
@@ -99,7 +96,7 @@ class FunctionReward(Reward):
             for name, function in config.parts.items()
         ]
         self._concurrency = config.concurrency
-        self._told: set[str] = set()
+        self._errors = FirstErrors("a reward function raised; its row gets reward 0")
 
     async def score(self, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error`; of `functions` also `reward_NAME`, float32, before its weight.
@@ -119,7 +116,7 @@ class FunctionReward(Reward):
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
             value, error = await boundary(part.function, str(prompts[index]), str(completions[index]), row)
-            text = self._first(error)
+            text = self._errors.told(error) if error else None
             return value, f"{part.name}: {text}" if text and part.name else text
 
         size = len(self._parts)
@@ -132,18 +129,6 @@ class FunctionReward(Reward):
             reward_error=["; ".join(texts) or None for texts in errors],
             **({} if self._parts[0].name == "" else named),
         )
-
-    def _first(self, error: Exception | SystemExit | None) -> str | None:
-        """The error as text; where it arose goes to the log, the first time."""
-        if error is None:
-            return None
-        text = f"{type(error).__name__}: {error}"[:500]
-        # The place tells one mistake from another; the text may hold a value of the row.
-        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
-        if (kind := type(error).__name__ + place) not in self._told:
-            self._told.add(kind)
-            log.warning("a reward function raised; its row gets reward 0", error=text, at=place.strip(" ()"))
-        return text
 
 
 async def boundary(
@@ -175,9 +160,6 @@ _SHIPPED: dict[str, RewardFunction] = {
     "reasoning_gym": reasoning_gym,
     "code_tests": code_tests,
 }
-
-
-# --- finding a function by name ------------------------------------------------------------------
 
 
 def load_function(name: str) -> RewardFunction:

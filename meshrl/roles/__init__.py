@@ -21,7 +21,7 @@ from meshrl.roles.config import (
     TeacherConfig,
     check_axes,
 )
-from meshrl.roles.generate_calls import Calls
+from meshrl.roles.generate_calls import GenerateCalls
 from meshrl.roles.preference_passes import mismatched_kl, with_margins
 from meshrl.roles.registry import backends, implementation
 from meshrl.roles.reward_passes import step_metrics, with_labels, with_scores
@@ -31,10 +31,10 @@ from meshrl.roles.tokens import check_teacher
 
 __all__ = [
     "Address",
-    "Calls",
     "Critic",
     "CriticConfig",
     "FsdpConfig",
+    "GenerateCalls",
     "GroupSampling",
     "LoraConfig",
     "MegatronConfig",

@@ -23,10 +23,10 @@ from meshrl.errors import DataError
 from meshrl.mesh import current_rank
 
 
-class Call:
+class GenerateCall:
     """One call of `generate`, as long as it decodes."""
 
-    def __init__(self, calls: "Calls", number: int) -> None:
+    def __init__(self, calls: "GenerateCalls", number: int) -> None:
         self._calls = calls
         self.number = number
         """How many calls came to this rank before it. Below 0: one beside training, which has no place in a record."""
@@ -62,7 +62,7 @@ class Call:
         return self.aborted or self.number < 0 or not self._calls.holds(self)
 
 
-class Calls:
+class GenerateCalls:
     """The calls that run on a rank, and how many loads and aborts interrupted them.
 
     With the places of an earlier run's interruptions (`replay`) each comes there again: a call waits for it at its
@@ -74,7 +74,7 @@ class Calls:
         self._begun = 0
         self._begun_at_load = 0
         """How many had begun when weights came last."""
-        self._running: dict[int, Call] = {}
+        self._running: dict[int, GenerateCall] = {}
         self._beside = 0
         """How many began beside training since weights came last."""
         self._interruptions = 0
@@ -88,18 +88,18 @@ class Calls:
         self._changed = asyncio.Event()
 
     @asynccontextmanager
-    async def begin(self, beside: bool = False) -> AsyncGenerator[Call]:
+    async def begin(self, beside: bool = False) -> AsyncGenerator[GenerateCall]:
         """A call that runs while the block lasts. Inside, the weights are those that it begins with.
 
         `beside`: of `Sampling.beside`; others are numbered, replayed and aborted as if it were not there.
         """
         if beside:
             self._beside += 1
-            call = Call(self, -self._beside)
+            call = GenerateCall(self, -self._beside)
             call.turn, call.steps = call.number, 0
             yield call
             return
-        call = Call(self, self._arrived)
+        call = GenerateCall(self, self._arrived)
         self._arrived += 1
         self._running[call.number] = call
         try:
@@ -154,19 +154,19 @@ class Calls:
             )
         self._record = places
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GenerateCall) -> bool:
         """Whether an interruption that has not come yet is to come before the call's next step, or its beginning."""
         # None that is later has an earlier place, so the next one alone tells.
         if self._interruptions >= len(self._record):
             return False
         return call.steps >= _place(self._record[self._interruptions], call.number)
 
-    def stepped(self, call: Call) -> None:
+    def stepped(self, call: GenerateCall) -> None:
         """Tell an interruption that waits for the call to be where it is now: after this step, at the next pause."""
         if call.number >= 0 and self.holds(call):
             self._tell()
 
-    def end(self, call: Call) -> None:
+    def end(self, call: GenerateCall) -> None:
         """The call makes no more steps."""
         if call.number < 0:
             return

@@ -6,12 +6,11 @@ A backend's module has `ROLES`, from a role's name to where its class is:
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TypeVar, cast
 
-from meshrl.errors import BackendError
+from meshrl.errors import BackendError, did_you_mean
 from meshrl.roles.config import RoleConfig
 
 R = TypeVar("R")
@@ -32,9 +31,9 @@ def implementation(role: Callable[..., R], backend: str) -> Callable[[RoleConfig
     name = getattr(role, "__name__", repr(role))
     known = backends()
     if backend not in known:
-        near = get_close_matches(backend, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise BackendError(f"no backend {backend!r} is installed: {hint}There are {', '.join(sorted(known))}")
+        hint = did_you_mean(backend, known)
+        there = f"There are {', '.join(sorted(known))}"
+        raise BackendError(f"no backend {backend!r} is installed: {f'{hint} {there}' if hint else there}")
     try:
         roles: Mapping[str, str] = import_module(known[backend]).ROLES
         if name not in roles:

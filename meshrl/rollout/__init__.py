@@ -4,7 +4,7 @@
 older than `ahead` versions is ever trained on. A schedule that was recorded can be followed again, to the bit.
 """
 
-from meshrl.rollout.replay import DIFFERENCE, Loop, Schedule, load_into, read_schedule, schedule
+from meshrl.rollout.replay import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.rollout.stream import Rollouts, Score, rollouts
 from meshrl.rollout.synchronous import greedy_baseline, has_signal, publish, rollout
 
@@ -16,7 +16,6 @@ __all__ = [
     "Score",
     "greedy_baseline",
     "has_signal",
-    "load_into",
     "publish",
     "read_schedule",
     "rollout",

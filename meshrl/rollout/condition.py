@@ -6,14 +6,14 @@ from collections.abc import Callable
 from meshrl.events import waiting
 
 
-class Changes:
+class Condition:
     """Tasks of one loop that wait until something holds, and look again when they are told of a change."""
 
     def __init__(self) -> None:
         self._happened = asyncio.Event()
         self._error: BaseException | None = None
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         """Let everybody who waits look again."""
         self._happened.set()
         self._happened.clear()
@@ -21,16 +21,16 @@ class Changes:
     def fail(self, error: BaseException) -> None:
         """Nobody shall wait any more: what they wait for may not come. The first failure counts."""
         self._error = self._error or error
-        self.tell()
+        self.notify_all()
 
-    async def when(self, ready: Callable[[], bool]) -> None:
+    async def wait_quietly_for(self, ready: Callable[[], bool]) -> None:
         """Wait until something holds, without a word: for what waits most of the time."""
         while not ready():
             if self._error is not None:
                 raise self._error
             await self._happened.wait()
 
-    async def until(self, ready: Callable[[], bool], who: str, what: str, why: Callable[[], str]) -> None:
+    async def wait_for(self, ready: Callable[[], bool], who: str, what: str, why: Callable[[], str]) -> None:
         """Wait until something holds: `who` waits for `what`, and `why` tells what that is blocked by.
 
         Raises the failure, if there is one and it does not hold.
@@ -38,4 +38,4 @@ class Changes:
         if ready():
             return
         with waiting(who, what, why):
-            await self.when(ready)
+            await self.wait_quietly_for(ready)

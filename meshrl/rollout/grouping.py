@@ -30,7 +30,7 @@ class _Group:
     oldest: int = np.iinfo(np.int64).max
 
 
-class Assembly:
+class GroupBuffer:
     """Collects groups of `size` rows. A row is known by its `groups`; its place in a group by its call and origin."""
 
     def __init__(self, size: int) -> None:

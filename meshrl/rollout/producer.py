@@ -12,12 +12,12 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
 from meshrl.mesh import Rows, divided, parts, respawn
 from meshrl.roles import Sampler, Sampling
-from meshrl.rollout.condition import Changes
-from meshrl.rollout.grouping import Assembly
-from meshrl.rollout.prompt_queue import Prompts
-from meshrl.rollout.replay import Decision, Script, load_into
-from meshrl.rollout.routing import NOWHERE, Balance, Share
-from meshrl.rollout.staleness import Ledger
+from meshrl.rollout.condition import Condition
+from meshrl.rollout.grouping import GroupBuffer
+from meshrl.rollout.prompt_queue import PromptQueue
+from meshrl.rollout.replay import Decision, DecisionLog, load_into
+from meshrl.rollout.routing import NOWHERE, Router, Share
+from meshrl.rollout.staleness import StalenessLedger
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
@@ -29,7 +29,7 @@ _LOT = 8
 
 
 @dataclass(eq=False)
-class Call:
+class GenerateRequest:
     """One call of `generate`."""
 
     number: int
@@ -57,23 +57,23 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Shared:
+class StreamState:
     """What the two sides of a stream work on."""
 
-    ledger: Ledger
-    assembly: Assembly
-    prompts: Prompts
-    changes: Changes
-    script: Script
+    ledger: StalenessLedger
+    buffer: GroupBuffer
+    prompts: PromptQueue
+    condition: Condition
+    decisions: DecisionLog
     start: Callable[[Coroutine[Never, Never, None]], None]
     """Run a task as long as the stream lasts; if it fails, so does the stream."""
 
 
-class Generation:
+class Producer:
     """The side of a stream that faces the sampler."""
 
-    def __init__(self, sampler: Sampler, sampling: Sampling, swap: SwapMode, retries: int, shared: Shared) -> None:
-        self.arrived: list[tuple[Call, Batch | Exception | None]] = []
+    def __init__(self, sampler: Sampler, sampling: Sampling, swap: SwapMode, retries: int, state: StreamState) -> None:
+        self.arrived: list[tuple[GenerateRequest, Batch | Exception | None]] = []
         """Rows that came and, at the end of a call, None or what it raised."""
         self.demand = False
         """Whether the trainer waits for a batch."""
@@ -81,11 +81,11 @@ class Generation:
         self._sampling = sampling
         self._mode = swap
         self._retries = retries
-        self._shared = shared
-        self._balance = Balance(parts(sampler.generate))
+        self._state = state
+        self._router = Router(parts(sampler.generate))
         self._resumable: dict[int, tuple[Batch, Mapping[int, Share]]] = {}
         """By the call that was aborted, so that they go on in one order, whichever ended first; and where they were."""
-        self._running: dict[int, Call] = {}
+        self._running: dict[int, GenerateRequest] = {}
         self._calls = 0
         self._halted = 0
         """How many want that no call begins."""
@@ -96,10 +96,10 @@ class Generation:
 
     async def run(self) -> None:
         """Begin a call whenever there is room."""
-        it = self._shared
+        it = self._state
         while True:
-            await it.changes.until(self._may_draw, "rollout", "capacity", self._why_not)
-            decided, before = it.script.next("draw"), NOWHERE
+            await it.condition.wait_for(self._may_draw, "rollout", "capacity", self._why_not)
+            decided, before = it.decisions.next("draw"), NOWHERE
             if self._resumable:
                 prompts, before = self._resumable.pop(min(self._resumable))
                 sampling = self._sampling.model_copy(update={"n": 1})
@@ -107,9 +107,9 @@ class Generation:
                 prompts, sampling = it.prompts.take(decided.count if decided else it.ledger.room), self._sampling
                 for label in prompts.groups.tolist():
                     it.ledger.draw(label)
-                it.assembly.expect(prompts)
-            call = self._call(prompts, sampling, before, decided)
-            it.script.note("draw", len(prompts), owners=call.owners.tolist() if self._balance.replicas > 1 else [])
+                it.buffer.expect(prompts)
+            call = self._request(prompts, sampling, before, decided)
+            it.decisions.note("draw", len(prompts), owners=call.owners.tolist() if self._router.replicas > 1 else [])
             it.start(self._generate(call))
 
     async def swap(self, weights: Weights) -> None:
@@ -122,46 +122,46 @@ class Generation:
         try:
             if self._mode == "abort":
                 await self._change(self.sampler.abort)
-            await self._shared.changes.until(
+            await self._state.condition.wait_for(
                 lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
             )
             await self._change(lambda: self._load(weights))
         finally:
             self._halted -= 1
-            self._shared.changes.tell()
+            self._state.condition.notify_all()
 
-    def came(self, call: Call, rows: Batch) -> None:
+    def came(self, call: GenerateRequest, rows: Batch) -> None:
         """Rows of a call have come; their `groups` can be read."""
         call.rows += len(rows)
-        self._balance.take(call.given, rows.groups.tolist())
+        self._router.take(call.given, rows.groups.tolist())
 
-    async def end(self, call: Call, error: Exception | None) -> None:
+    async def end(self, call: GenerateRequest, error: Exception | None) -> None:
         """A call is over, and all that it yielded is counted: what it stopped goes on, what it lost is drawn again."""
-        self._balance.end(call.given)
+        self._router.end(call.given)
         if error is not None:
-            self._lose(self._shared.assembly.incomplete(call.prompts.groups.tolist()))
+            self._lose(self._state.buffer.incomplete(call.prompts.groups.tolist()))
             await self._recover(call.life, error)
         else:
             call.check()
             if call.aborted:
                 self._resumable[call.number] = Batch.join(call.aborted).drop("aborted"), call.given
         del self._running[call.number]
-        self._shared.changes.tell()
+        self._state.condition.notify_all()
 
     def _may_draw(self) -> bool:
-        it = self._shared
+        it = self._state
         # In the synchronous loop nothing is drawn ahead of the question, not even after the last step.
-        if self._halted or not it.script.is_turn("draw") or not (it.ledger.ahead or self.demand):
+        if self._halted or not it.decisions.is_turn("draw") or not (it.ledger.ahead or self.demand):
             return False
-        decided = it.script.next("draw")
+        decided = it.decisions.next("draw")
         least = decided.count if decided else max(1, it.ledger.size // _LOT) if self._running else 1
         return bool(self._resumable or (it.ledger.room >= least and it.prompts))
 
     def _why_not(self) -> str:
-        ledger = self._shared.ledger
+        ledger = self._state.ledger
         if self._halted:
             return "new weights are on their way to the sampler"
-        if not self._shared.prompts:
+        if not self._state.prompts:
             return "there are no more prompts"
         if not self.demand and not ledger.ahead:
             return "with ahead=0 nothing is drawn before a batch is asked for"
@@ -171,17 +171,20 @@ class Generation:
             f"{ledger.running} run"
         )
 
-    def _call(self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share], decided: Decision | None) -> Call:
+    def _request(
+        self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share], decided: Decision | None
+    ) -> GenerateRequest:
         if decided and decided.owners:
             owners = np.array(decided.owners)
         else:
-            owners = self._balance.divide(prompts, sampling, before)
-        call = Call(self._calls, prompts, sampling, owners, self._balance.give(prompts, sampling, owners), self._life)
+            owners = self._router.divide(prompts, sampling, before)
+        given = self._router.give(prompts, sampling, owners)
+        call = GenerateRequest(self._calls, prompts, sampling, owners, given, self._life)
         self._calls += 1
         self._running[call.number] = call
         return call
 
-    async def _generate(self, call: Call) -> None:
+    async def _generate(self, call: GenerateRequest) -> None:
         """Run a call to its end, whatever that is."""
         ended: Exception | None = None
         generate = divided(self.sampler.generate, call.owners)
@@ -189,14 +192,14 @@ class Generation:
         try:
             async for chunk in chunks:
                 self.arrived.append((call, chunk))
-                self._shared.changes.tell()
+                self._state.condition.notify_all()
         except Exception as error:  # noqa: BLE001 -- whatever a sampler raises may be tried again
             ended = error
         finally:
             if isinstance(chunks, AsyncGenerator):
                 await chunks.aclose()
         self.arrived.append((call, ended))
-        self._shared.changes.tell()
+        self._state.condition.notify_all()
 
     async def _load(self, weights: Weights) -> None:
         await load_into(self.sampler, weights)
@@ -220,7 +223,7 @@ class Generation:
                     await self._revive(error)
         finally:
             self._halted -= 1
-            self._shared.changes.tell()
+            self._state.condition.notify_all()
 
     async def _revive(self, error: Exception) -> None:
         """Begin a new life: of a sampler that died with the weights that were published last, as often as it takes."""
@@ -230,7 +233,7 @@ class Generation:
                 error = again
         finally:
             self._halted -= 1
-            self._shared.changes.tell()
+            self._state.condition.notify_all()
 
     async def _new_life(self, error: Exception) -> Exception | None:
         """What ended the new life before it had its weights, or None."""
@@ -242,7 +245,7 @@ class Generation:
         log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
         if not died or self._weights is None:
             return None
-        self._lose(self._shared.assembly.elsewhere())
+        self._lose(self._state.buffer.elsewhere())
         try:
             await respawn(self.sampler)
             await load_into(self.sampler, self._weights)
@@ -254,11 +257,11 @@ class Generation:
 
     def _lose(self, labels: list[int]) -> None:
         """Draw groups again, from their prompts."""
-        it = self._shared
+        it = self._state
         if labels:
             for label in labels:
                 it.ledger.restart(label)
-            it.prompts.put_back(it.assembly.lose(labels))
+            it.prompts.put_back(it.buffer.lose(labels))
 
 
 def _died(error: Exception) -> bool:

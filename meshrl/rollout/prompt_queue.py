@@ -8,13 +8,13 @@ import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
-from meshrl.tasks import Position
+from meshrl.tasks import DataCursor
 
 
-class Prompts:
+class PromptQueue:
     """Batches of prompts of one size, dealt out some rows at a time. False when there are no more."""
 
-    def __init__(self, batches: Iterable[Batch], here: Position | None = None) -> None:
+    def __init__(self, batches: Iterable[Batch], here: DataCursor | None = None) -> None:
         """`here`: where the run stands in its data, which leaves out what was used."""
         self._batches = iter(batches)
         self._here = here

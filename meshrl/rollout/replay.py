@@ -70,7 +70,7 @@ Entry: TypeAlias = Decision | Opened | Load | Loop | Ended
 _decoder = msgspec.json.Decoder(Entry)
 
 
-class Script:
+class DecisionLog:
     """The decisions of one stream: written down where a run keeps a schedule, and read first where it repeats one."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Schedule:
         self._loops = 0
         self._samplers: list[Sampler] = []
 
-    def script(self, sampler: Sampler, opened: Opened) -> Script:
+    def decisions(self, sampler: Sampler, opened: Opened) -> DecisionLog:
         """The decisions of the next stream. DataError where it is not configured as the one that is repeated."""
         number, self._streams = self._streams, self._streams + 1
         before = [each for each in self._replayed or () if isinstance(each, Opened)][number : number + 1]
@@ -142,7 +142,7 @@ class Schedule:
             )
         self.write(opened)
         decided = [each for each in self._replayed or () if isinstance(each, Decision) and each.stream == number]
-        return Script(self.write, number, decided, lambda: self._number(sampler))
+        return DecisionLog(self.write, number, decided, lambda: self._number(sampler))
 
     def loop(self, loop: Loop) -> None:
         """A loop over steps begins. DataError where weights may come otherwise than in the run that is repeated.

@@ -31,7 +31,7 @@ NOWHERE: Final[Mapping[int, Share]] = MappingProxyType({})
 """What was given where of groups that begin."""
 
 
-class Balance:
+class Router:
     """Counts what the replicas of a sampler have still to draw. Knows no time and no tasks.
 
     A completion that has not come back counts with its `max_tokens`: the most that it may draw, and all that is known

@@ -25,7 +25,7 @@ class Group:
     finished: bool = False
 
 
-class Ledger:
+class StalenessLedger:
     """Counts the groups that are running, ready and delivered. Knows no time and no tasks.
 
     Prompts are drawn while `accepted + running <= (ahead + version + 1) * size`, where what is ready or delivered has

@@ -27,13 +27,13 @@ from meshrl.errors import DataError
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
 from meshrl.roles import Sampler, Sampling
-from meshrl.rollout.condition import Changes
-from meshrl.rollout.grouping import Assembly
-from meshrl.rollout.producer import Call, Generation, Shared, SwapMode
-from meshrl.rollout.prompt_queue import Prompts
-from meshrl.rollout.replay import Opened, Script, schedule
-from meshrl.rollout.staleness import Late, Ledger
-from meshrl.tasks import position
+from meshrl.rollout.condition import Condition
+from meshrl.rollout.grouping import GroupBuffer
+from meshrl.rollout.producer import GenerateRequest, Producer, StreamState, SwapMode
+from meshrl.rollout.prompt_queue import PromptQueue
+from meshrl.rollout.replay import DecisionLog, Opened, schedule
+from meshrl.rollout.staleness import Late, StalenessLedger
+from meshrl.tasks import data_cursor
 from meshrl.weights import Weights
 
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
@@ -87,8 +87,9 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
             raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
-    source = Prompts(prompts, position.get())
-    return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, Ledger(source.size, ahead, late))
+    source = PromptQueue(prompts, data_cursor.get())
+    ledger = StalenessLedger(source.size, ahead, late)
+    return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, ledger)
 
 
 @dataclass(eq=False)
@@ -104,21 +105,21 @@ class Rollouts:
     live: Final[WeakSet["Rollouts"]] = WeakSet()
     """Those that are open."""
 
-    def __init__(self, plan: _Plan, prompts: Prompts, ledger: Ledger) -> None:
+    def __init__(self, plan: _Plan, prompts: PromptQueue, ledger: StalenessLedger) -> None:
         self.ledger = ledger
         self._plan = plan
         self._prompts = prompts
-        self._assembly = Assembly(plan.sampling.n)
-        self._changes = Changes()
+        self._buffer = GroupBuffer(plan.sampling.n)
+        self._condition = Condition()
         kept = schedule.get()
         replicas = parts(plan.sampler.generate)
         opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap, replicas)
-        self._script = kept.script(plan.sampler, opened) if kept else Script()
-        shared = Shared(ledger, self._assembly, prompts, self._changes, self._script, self._start)
-        self._generation = Generation(plan.sampler, plan.sampling, plan.swap, plan.retries, shared)
-        self._position = position.get()
-        if self._position:
-            ledger.floor = self._position.open(self)
+        self._decisions = kept.decisions(plan.sampler, opened) if kept else DecisionLog()
+        state = StreamState(ledger, self._buffer, prompts, self._condition, self._decisions, self._start)
+        self._producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
+        self._cursor = data_cursor.get()
+        if self._cursor:
+            ledger.floor = self._cursor.open(self)
         self._begun = False
         self._swapping = asyncio.Lock()
         self._announced: list[_Ticket] = []
@@ -137,9 +138,9 @@ class Rollouts:
     ) -> None:
         """Cancel what is being generated."""
         Rollouts.live.discard(self)
-        if self._position:
-            self._position.close(self)
-        self._changes.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
+        if self._cursor:
+            self._cursor.close(self)
+        self._condition.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -154,8 +155,8 @@ class Rollouts:
             raise DataError("a stream of rollouts is used inside its `async with` alone")
         if not self._begun:
             self._begun = True
-            await self._script.begin()
-            self._start(self._generation.run())
+            await self._decisions.begin()
+            self._start(self._producer.run())
             self._start(self._collect())
         labels: list[int] = []
 
@@ -163,14 +164,14 @@ class Rollouts:
             labels.extend(self._take())
             return bool(labels or self._is_over())
 
-        self._generation.demand = True
-        self._changes.tell()
+        self._producer.demand = True
+        self._condition.notify_all()
         impatient = asyncio.get_running_loop().call_later(_PATIENCE, self._say_who_waits)
         try:
-            await self._changes.until(ready, "trainer", "a batch", self._why_no_batch)
+            await self._condition.wait_for(ready, "trainer", "a batch", self._why_no_batch)
         finally:
             impatient.cancel()
-            self._generation.demand = False
+            self._producer.demand = False
         if labels:
             return self._deliver(labels)
         raise StopAsyncIteration("the prompts have ended")
@@ -197,17 +198,17 @@ class Rollouts:
         try:
             async with self._swapping:
                 self.ledger.check(weights.version)
-                await self._changes.until(
-                    lambda: self._script.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
+                await self._condition.wait_for(
+                    lambda: self._decisions.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
                 )
-                self._script.note("publish")
-                await self._generation.swap(weights)
+                self._decisions.note("publish")
+                await self._producer.swap(weights)
         except BaseException:
             self._withdraw(ticket)
             raise
         if ticket.counts:
             self.ledger.publish(weights.version)
-        self._changes.tell()
+        self._condition.notify_all()
 
     def _withdraw(self, ticket: "_Ticket") -> None:
         if ticket.counts:
@@ -240,18 +241,18 @@ class Rollouts:
             if self.ledger.late == "wait":
                 log.warning("groups are too old and are dropped: publish once a batch", groups=len(old))
             self.ledger.drop(old, "stale")
-            self._assembly.forget(old)
-            self._changes.tell()
-        if self._script.is_free:
+            self._buffer.forget(old)
+            self._condition.notify_all()
+        if self._decisions.is_free:
             return self.ledger.take(rest=not self._prompts) or []
-        decided = self._script.next("deliver")
+        decided = self._decisions.next("deliver")
         return decided.groups if decided and self.ledger.take_these(decided.groups) else []
 
     def _deliver(self, labels: list[int]) -> Batch:
-        self._script.note("deliver", groups=labels)
+        self._decisions.note("deliver", groups=labels)
         self._filtered = 0
-        batch = self._assembly.batch(labels)
-        self._assembly.forget(labels)
+        batch = self._buffer.batch(labels)
+        self._buffer.forget(labels)
         numbers, which = np.unique(batch.row("oldest_version"), return_inverse=True)
         staleness = np.array(self.ledger.staleness(numbers.tolist()), np.int32)[which]
         if to := sink.get():
@@ -260,7 +261,7 @@ class Rollouts:
             number = self.ledger.batches - 1
             to.emit(Delivery(number, to.now(), len(batch), np.bincount(staleness).tolist(), dropped))
         self._note_gauges()
-        self._changes.tell()
+        self._condition.notify_all()
         return batch.assign(staleness=staleness)
 
     def _is_over(self) -> bool:
@@ -277,39 +278,39 @@ class Rollouts:
 
     async def _collect(self) -> None:
         """Put what has come to its groups; those that are whole are scored, while others come."""
-        generation = self._generation
+        producer = self._producer
         while True:
-            await self._changes.when(lambda: bool(generation.arrived))
-            arrived, generation.arrived = generation.arrived, []
+            await self._condition.wait_quietly_for(lambda: bool(producer.arrived))
+            arrived, producer.arrived = producer.arrived, []
             whole: dict[int, int] = {}
             for call, rows in arrived:
                 if isinstance(rows, Batch) and len(rows):
                     whole |= await self._add(call, rows)
             if whole:
-                self._start(self._finish(whole, self._assembly.batch(list(whole)), self._assembly.attempts(whole)))
+                self._start(self._finish(whole, self._buffer.batch(list(whole)), self._buffer.attempts(whole)))
             for call, ended in arrived:
                 if not isinstance(ended, Batch):
-                    await generation.end(call, ended)
+                    await producer.end(call, ended)
             self._note_gauges()
-            self._changes.tell()
+            self._condition.notify_all()
 
-    async def _add(self, call: Call, chunk: Batch) -> dict[int, int]:
+    async def _add(self, call: GenerateRequest, chunk: Batch) -> dict[int, int]:
         """Put rows to their groups; those that are whole now."""
         own = ("max_tokens",) if "max_tokens" in chunk else ()
         rows = await chunk.load("groups", "aborted", "oldest_version", *own)
-        self._generation.came(call, rows)
+        self._producer.came(call, rows)
         aborted = np.asarray(rows.row("aborted"), np.bool_)
         if aborted.any():
             call.aborted.append(rows.select(aborted))
             rows = rows.select(np.logical_not(aborted))
-        return self._assembly.add(call.number, rows.drop("aborted"))
+        return self._buffer.add(call.number, rows.drop("aborted"))
 
     async def _finish(self, whole: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
         """Score groups, drop those that are not wanted, and have the others ready."""
 
         def lost() -> set[int]:
             """Groups that were lost with the sampler meanwhile, and are drawn again."""
-            now = self._assembly.attempts(whole)
+            now = self._buffer.attempts(whole)
             return {label for label in whole if now[label] is not attempts[label]}
 
         try:
@@ -321,14 +322,14 @@ class Rollouts:
             raise
         gone = lost()
         here = np.logical_not(np.isin(scored.groups, list(gone)))
-        self._assembly.put(scored.select(here))
+        self._buffer.put(scored.select(here))
         for label in whole.keys() - unwanted - gone:
             self.ledger.finish(label, whole[label])
-        self._script.check_dropped(unwanted - gone)
+        self._decisions.check_dropped(unwanted - gone)
         self.ledger.drop(unwanted - gone, "filtered")
-        self._assembly.forget(unwanted - gone)
+        self._buffer.forget(unwanted - gone)
         self._note_gauges()
-        self._changes.tell()
+        self._condition.notify_all()
 
     async def _scored(self, groups: Batch) -> Batch:
         if self._plan.score is None:
@@ -373,4 +374,4 @@ class Rollouts:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._changes.fail(error)
+            self._condition.fail(error)

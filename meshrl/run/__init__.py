@@ -10,13 +10,13 @@ from meshrl.run.artifacts import newest_model, table_of
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
-from meshrl.run.periodic import Beside, Measurement
+from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
 
 __all__ = [
     "AlgorithmConfig",
-    "Beside",
+    "BackgroundMeasurements",
     "EvaluationConfig",
     "Job",
     "Measurement",

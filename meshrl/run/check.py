@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from meshrl.config import Config, Keys, dotted, nearest
+from meshrl.config import Config, Keys, dotted
 from meshrl.environments import Environment, EnvironmentConfig, load_environment
-from meshrl.errors import BackendError, MeshrlError, ModelError
+from meshrl.errors import BackendError, MeshrlError, ModelError, did_you_mean
 from meshrl.rewards import RewardConfig, load_function
 from meshrl.roles import (
     Critic,
@@ -72,8 +72,7 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
     named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
     for mesh in meshes:
         if mesh not in named:
-            near = nearest(mesh, named)
-            hint = f"did you mean {near!r}?" if near else f"they name {', '.join(sorted(named)) or 'none'}"
+            hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
             mistakes.append(f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}")
     return mistakes
 

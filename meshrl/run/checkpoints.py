@@ -14,7 +14,7 @@ import msgspec
 from meshrl import log
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import Stateful
-from meshrl.tasks import Reached
+from meshrl.tasks import CursorState
 
 _WHOLE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
@@ -34,7 +34,7 @@ class Saved(msgspec.Struct, frozen=True):
     """Bytes of the run's files that are appended to."""
     once: Mapping[str, Mapping[str, float | str]]
     """What `run.once` measured; what is not finite as text."""
-    data: Reached
+    data: CursorState
 
 
 class Checkpoints:

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar, cast, get_type_hints
 
 from pydantic import create_model
 
-from meshrl.config import Config, Table, load_toml, nearest, validate
-from meshrl.errors import ConfigError
+from meshrl.config import Config, Table, load_toml, validate
+from meshrl.errors import ConfigError, did_you_mean
 from meshrl.user_code import import_file
 
 R = TypeVar("R", bound=Config)
@@ -70,8 +70,7 @@ def find_config(name: str) -> Path:
         return known[name]
     if path.suffix == ".toml":
         load_toml(path)  # raises, naming the file that was probably meant
-    near = nearest(name, known)
-    hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(known)}"
+    hint = did_you_mean(name, known, "{}") or f"the shipped ones are {', '.join(known)}"
     raise ConfigError(f"{name}: no such file or shipped configuration; {hint}")
 
 
@@ -89,8 +88,7 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
         return path
     known = shipped_scripts()
     if algorithm not in known:
-        near = nearest(algorithm, known)
-        hint = f"did you mean {near!r}?" if near else f"the shipped ones are {', '.join(known)}"
+        hint = did_you_mean(algorithm, known) or f"the shipped ones are {', '.join(known)}"
         where, own = (f"{source}: ", " (a script of your own ends in .py)") if source else ("", "")
         raise ConfigError(f"{where}no algorithm {algorithm!r} is shipped; {hint}{own}")
     return known[algorithm]

@@ -25,7 +25,7 @@ class Measurement:
     """What is to be done between the two steps, before it begins."""
 
 
-class Beside:
+class BackgroundMeasurements:
     """Begins a measurement where one is due, between two steps, and hands what it found to `record`.
 
     If the last one still runs when the next is due, the steps wait for it: none is left out, and when they begin does

@@ -20,9 +20,9 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import _corrected, _statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.periodic import Beside, Measurement
+from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder
-from meshrl.tasks import Position, position
+from meshrl.tasks import DataCursor, data_cursor
 
 R = TypeVar("R")
 
@@ -52,8 +52,10 @@ class Steps:
 class Run:
     """What a script is given: spawn roles, count steps, record numbers. Used with `async with`.
 
-    async with Run(RunConfig(name="mine")) as run:
-        policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+        async with Run(RunConfig(name="mine")) as run:
+            policy = await run.spawn(Policy, PolicyConfig(model="folder"))
+
+    What it spawned ends with the block.
     """
 
     def __init__(
@@ -72,9 +74,9 @@ class Run:
         self._saved = self._checkpoints.saved
         once = self._saved.once.items() if self._saved else ()
         self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
-        self._position = Position(self._saved.data if self._saved else None)
+        self._cursor = DataCursor(self._saved.data if self._saved else None)
         self.recorder = Recorder(folder, resolved or {}, self._saved.files if self._saved else None)
-        self._beside = Beside(self.recorder.evaluation)
+        self._beside = BackgroundMeasurements(self.recorder.evaluation)
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
         self._done = 0
@@ -142,7 +144,9 @@ class Run:
     async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
         """Numbers that are measured once in a run: one that goes on has those that were measured before its checkpoint.
 
-        before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+            before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
+
+        The name is what a checkpoint knows them by.
         """
         if name not in self._once:
             self._once[name] = {key: float(value) for key, value in (await measure()).items()}
@@ -169,7 +173,7 @@ class Run:
             self._begin_loop(loop, first, count)
         elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
             await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
-            data = self._position.reached()  # before anything else goes on
+            data = self._cursor.reached()  # before anything else goes on
             once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
             saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
             await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
@@ -186,7 +190,7 @@ class Run:
             self._checkpoints.check()
             self._done = self._saved.done
             log.info(f"{self.folder} goes on after step {first} of {count}")
-        self._position.begun = True
+        self._cursor.begun = True
         self.recorder.begin(count, first)
 
     def _begin_step(self, step: int) -> None:
@@ -237,7 +241,7 @@ class Run:
             self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
         schedule.set(self._schedule)
         if self.config.checkpoint_every or self.config.resume:
-            position.set(self._position)
+            data_cursor.set(self._cursor)
         return self
 
     async def __aexit__(
@@ -267,8 +271,8 @@ class Run:
                 self._events.close()
             if sink.get() is self._events:  # not where the end is in another context than the beginning
                 sink.set(self._outer)
-            if position.get() is self._position:
-                position.set(None)
+            if data_cursor.get() is self._cursor:
+                data_cursor.set(None)
             if self._schedule:
                 self._schedule.close()
             self.recorder.close(error)

@@ -20,7 +20,7 @@ from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import Held, Rank, Resources, Slot, current_rank
 from meshrl.objectives import Gae
-from meshrl.roles import Calls, Critic, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
+from meshrl.roles import Critic, GenerateCalls, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
 from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.pace import Draws, Pace, Tape
 from meshrl.weights import Weights
@@ -293,7 +293,7 @@ class SimSampler(SimRole, Sampler):
         super().__init__(config, timing)
         self._version = 0
         self._latency = Draws(self._timing.pace.latency, 0, self._timing.tape)
-        self._calls = Calls()
+        self._calls = GenerateCalls()
         self._jobs: set[Job] = set()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:

@@ -14,9 +14,8 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from meshrl.config import nearest
 from meshrl.data import Batch
-from meshrl.errors import ContractError, DataError
+from meshrl.errors import ContractError, DataError, did_you_mean
 from meshrl.events import Call, Event, Span
 from meshrl.mesh import Actor, current_rank
 
@@ -167,8 +166,7 @@ def _derived(role: C, befores: dict[str, Before]) -> C:
             methods[name] = _call(method, before)
         else:
             known = [each for each in dir(role) if inspect.isroutine(getattr(role, each)) and not each.startswith("_")]
-            near = nearest(name, known)
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"it has {', '.join(known)}"
             raise ContractError(f"{role.__name__} has no endpoint {name!r}: {hint}")
     return cast("C", type(role.__name__, (role,), {"__module__": role.__module__, "__doc__": role.__doc__} | methods))
 

@@ -7,27 +7,26 @@ too.
 
 from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
-from meshrl.tasks.cursor import Position, Reached, position
-from meshrl.tasks.pairs import about_half, answer_pairs, corrupted, labelled, rejected_answers
+from meshrl.tasks.cursor import CursorState, DataCursor, data_cursor
+from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, rejected_answers
 from meshrl.tasks.sources import Row
 from meshrl.tasks.steps import labelled_steps, least_margins
 from meshrl.tasks.task import Task, check_task, fill
 
 __all__ = [
-    "Position",
-    "Reached",
+    "CursorState",
+    "DataCursor",
     "Row",
     "Task",
     "TaskConfig",
-    "about_half",
     "answer_pairs",
     "check_task",
     "corrupted",
+    "data_cursor",
     "fill",
     "labelled",
     "labelled_steps",
     "least_margins",
-    "position",
     "rejected_answers",
     "verifiers",
 ]

@@ -34,7 +34,7 @@ class Deal(msgspec.Struct, frozen=True):
         return f"{self.prompts:,} prompts ({self.digest}) in the order of seed {self.seed}"
 
 
-class Reached(msgspec.Struct, frozen=True):
+class CursorState(msgspec.Struct, frozen=True):
     """What a checkpoint keeps of a run's data."""
 
     used: Sequence[tuple[int, int]]
@@ -58,17 +58,17 @@ class Stream(Protocol):
         ...
 
 
-class Position:
+class DataCursor:
     """The data of one run, from its beginning or from where a checkpoint had come."""
 
-    def __init__(self, before: Reached | None = None) -> None:
+    def __init__(self, before: CursorState | None = None) -> None:
         self.begun = False
         """Whether the loop has begun. What a script does before it, is done again with the same prompts."""
         self._pulling = False
         self._before = before
-        self._left_out = Ranges(before.used if before else ())
-        self._used = Ranges(before.used if before else ())
-        self._streamed = Ranges()
+        self._left_out = IntervalSet(before.used if before else ())
+        self._used = IntervalSet(before.used if before else ())
+        self._streamed = IntervalSet()
         self._deals: list[Deal] = []
         self._streams: list[Stream | int] = []
         """In the order in which they were opened; of a closed one what was published to it last."""
@@ -133,17 +133,17 @@ class Position:
         """A stream is closed: what it has not delivered will not come."""
         self._streams = [stream.published if each is stream else each for each in self._streams]
 
-    def reached(self) -> Reached:
+    def reached(self) -> CursorState:
         """What is used now."""
         live = [each for each in self._streams if not isinstance(each, int)]
         unfinished = [number for stream in live for number in stream.unfinished]
         published = [each if isinstance(each, int) else each.published for each in self._streams]
         if self._before:  # of those that are not open yet
             published += self._before.published[len(published) :]
-        return Reached(self._used.without(unfinished).pairs, self._deals, published)
+        return CursorState(self._used.without(unfinished).pairs, self._deals, published)
 
 
-class Ranges:
+class IntervalSet:
     """A set of whole numbers, as ranges: what is used in order takes no room."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
@@ -174,14 +174,14 @@ class Ranges:
         ends = np.append(begins[1:], len(bounds)) - 1
         self._bounds = np.stack([bounds[begins, 0], reach[ends]], axis=1)
 
-    def without(self, numbers: Iterable[int]) -> "Ranges":
+    def without(self, numbers: Iterable[int]) -> "IntervalSet":
         """The set but for these numbers."""
         gone = np.unique(np.fromiter(numbers, np.int64))
         gone = gone[self.has(gone)]
         firsts = np.sort(np.concatenate([self._bounds[:, 0], gone + 1]))
         ends = np.sort(np.concatenate([self._bounds[:, 1], gone]))
-        return Ranges([pair for pair in zip(firsts.tolist(), ends.tolist(), strict=True) if pair[0] < pair[1]])
+        return IntervalSet([pair for pair in zip(firsts.tolist(), ends.tolist(), strict=True) if pair[0] < pair[1]])
 
 
-position: ContextVar[Position | None] = ContextVar("position", default=None)
+data_cursor: ContextVar[DataCursor | None] = ContextVar("data_cursor", default=None)
 """Where the current run stands in its data, where it keeps that."""

@@ -8,15 +8,11 @@ from typing import Protocol, cast
 import msgspec
 from pydantic import JsonValue
 
-from meshrl.config import nearest
-from meshrl.errors import DataError
+from meshrl.errors import DataError, did_you_mean
 from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
 
 Row = dict[str, object]
-
-
-# --- sources: each yields (where the row stands, the row) ----------------------------------------
 
 
 def _read(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
@@ -100,10 +96,9 @@ def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None
     except ImportError as error:
         raise DataError(f"{source}: needs reasoning_gym: pip install 'meshrl[tasks]'") from error
     if name not in DATASETS:
-        near = nearest(name, DATASETS.keys())
+        hint = did_you_mean(name, DATASETS)
         raise DataError(
-            f"{source}: reasoning_gym has no dataset of this name among its {len(DATASETS)}"
-            + (f"; did you mean {near!r}?" if near else "")
+            f"{source}: reasoning_gym has no dataset of this name among its {len(DATASETS)}" + (hint and f"; {hint}")
         )
     # Without a seed reasoning_gym draws other rows in each process.
     given: dict[str, object] = {"seed": 0, "size": 10_000, **options}

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.data import Batch
-from meshrl.errors import DataError
+from meshrl.errors import DataError, shortened
 from meshrl.tasks.pairs import about_half, corrupted
 from meshrl.tasks.sources import Row
 
@@ -59,10 +59,11 @@ def _steps(number: int, row: Row, key: str) -> tuple[str, ...]:
     texts = row.get(key)
     if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts:
         raise DataError(
-            f"row {number} has {key} = {_short(texts)}: give a list of texts, one a step; say its key by `completion`"
+            f"row {number} has {key} = {shortened(texts)}: give a list of texts, one a step; "
+            "say its key by `completion`"
         )
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"row {number} has {key} = {_short(texts)}: each step is a text")
+        raise DataError(f"row {number} has {key} = {shortened(texts)}: each step is a text")
     return tuple(str(text) for text in texts)
 
 
@@ -70,17 +71,12 @@ def _labels(number: int, row: Row, key: str, steps: int) -> tuple[float, ...]:
     labels = row.get(key)
     if not isinstance(labels, Sequence) or isinstance(labels, str) or len(labels) != steps:
         raise DataError(
-            f"row {number} has {steps} steps and {key} = {_short(labels)}: {_STEPS}; say its key by `labels`"
+            f"row {number} has {steps} steps and {key} = {shortened(labels)}: {_STEPS}; say its key by `labels`"
         )
     for label in labels:
         if not (isinstance(label, bool) or (_is_number(label) and 0 <= label <= 1)):
             raise DataError(f"row {number} has the label {label!r} in {key}: {_STEPS}")
     return tuple(float(label) for label in labels)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _is_number(value: object) -> bool:

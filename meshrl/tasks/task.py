@@ -10,11 +10,10 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.config import nearest
 from meshrl.data import Batch
-from meshrl.errors import DataError
+from meshrl.errors import DataError, did_you_mean
 from meshrl.tasks.config import TaskConfig
-from meshrl.tasks.cursor import Deal, Position, position
+from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
 from meshrl.tasks.sources import Row, _read
 
 
@@ -58,11 +57,11 @@ class Task:
         """
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
-        here = position.get()
+        here = data_cursor.get()
         first = here.deal(Deal(len(self.train), self._digest(), seed)) if here else 0
         return self._deal(rows, seed, first, here)
 
-    def _deal(self, rows: int, seed: int, first: int, here: Position | None) -> Iterator[Batch]:
+    def _deal(self, rows: int, seed: int, first: int, here: DataCursor | None) -> Iterator[Batch]:
         size = len(self.train)
 
         @lru_cache(maxsize=2)
@@ -101,11 +100,8 @@ def fill(template: str, row: Mapping[str, object], where: str) -> str:
         return _FORMATTER.vformat(template, (), row)
     except KeyError as error:
         key = str(error.args[0])
-        near = nearest(key, row.keys())
-        raise DataError(
-            f"{where}: the template {template!r} needs {key!r}, which the row lacks"
-            + (f"; did you mean {near!r}?" if near else f"; it has {', '.join(map(repr, row))}")
-        ) from error
+        hint = did_you_mean(key, row) or f"it has {', '.join(map(repr, row))}"
+        raise DataError(f"{where}: the template {template!r} needs {key!r}, which the row lacks; {hint}") from error
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise DataError(
             f"{where}: the template {template!r} does not fit the row: {error}. "

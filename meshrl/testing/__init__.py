@@ -1,6 +1,8 @@
 """The testing kit: roles without a model, in virtual time, under thousands of schedules. See docs/testing.md.
 
-meshrl run grpo/quickstart policy.backend=fake sampler.backend=fake reward.backend=fake
+    meshrl run grpo/quickstart policy.backend=fake sampler.backend=fake reward.backend=fake
+
+A whole script runs so on the backend `fake`.
 """
 
 from meshrl.simulation import (

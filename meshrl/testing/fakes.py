@@ -18,7 +18,7 @@ from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
-    Calls,
+    GenerateCalls,
     Policy,
     PolicyConfig,
     Reference,
@@ -135,7 +135,7 @@ class FakeSampler(Sampler):
     def __init__(self, config: SamplerConfig) -> None:
         self.seed = config.seed
         self.weights = Weights(0, {_SKILL: np.array([0.0])})
-        self._calls = Calls()
+        self._calls = GenerateCalls()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """One row at a time, shortest answer first: as from a real sampler, rows finish out of order."""

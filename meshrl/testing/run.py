@@ -11,7 +11,7 @@ from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
 from meshrl.mesh import Actor, Engine, Mesh, Resources
 from meshrl.roles import RoleConfig
-from meshrl.run import Beside, Measurement, Run, RunConfig, Steps
+from meshrl.run import BackgroundMeasurements, Measurement, Run, RunConfig, Steps
 
 R = TypeVar("R")
 
@@ -33,7 +33,7 @@ class FakeRun(Run):
         """What `summary` was told."""
         self.evaluated: list[dict[str, float]] = []
         """What evaluations found, with the `step` after which they began."""
-        self._beside = Beside(lambda step, numbers: self.evaluated.append({"step": step, **numbers}))
+        self._beside = BackgroundMeasurements(lambda step, numbers: self.evaluated.append({"step": step, **numbers}))
 
     @property
     def folder(self) -> Path:

@@ -6,7 +6,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from meshrl import Resources
-from meshrl.testing.conformance import Bench, Check, Subject, checkpoints, name_of, numbers, state
+from meshrl.testing.conformance import Check, Harness, Subject, checkpoints, name_of, numbers, state
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -60,7 +60,7 @@ def pairs(checks: Iterable[Check], *subjects: Subject) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("bench", "check"), [*pairs(CHECKS, ONE, EXPERTS), *pairs(FEW, PIPELINE, SPLIT, FOUR)], indirect=["bench"]
+    ("harness", "check"), [*pairs(CHECKS, ONE, EXPERTS), *pairs(FEW, PIPELINE, SPLIT, FOUR)], indirect=["harness"]
 )
-async def test_a_mixture_conforms(bench: Bench, mixture: str, check: Check) -> None:
-    await bench.run(check, mixture)
+async def test_a_mixture_conforms(harness: Harness, mixture: str, check: Check) -> None:
+    await harness.run(check, mixture)

@@ -16,8 +16,8 @@ from meshrl.testing.conformance import (
     CRITIC,
     REFERENCE,
     REWARD_MODEL,
-    Bench,
     Check,
+    Harness,
     Subject,
     Trial,
     checkpoints,
@@ -41,27 +41,27 @@ SUBJECTS = [
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module", params=SUBJECTS, ids=str)
-async def bench(request: pytest.FixtureRequest, warm: Callable[[int], Awaitable[Mesh]]) -> AsyncGenerator[Bench]:
+async def harness(request: pytest.FixtureRequest, warm: Callable[[int], Awaitable[Mesh]]) -> AsyncGenerator[Harness]:
     subject: Subject = request.param
-    async with Bench(subject, warm if subject.engine == "ray" else None) as made:
+    async with Harness(subject, warm if subject.engine == "ray" else None) as made:
         yield made
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=name_of)
-async def test_a_backend_conforms(bench: Bench, check: Check) -> None:
-    await bench.run(check)
+async def test_a_backend_conforms(harness: Harness, check: Check) -> None:
+    await harness.run(check)
 
 
 @pytest.mark.parametrize("check", REWARD_MODEL, ids=name_of)
-async def test_a_reward_model_conforms(bench: Bench, check: Check) -> None:
-    await bench.run(check)
+async def test_a_reward_model_conforms(harness: Harness, check: Check) -> None:
+    await harness.run(check)
 
 
-async def test_adapters(bench: Bench) -> None:
-    if "tp" not in bench.subject.axes:
-        await bench.run(numbers.low_rank_adapters)
+async def test_adapters(harness: Harness) -> None:
+    if "tp" not in harness.subject.axes:
+        await harness.run(numbers.low_rank_adapters)
         return
-    async with bench.trial() as trial:
+    async with harness.trial() as trial:
         with pytest.raises(RankFailed, match="no adapters on a mesh with an axis tp"):
             await trial.own.policy(lora={"rank": 4})
 
@@ -70,8 +70,8 @@ WITH_GROUPS = [*numbers.POLICY[3:5], numbers.uneven_rows, *CRITIC[:2], *REFERENC
 
 
 @pytest.mark.parametrize("check", WITH_GROUPS, ids=name_of)
-async def test_a_backend_conforms_with_grouped_queries(bench: Bench, grouped: str, check: Check) -> None:
-    await bench.run(check, grouped)
+async def test_a_backend_conforms_with_grouped_queries(harness: Harness, grouped: str, check: Check) -> None:
+    await harness.run(check, grouped)
 
 
 WITHOUT_A_MODEL = [
@@ -93,8 +93,8 @@ WITHOUT_A_MODEL = [
 
 @pytest.mark.parametrize("check", WITHOUT_A_MODEL, ids=name_of)
 async def test_the_fakes_keep_what_needs_no_model(check: Check) -> None:
-    async with Bench(Subject("fake")) as bench:
-        await bench.run(check)
+    async with Harness(Subject("fake")) as harness:
+        await harness.run(check)
 
 
 class Fragile(ClippedLoss):
@@ -118,8 +118,8 @@ async def a_loss_that_raises(trial: Trial) -> None:
     await trial.standard(policy)
 
 
-async def test_a_loss_that_raises_leaves_no_rank_waiting(bench: Bench) -> None:
-    await bench.run(a_loss_that_raises)
+async def test_a_loss_that_raises_leaves_no_rank_waiting(harness: Harness) -> None:
+    await harness.run(a_loss_that_raises)
 
 
 async def log_probs_of_transformers(trial: Trial) -> None:
@@ -137,5 +137,5 @@ async def log_probs_of_transformers(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("model", ["small", "grouped"])
-async def test_log_probs_are_those_of_transformers(bench: Bench, grouped: str, model: str) -> None:
-    await bench.run(log_probs_of_transformers, grouped if model == "grouped" else None)
+async def test_log_probs_are_those_of_transformers(harness: Harness, grouped: str, model: str) -> None:
+    await harness.run(log_probs_of_transformers, grouped if model == "grouped" else None)

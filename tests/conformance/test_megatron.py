@@ -9,8 +9,8 @@ from meshrl import RankFailed, Resources
 from meshrl.testing.conformance import (
     CHECKS,
     REWARD_MODEL,
-    Bench,
     Check,
+    Harness,
     Subject,
     checkpoints,
     judging,
@@ -90,13 +90,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("bench", "model", "check"), CASES, indirect=["bench"])
-async def test_a_layout_conforms(bench: Bench, grouped: str, model: str, check: Check) -> None:
-    await bench.run(check, grouped if model == "grouped" else None)
+@pytest.mark.parametrize(("harness", "model", "check"), CASES, indirect=["harness"])
+async def test_a_layout_conforms(harness: Harness, grouped: str, model: str, check: Check) -> None:
+    await harness.run(check, grouped if model == "grouped" else None)
 
 
-@pytest.mark.parametrize("bench", [pytest.param(ONE, id=str(ONE))], indirect=True)
-async def test_adapters_are_refused(bench: Bench) -> None:
-    async with bench.trial() as trial:
+@pytest.mark.parametrize("harness", [pytest.param(ONE, id=str(ONE))], indirect=True)
+async def test_adapters_are_refused(harness: Harness) -> None:
+    async with harness.trial() as trial:
         with pytest.raises(RankFailed, match=r"ConfigError: the backend 'megatron' has no adapters"):
             await trial.own.policy(lora={"rank": 4})

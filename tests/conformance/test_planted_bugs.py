@@ -16,7 +16,7 @@ from meshrl import Batch, DataError, Loss, Metrics, PolicyConfig, Ragged, RankFa
 from meshrl.losses import Normalise, Predicts, TokenLoss
 from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
-from meshrl.testing.conformance import CHECKS, Bench, Subject, name_of
+from meshrl.testing.conformance import CHECKS, Harness, Subject, name_of
 from meshrl_hf import checkpoint
 from meshrl_hf.transfer import copy_into
 from meshrl_torch.critic import TorchCritic
@@ -275,7 +275,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[Any]], str]:
 async def test_a_planted_bug_is_found(plant: Callable[[type[Any]], str], bug: type[Any], found_by: str) -> None:
     (check,) = [check for check in CHECKS if name_of(check) == found_by]
     waits, crashes = bug is WaitsForAnEmptyRank, bug is CrashesOnAnEmptyRank
-    async with Bench(Subject(plant(bug), seconds=3 if waits else 60)) as bench:
+    async with Harness(Subject(plant(bug), seconds=3 if waits else 60)) as harness:
         with pytest.raises(RankFailed if crashes else PromiseBroken) as caught:
-            await bench.run(check)
+            await harness.run(check)
         assert ("hangs" in str(caught.value)) is waits

@@ -11,8 +11,8 @@ from meshrl import Sampling, Weights
 from meshrl.testing.conformance import (
     SAMPLER,
     SAMPLER_OF_NO_MODEL,
-    Bench,
     Check,
+    Harness,
     Subject,
     Trial,
     draws,
@@ -39,9 +39,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("bench", "check"), CASES, indirect=["bench"])
-async def test_a_sampler_conforms(bench: Bench, check: Check) -> None:
-    await bench.run(check)
+@pytest.mark.parametrize(("harness", "check"), CASES, indirect=["harness"])
+async def test_a_sampler_conforms(harness: Harness, check: Check) -> None:
+    await harness.run(check)
 
 
 async def greedy_of_transformers(trial: Trial) -> None:
@@ -60,6 +60,6 @@ async def greedy_of_transformers(trial: Trial) -> None:
             assert tokens.tolist() == expected[0].tolist()
 
 
-@pytest.mark.parametrize("bench", [SUBJECTS[2][0]], indirect=True, ids=str)
-async def test_greedy_completions_are_those_of_transformers(bench: Bench) -> None:
-    await bench.run(greedy_of_transformers)
+@pytest.mark.parametrize("harness", [SUBJECTS[2][0]], indirect=True, ids=str)
+async def test_greedy_completions_are_those_of_transformers(harness: Harness) -> None:
+    await harness.run(greedy_of_transformers)

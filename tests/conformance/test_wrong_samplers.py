@@ -12,7 +12,7 @@ import pytest
 from meshrl import Batch, ModelError, Ragged, SamplerConfig, Sampling, Weights
 from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
-from meshrl.testing.conformance import SAMPLER, Bench, Check, Subject, name_of
+from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, name_of
 from meshrl.testing.conformance.samples import NEW, OLD, completions, text_of
 from meshrl_torch.sampler import TorchSampler
 
@@ -300,13 +300,13 @@ async def test_a_wrong_sampler_is_found(
     plant: Callable[[type[TorchSampler]], str], bug: type[TorchSampler], found_by: str
 ) -> None:
     waits = bug in (KeepsSlots, LoadsBetweenCalls)
-    async with Bench(Subject(plant(bug), seconds=3 if waits else 60)) as bench:
+    async with Harness(Subject(plant(bug), seconds=3 if waits else 60)) as harness:
         with pytest.raises(PromiseBroken) as caught:
-            await bench.run(named(found_by))
+            await harness.run(named(found_by))
         assert ("hangs" in str(caught.value)) is waits
 
 
 async def test_a_record_that_is_taken_but_not_repeated_is_found() -> None:
-    async with Bench(Subject("torch", replays=False)) as bench:
+    async with Harness(Subject("torch", replays=False)) as harness:
         with pytest.raises(PromiseBroken, match="a record is accepted"):
-            await bench.run(named("a_replay"))
+            await harness.run(named("a_replay"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from meshrl import Batch, ClippedLoss, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError
 from meshrl.evaluation import BesideSampling
-from meshrl.roles import Calls
+from meshrl.roles import GenerateCalls
 from meshrl.testing.fakes import FakePolicy, FakeSampler
 
 PROMPTS = Batch.of(prompt=["1+1=", "5+5=", "99+1="], answer=["2", "10", "100"])
@@ -106,7 +106,7 @@ async def test_a_load_returns_where_the_calls_stood() -> None:
 
 
 async def test_calls_beside_training_are_as_if_they_were_not_there() -> None:
-    calls = Calls()
+    calls = GenerateCalls()
     async with calls.begin(beside=True) as first, calls.begin() as other, calls.begin(beside=True) as second:
         assert (first.turn, other.turn, second.turn) == (-1, 0, -2)
         assert await first.step()
@@ -131,7 +131,7 @@ async def test_calls_beside_training_wait_for_no_place_of_a_record() -> None:
 
 
 async def test_calls_are_counted_from_the_last_load_of_weights() -> None:
-    calls = Calls()
+    calls = GenerateCalls()
     turns: list[int] = []
     for interruption in ("", "", "load", "abort", "load", ""):
         if interruption == "load":

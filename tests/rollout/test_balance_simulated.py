@@ -23,7 +23,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.mesh import Rows
-from meshrl.rollout.routing import Balance, Share
+from meshrl.rollout.routing import Router, Share
 from meshrl.simulation.backend import SimEngine, SimPolicy, SimSampler
 from meshrl.simulation.pace import Pace, Work
 from meshrl.testing import FakePolicy, FakeSampler, delayed, simulate
@@ -34,9 +34,9 @@ REPLICAS, SLOTS, BATCHES, GROUPS, N = 2, 2, 30, 3, 4
 """Three groups a batch: an even split of a call gives the first of two replicas two of them, each time."""
 
 
-def evenly(balance: Balance, prompts: Batch, sampling: Sampling, before: Mapping[int, Share]) -> Rows:
+def evenly(router: Router, prompts: Batch, sampling: Sampling, before: Mapping[int, Share]) -> Rows:
     """Whatever is outstanding."""
-    return np.arange(len(prompts)) % balance.replicas
+    return np.arange(len(prompts)) % router.replicas
 
 
 async def train(policy: Policy, sampler: Sampler) -> float:
@@ -118,7 +118,7 @@ def test_two_replicas_share_rows_of_lognormal_lengths() -> None:
         return simulate(script), watch.unfair
 
     balanced, fair = np.sum([took(seed) for seed in SEEDS], axis=0)
-    with patch.object(Balance, "divide", evenly):
+    with patch.object(Router, "divide", evenly):
         even, unfair = np.sum([took(seed) for seed in SEEDS], axis=0)
     # Evenly the first replica draws two thirds of the rows, and the other one is idle half of the time; the best is to
     # draw half of them each, which takes 3/4 of that. What is left are a few rows that take long, and are waited for.
@@ -140,7 +140,7 @@ def test_simulated_replicas_share_rows() -> None:
         return simulate(script)
 
     balanced = sum(map(took, SEEDS))
-    with patch.object(Balance, "divide", evenly):
+    with patch.object(Router, "divide", evenly):
         even = sum(map(took, SEEDS))
     # As above; but a call's rows come back together, so less is known of what is outstanding.
     assert balanced < 0.9 * even

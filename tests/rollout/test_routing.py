@@ -27,7 +27,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.mesh import divided, lightest, parts, plan_of
-from meshrl.rollout.routing import Balance, Share
+from meshrl.rollout.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
@@ -62,58 +62,58 @@ def test_a_division_is_level_and_loses_nothing(
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 40)), min_size=1, max_size=20), st.data())
 def test_what_is_outstanding_is_what_has_not_come_back(rows: list[tuple[int, int]], data: st.DataObject) -> None:
-    balance, sampling = Balance(3), Sampling(n=2)
+    router, sampling = Router(3), Sampling(n=2)
     calls = []
     for call in data.draw(st.permutations([rows, rows[: len(rows) // 2 + 1]])):
         labels, limits = [label for label, _ in call], [40 + label for label, _ in call]
         prompts = asked(labels, max_tokens=limits)
-        owners = balance.divide(prompts, sampling)
-        calls.append((balance.give(prompts, sampling, owners), labels * 2, sum(limits) * 2))
-    assert balance.outstanding.sum() == sum(tokens for _, _, tokens in calls)
+        owners = router.divide(prompts, sampling)
+        calls.append((router.give(prompts, sampling, owners), labels * 2, sum(limits) * 2))
+    assert router.outstanding.sum() == sum(tokens for _, _, tokens in calls)
     (first, labels, _), (second, _, others) = calls
-    balance.take(first, data.draw(st.permutations(labels)))
-    assert balance.outstanding.sum() == others
-    balance.end(first)
-    assert balance.outstanding.sum() == others
-    balance.end(second)
-    assert balance.outstanding.tolist() == [0, 0, 0]
+    router.take(first, data.draw(st.permutations(labels)))
+    assert router.outstanding.sum() == others
+    router.end(first)
+    assert router.outstanding.sum() == others
+    router.end(second)
+    assert router.outstanding.tolist() == [0, 0, 0]
 
 
 def test_rows_go_where_the_least_is_outstanding() -> None:
-    balance, sampling = Balance(2), Sampling(n=2, max_tokens=10)
+    router, sampling = Router(2), Sampling(n=2, max_tokens=10)
     first = asked([1, 2, 3])
-    given = balance.give(first, sampling, balance.divide(first, sampling))
-    assert balance.outstanding.tolist() == [40, 20]
-    assert balance.divide(asked([4]), sampling).tolist() == [1]
-    balance.take(given, [1, 1, 3])
-    assert balance.outstanding.tolist() == [10, 20]
-    assert balance.divide(asked([4, 5]), sampling).tolist() == [0, 1]
-    assert balance.divide(asked([4, 5], max_tokens=[5, 50]), sampling).tolist() == [1, 0]
+    given = router.give(first, sampling, router.divide(first, sampling))
+    assert router.outstanding.tolist() == [40, 20]
+    assert router.divide(asked([4]), sampling).tolist() == [1]
+    router.take(given, [1, 1, 3])
+    assert router.outstanding.tolist() == [10, 20]
+    assert router.divide(asked([4, 5]), sampling).tolist() == [0, 1]
+    assert router.divide(asked([4, 5], max_tokens=[5, 50]), sampling).tolist() == [1, 0]
     with pytest.raises(DataError, match="yielded a row of group 7, and its call has 1, 2, 3"):
-        balance.take(given, [7])
+        router.take(given, [7])
 
 
 def test_where_nothing_is_outstanding_a_call_is_divided_as_any_call() -> None:
-    balance, one = Balance(2), Sampling()
+    router, one = Router(2), Sampling()
     prompts = asked([1, 2, 3], max_tokens=[1, 5, 9])
     plan = [rows.tolist() for rows in prompts.plan(2)]
-    assert [rows.tolist() for rows in plan_of(balance.divide(prompts, one), 2)] == plan
-    balance.end(balance.give(prompts, one, np.array([0, 0, 0])))
-    assert [rows.tolist() for rows in plan_of(balance.divide(prompts, one), 2)] == plan
-    balance.give(asked([4]), one, np.array([0]))
-    assert balance.divide(prompts, one).tolist() == [1, 1, 1]  # 16 tokens are with the other
+    assert [rows.tolist() for rows in plan_of(router.divide(prompts, one), 2)] == plan
+    router.end(router.give(prompts, one, np.array([0, 0, 0])))
+    assert [rows.tolist() for rows in plan_of(router.divide(prompts, one), 2)] == plan
+    router.give(asked([4]), one, np.array([0]))
+    assert router.divide(prompts, one).tolist() == [1, 1, 1]  # 16 tokens are with the other
 
 
 def test_a_group_goes_on_where_it_was_unless_that_has_too_much() -> None:
-    balance, one = Balance(2), Sampling(max_tokens=10)
+    router, one = Router(2), Sampling(max_tokens=10)
     before = {label: Share(1, 0, 10) for label in range(8)}
-    assert balance.divide(asked([0, 0, 0]), one, before).tolist() == [1, 1, 1]
-    assert balance.divide(asked([0, 1, 0, 1, 9]), one, before).tolist() == [1, 1, 1, 1, 0]
-    assert balance.divide(asked([0, 1, 2, 3]), one, before).tolist() == [1, 1, 0, 1]
-    balance.give(asked(list(range(20, 58))), one, np.repeat([0, 1], [18, 20]))
-    assert balance.divide(asked([0]), one, before).tolist() == [1]  # 20 tokens more, of a mean of 195
-    balance.give(asked([60]), one, np.array([1]))
-    assert balance.divide(asked([0]), one, before).tolist() == [0]
+    assert router.divide(asked([0, 0, 0]), one, before).tolist() == [1, 1, 1]
+    assert router.divide(asked([0, 1, 0, 1, 9]), one, before).tolist() == [1, 1, 1, 1, 0]
+    assert router.divide(asked([0, 1, 2, 3]), one, before).tolist() == [1, 1, 0, 1]
+    router.give(asked(list(range(20, 58))), one, np.repeat([0, 1], [18, 20]))
+    assert router.divide(asked([0]), one, before).tolist() == [1]  # 20 tokens more, of a mean of 195
+    router.give(asked([60]), one, np.array([1]))
+    assert router.divide(asked([0]), one, before).tolist() == [0]
 
 
 class Where(Actor):

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.errors import DataError
-from meshrl.rollout.staleness import Late, Ledger
+from meshrl.rollout.staleness import Late, StalenessLedger
 
 
-def drawn(ledger: Ledger, first: int) -> list[int]:
+def drawn(ledger: StalenessLedger, first: int) -> list[int]:
     labels = list(range(first, first + ledger.room))
     for label in labels:
         ledger.draw(label)
     return labels
 
 
-def publish(ledger: Ledger, weights: int) -> None:
+def publish(ledger: StalenessLedger, weights: int) -> None:
     ledger.check(weights)
     if ledger.announce():
         ledger.publish(weights)
@@ -34,7 +34,7 @@ def test_whatever_finishes_when_nothing_trained_is_older_than_the_bound(
     size: int, ahead: int, late: Late, loss: float, seed: int
 ) -> None:
     chance = random.Random(seed)
-    ledger = Ledger(size, ahead, late)
+    ledger = StalenessLedger(size, ahead, late)
     weights, labels, trained, restarted = 0, 0, list[int](), 0
     started: dict[int, int] = {}
     while ledger.batches < 12:
@@ -73,7 +73,7 @@ def test_whatever_finishes_when_nothing_trained_is_older_than_the_bound(
 @given(size=st.integers(1, 5), ahead=st.integers(0, 4), seed=st.integers(0, 2**32))
 def test_a_ledger_whose_groups_are_all_finished_never_waits(size: int, ahead: int, seed: int) -> None:
     chance = random.Random(seed)
-    ledger = Ledger(size, ahead)
+    ledger = StalenessLedger(size, ahead)
     labels = 0
     for weights in range(1, 12):
         new = drawn(ledger, labels)
@@ -86,7 +86,7 @@ def test_a_ledger_whose_groups_are_all_finished_never_waits(size: int, ahead: in
 
 
 def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
-    ledger = Ledger(size=2, ahead=1)
+    ledger = StalenessLedger(size=2, ahead=1)
     first = drawn(ledger, 0)
     for label in first[1:]:
         ledger.finish(label, 0)
@@ -101,7 +101,7 @@ def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
 
 
 def test_a_batch_that_may_drop_waits_for_nobody() -> None:
-    ledger = Ledger(size=2, ahead=1, late="drop")
+    ledger = StalenessLedger(size=2, ahead=1, late="drop")
     for label in drawn(ledger, 0)[1:]:
         ledger.finish(label, 0)
     assert ledger.take() == [1, 2]
@@ -118,7 +118,7 @@ def test_a_batch_that_may_drop_waits_for_nobody() -> None:
 
 
 def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
-    ledger = Ledger(size=1, ahead=1)
+    ledger = StalenessLedger(size=1, ahead=1)
     publish(ledger, 7)
     drawn(ledger, 0)
     ledger.finish(0, 7)
@@ -132,14 +132,14 @@ def test_weights_whose_numbers_grow_by_several_are_one_version_each() -> None:
 
 
 def test_a_prompt_drawn_twice_is_refused() -> None:
-    ledger = Ledger(size=2, ahead=0)
+    ledger = StalenessLedger(size=2, ahead=0)
     ledger.draw(5)
     with pytest.raises(DataError, match="group 5 was drawn again"):
         ledger.draw(5)
 
 
 def test_a_publication_that_is_on_its_way_counts_for_the_bound_and_not_for_room() -> None:
-    ledger = Ledger(size=1, ahead=0)
+    ledger = StalenessLedger(size=1, ahead=0)
     ledger.draw(0)
     ledger.finish(0, 0)
     assert ledger.announce()
@@ -150,7 +150,7 @@ def test_a_publication_that_is_on_its_way_counts_for_the_bound_and_not_for_room(
 
 
 def test_publishing_twice_a_batch_gives_no_more_room() -> None:
-    ledger = Ledger(size=2, ahead=1)
+    ledger = StalenessLedger(size=2, ahead=1)
     for label in drawn(ledger, 0):
         ledger.finish(label, 0)
     ledger.take()

@@ -30,7 +30,7 @@ from meshrl import (
 )
 from meshrl.mesh import Request, Seen
 from meshrl.rollout import Rollouts
-from meshrl.rollout.staleness import Late, Ledger
+from meshrl.rollout.staleness import Late, StalenessLedger
 from meshrl.testing import (
     Crash,
     FakePolicy,
@@ -201,7 +201,7 @@ def test_the_stream_keeps_its_promises_under_any_schedule(scenario: Scenario, se
     explore(scenario, seeds=seeds, workers=2)
 
 
-class BoundLostAtRestart(Ledger):
+class BoundLostAtRestart(StalenessLedger):
     """Once something was drawn again, rows of any age are delivered."""
 
     restarted = False
@@ -218,14 +218,14 @@ class BoundLostAtRestart(Ledger):
         return [] if self.restarted else super().too_old()
 
 
-class BoundScaledTwice(Ledger):
+class BoundScaledTwice(StalenessLedger):
     """The bound is in versions, and here it is taken for one in batches of groups."""
 
     def __init__(self, size: int, ahead: int, late: Late = "wait") -> None:
         super().__init__(size, ahead * size, late)
 
 
-class LosesGroups(Ledger):
+class LosesGroups(StalenessLedger):
     """New weights make it forget a group that is ready."""
 
     def publish(self, weights: int) -> None:
@@ -245,17 +245,17 @@ class SwapsWithinAStep(TellingSampler):
 
 
 async def bound_lost_at_restart(seed: int) -> None:
-    with patch("meshrl.rollout.stream.Ledger", BoundLostAtRestart):
+    with patch("meshrl.rollout.stream.StalenessLedger", BoundLostAtRestart):
         await World(seed).run()
 
 
 async def bound_scaled_twice(seed: int) -> None:
-    with patch("meshrl.rollout.stream.Ledger", BoundScaledTwice):
+    with patch("meshrl.rollout.stream.StalenessLedger", BoundScaledTwice):
         await World(seed).run()
 
 
 async def loses_groups(seed: int) -> None:
-    with patch("meshrl.rollout.stream.Ledger", LosesGroups):
+    with patch("meshrl.rollout.stream.StalenessLedger", LosesGroups):
         await World(seed).run()
 
 

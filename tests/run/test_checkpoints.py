@@ -36,7 +36,7 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import Step
 from meshrl.report.reading import read_events
 from meshrl.roles import RoleConfig, Stateful
-from meshrl.tasks.cursor import Ranges
+from meshrl.tasks.cursor import IntervalSet
 from meshrl.testing import FakePolicy
 
 FAKE = PolicyConfig(backend="fake", model="none")
@@ -339,7 +339,7 @@ NUMBERS = st.lists(st.integers(-20, 20), max_size=30)
 
 @given(st.lists(NUMBERS, max_size=5), NUMBERS, NUMBERS)
 def test_ranges_are_sets(added: list[list[int]], removed: list[int], asked: list[int]) -> None:
-    ranges, numbers = Ranges(), set[int]()
+    ranges, numbers = IntervalSet(), set[int]()
     for some in added:
         ranges.add(np.array(some, np.int64))
         numbers |= set(some)
@@ -347,4 +347,4 @@ def test_ranges_are_sets(added: list[list[int]], removed: list[int], asked: list
         assert each.has(np.array(asked, np.int64)).tolist() == [number in expected for number in asked]
         assert sum(end - first for first, end in each.pairs) == len(expected)
         assert all(end < first for (_, end), (first, _) in zip(each.pairs, each.pairs[1:], strict=False))
-        assert Ranges(each.pairs).pairs == each.pairs
+        assert IntervalSet(each.pairs).pairs == each.pairs

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, SamplerConfig
 from meshrl import PolicyConfig as PolicyTable
-from meshrl.config import Config, load_toml, nearest, validate
-from meshrl.errors import ConfigError
+from meshrl.config import Config, load_toml, validate
+from meshrl.errors import ConfigError, nearest
 
 
 class Optimizer(Config):

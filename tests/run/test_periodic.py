@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl.errors import MeshrlError
-from meshrl.run import Beside, Measurement
+from meshrl.run import BackgroundMeasurements, Measurement
 from meshrl.testing import simulate
 
 
@@ -18,7 +18,7 @@ def steps(seconds: float, every: int, wait: bool = False) -> tuple[list[tuple[st
         happened: list[tuple[str, float]] = []
         recorded: list[int] = []
         clock = asyncio.get_running_loop().time
-        beside = Beside(lambda step, _: recorded.append(step))
+        beside = BackgroundMeasurements(lambda step, _: recorded.append(step))
 
         async def prepare() -> None:
             happened.append(("prepare", clock()))
@@ -68,7 +68,7 @@ async def failing() -> Mapping[str, float]:
 
 
 async def test_an_error_is_raised_between_two_steps_and_once() -> None:
-    beside = Beside(lambda *_: None)
+    beside = BackgroundMeasurements(lambda *_: None)
     beside.add(Measurement(5, failing))
     await beside.turn(5)
     await asyncio.sleep(0.001)
@@ -83,7 +83,7 @@ async def test_one_that_was_cancelled_is_not_passed_over() -> None:
     async def cancelled() -> Mapping[str, float]:
         raise asyncio.CancelledError
 
-    beside = Beside(lambda *_: None)
+    beside = BackgroundMeasurements(lambda *_: None)
     beside.add(Measurement(5, cancelled))
     await beside.turn(5)
     with pytest.raises(MeshrlError, match=r"^the evaluation after 5 steps was cancelled, and has no numbers$"):
@@ -100,7 +100,7 @@ async def test_what_is_under_way_is_ended_with_the_run() -> None:
             ended.append("it")
         return {}
 
-    beside = Beside(lambda *_: None)
+    beside = BackgroundMeasurements(lambda *_: None)
     beside.add(Measurement(1, endless))
     await beside.turn(0)
     await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_what_is_under_way_is_ended_with_the_run() -> None:
 
 
 async def test_an_error_that_nobody_has_seen_at_the_end_is_told() -> None:
-    beside = Beside(lambda *_: None)
+    beside = BackgroundMeasurements(lambda *_: None)
     beside.add(Measurement(1, failing))
     await beside.turn(0)
     for _ in range(3):

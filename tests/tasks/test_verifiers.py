@@ -202,7 +202,7 @@ async def test_an_episode_that_is_not_over_is_ended() -> None:
     played = environment()
     begun = await played.reset(prompts())
     await played.step(begun.assign(completion=["9", "9"]))
-    games: list[Any] = list(played._games.values())
+    games: list[Any] = list(played._instances.values())
     await played.close(begun)
     assert [each._played.cancelled() for each in games] == [True, True]
 

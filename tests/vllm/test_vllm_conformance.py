@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import pytest_asyncio
 
-from meshrl.testing.conformance import SAMPLER, Bench, Check, Subject, interruptions, name_of
+from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, interruptions, name_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -18,17 +18,17 @@ CASES = {
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def bench(
-    request: pytest.FixtureRequest, python: str | None, bench_of: Callable[[Subject], Awaitable[Bench]]
-) -> Bench:
+async def harness(
+    request: pytest.FixtureRequest, python: str | None, harness_of: Callable[[Subject], Awaitable[Harness]]
+) -> Harness:
     keys = {"vllm": {"python": python, "kv_cache_mib": 32, "after_load": request.param}}
-    return await bench_of(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False))
+    return await harness_of(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False))
 
 
 @pytest.mark.parametrize(
-    ("bench", "check"),
+    ("harness", "check"),
     [pytest.param(way, check, id=f"{way}-{name_of(check)}") for way, checks in CASES.items() for check in checks],
-    indirect=["bench"],
+    indirect=["harness"],
 )
-async def test_the_sampler_conforms(bench: Bench, check: Check) -> None:
-    await bench.run(check)
+async def test_the_sampler_conforms(harness: Harness, check: Check) -> None:
+    await harness.run(check)

@@ -1,15 +1,18 @@
 """The suite that a backend passes which trains or samples: its numbers are plain torch's, on however many ranks.
 
-async with Bench(Subject("mine", {"dp": 2}, engine="ray")) as bench: for check in CHECKS: await bench.run(check)
+    async with Harness(Subject("mine", {"dp": 2}, engine="ray")) as harness:
+        for check in CHECKS:
+            await harness.run(check)
 
-Each check is one promise, told by its docstring. `Bench.run` raises `PromiseBroken` where it is not kept, also
+Each check is one promise, told by its docstring. `Harness.run` raises `PromiseBroken` where it is not kept, also
 where a check does not end in time, with the numbers of both sides.
 """
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from meshrl.deprecated import old_names
 from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
-from meshrl.testing.conformance.subject import PLAIN, Bench, Check, Side, Subject, Trial, name_of
+from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
 
 __all__ = [
     "ADAPTERS",
@@ -21,8 +24,8 @@ __all__ = [
     "REWARD_MODEL",
     "SAMPLER",
     "SAMPLER_OF_NO_MODEL",
-    "Bench",
     "Check",
+    "Harness",
     "Side",
     "Subject",
     "Trial",
@@ -52,3 +55,6 @@ SAMPLER_OF_NO_MODEL: Final[tuple[Check, ...]] = (*draws.ANY, *rows.ANY, *interru
 
 SAMPLER: Final[tuple[Check, ...]] = (*SAMPLER_OF_NO_MODEL, *draws.MODEL, *rows.MODEL, *interruptions.MODEL)
 """What a sampler promises."""
+
+if not TYPE_CHECKING:  # else a checker would believe any name
+    __getattr__ = old_names("testing.conformance")

@@ -65,7 +65,7 @@ async def a_policy_made_again(trial: Trial) -> None:
     folder = str(trial.folder / "state")
     await policy.checkpoint(folder)
     expected = await _goes_on(policy, other)
-    if trial.bench.subject.engine != "local":
+    if trial.harness.subject.engine != "local":
         killer = await trial.own.spawn(_Killer)
         await refused("being killed", at(killer, **ranks(killer)[-1].axes).kill(), RankDied)
         await refused("an update after a death", policy.update(other, LOSS), RankDied)

@@ -40,7 +40,7 @@ def questions(rows: int, **columns: Array) -> Batch:
 
 async def begun(trial: Trial, tied: bool = True) -> Sampler:
     """A sampler with the weights `OLD`, which earlier checks may have used."""
-    sampler, weights = await trial.bench.sampler(trial, tied), await old_weights(trial, tied)
+    sampler, weights = await trial.harness.sampler(trial, tied), await old_weights(trial, tied)
     try:
         await sampler.load(weights)
     except RankDied:  # a check has killed a rank of the mesh

@@ -149,7 +149,7 @@ class Trial:
     tolerance: float
     folder: Path
     """An empty folder that both sides see."""
-    bench: "Bench"
+    harness: "Harness"
 
     @property
     def model(self) -> Model:
@@ -171,19 +171,19 @@ class Trial:
     @property
     def subject(self) -> Subject:
         """What is tested."""
-        return self.bench.subject
+        return self.harness.subject
 
     async def pair(self, tied: bool = True) -> Pair:
         """What a sampler begins with, and what it is given."""
-        return await self.bench.pair(tied)
+        return await self.harness.pair(tied)
 
     async def batches(self, count: int = 3) -> list[Batch]:
         """Different batches of rollouts, with the log-probs that losses read."""
-        return [await self.bench.batch(self, seed) for seed in range(count)]
+        return [await self.harness.batch(self, seed) for seed in range(count)]
 
     async def standard(self, policy: Policy) -> None:
         """Require that the policy, which was never updated, makes the subject's first update, to the bit."""
-        expected, fingerprint = await self.bench.standard(self)
+        expected, fingerprint = await self.harness.standard(self)
         metrics = await policy.update((await self.batches(1))[0], LOSS)
         weights = await loaded(policy)
         require(weights.version == 1, f"one update was made, and the weights are of version {weights.version}")
@@ -195,12 +195,12 @@ Check: TypeAlias = Callable[[Trial], Awaitable[None]]
 """One promise, told by its docstring. Raises `PromiseBroken`."""
 
 
-class Bench:
+class Harness:
     """The meshes on which a subject's checks run, one after another, each with actors of its own, but for samplers.
 
-    async with Bench(Subject("mine", {"dp": 2})) as bench:
-        for check in CHECKS:
-            await bench.run(check)
+        async with Harness(Subject("mine", {"dp": 2})) as harness:
+            for check in CHECKS:
+                await harness.run(check)
 
     Checks run with the Hugging Face folder `model`, whose weights should be so large that log-probs differ, or with a
     Llama of two layers.
@@ -333,7 +333,7 @@ class Bench:
 
 async def _begin(trial: Trial) -> None:
     try:
-        await trial.bench.sampler(trial, tied=True)
+        await trial.harness.sampler(trial, tied=True)
     except BackendError:  # the backend has none
         await trial.own.policy()
 

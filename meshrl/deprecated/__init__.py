@@ -1,0 +1,168 @@
+"""The old places and names of what has moved: each works for this version, with a DeprecationWarning.
+
+`import meshrl` installs them. Nothing is loaded until an old place is imported.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Final
+
+MOVED: Final = {
+    "actor": "mesh.actor",
+    "advantages": "objectives.advantages",
+    "assembly": "rollout.grouping",
+    "balance": "rollout.routing",
+    "beside": "run.periodic",
+    "bucket": "weights.bucket",
+    "calls": "roles.generate_calls",
+    "changes": "rollout.condition",
+    "check": "run.check",
+    "checkpoints": "run.checkpoints",
+    "columns": "data.columns",
+    "contract": "mesh.contract",
+    "critic": "objectives.advantages",
+    "delta": "weights.delta",
+    "engine": "mesh.engine",
+    "engines.loop": "engines.local.event_loop",
+    "engines.ray.order": "engines.ray.call_order",
+    "engines.ray.pickle": "engines.ray.pickling",
+    "engines.threads": "engines.local.rank_thread engines.isolation",
+    "engines.turns": "engines.local.shared_task",
+    "environment": "environments.environment",
+    "episodes": "environments.episodes",
+    "estimates": "evaluation.estimates",
+    "generation": "rollout.producer",
+    "handle": "mesh.handle",
+    "held": "mesh.refs",
+    "imports": "user_code",
+    "judging": "evaluation.judge",
+    "layout": "roles.backend_config",
+    "ledger": "rollout.staleness",
+    "losses.loss": "losses.base",
+    "losses.sources": "losses.provenance_check",
+    "losses.surrogate": "losses.clipped",
+    "metrics": "data.metrics",
+    # Not `minibatches`: importing it would put a module in the place of the function `meshrl.minibatches`.
+    "observation": "mesh.call_events",
+    "position": "tasks.cursor",
+    "preferences": "objectives.preferences tasks.pairs roles.sampling roles.preference_passes",
+    "progress": "run.progress",
+    "prompts": "rollout.prompt_queue",
+    "ragged": "data.ragged data.provenance",
+    "recorder": "run.recorder",
+    "reference_kl": "objectives.reference_kl",
+    "registry": "roles.registry",
+    "remote": "data.remote_column",
+    "role_config": "roles.config roles.sampling run.algorithm_config",
+    "rows": "mesh.scatter",
+    "sandbox": "rewards.sandbox",
+    "sandboxed": "rewards.sandbox_worker",
+    "schedule": "rollout.replay",
+    "scores": "objectives.reward_scores tasks.steps roles.reward_passes",
+    "scripts": "run.jobs",
+    "serve": "run.serving run.artifacts roles.server",
+    "sharding": "mesh.sharding",
+    "shared_memory": "mesh.shared_memory",
+    "stream": "rollout.stream",
+    "table": "data.column_ops",
+    "teacher": "roles.tokens",
+    "testing.clock": "simulation.clock",
+    "testing.forecast": "simulation.forecast",
+    "testing.latency": "simulation.latency",
+    "testing.pace": "simulation.pace",
+    "testing.sim": "simulation.backend",
+    "testing.standing": "simulation.wait_graph",
+    "testing.state": "simulation.json_state",
+    "verifiers": "tasks.verifiers",
+}
+"""Each module of before, and the modules that have its names, which are looked through in this order."""
+
+RENAMED: Final = {
+    "assembly": {"Assembly": "GroupBuffer"},
+    "balance": {"Balance": "Router"},
+    "beside": {"Beside": "BackgroundMeasurements"},
+    "calls": {"Call": "GenerateCall", "Calls": "GenerateCalls"},
+    "changes": {"Changes": "Condition"},
+    "environment": {"Game": "EnvironmentInstance"},
+    "generation": {"Call": "GenerateRequest", "Generation": "Producer", "Shared": "StreamState"},
+    "ledger": {"Ledger": "StalenessLedger"},
+    "losses.loss": {"OfRows": "SequenceNormalised", "Penalised": "WithKl"},
+    "position": {
+        "Position": "DataCursor",
+        "Ranges": "IntervalSet",
+        "Reached": "CursorState",
+        "position": "data_cursor",
+    },
+    "prompts": {"Prompts": "PromptQueue"},
+    "schedule": {"Script": "DecisionLog"},
+}
+"""By the module of before: what a name is called now."""
+
+ELSEWHERE: Final = {
+    "evaluation": {"Evaluation": "evaluation.offline.Evaluation"},
+    "losses": {"Penalised": "losses.WithKl"},
+    "rewards": {
+        "boundary": "rewards.function.boundary",
+        "load_name": "user_code.load_name",
+        "reasoning_gym": "rewards.builtin.reasoning_gym",
+    },
+    "rollout": {"evaluate": "evaluation.evaluate"},
+    "testing.conformance": {"Bench": "testing.conformance.Harness"},
+    "weights": {"BUCKET": "weights.weights.BUCKET"},
+}
+"""By a module that is still there: where a name of before is now."""
+
+
+def install() -> None:
+    """Let the old modules be imported, and the old names be found in the modules that `import meshrl` loads."""
+    sys.meta_path.append(_Finder())
+    for name in ELSEWHERE:
+        if module := sys.modules.get(f"meshrl.{name}"):
+            vars(module)["__getattr__"] = old_names(name)
+
+
+def old_names(module: str) -> Callable[[str], object]:
+    """A module's `__getattr__`, which finds its names of before where they are now."""
+    names = ELSEWHERE[module]
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module 'meshrl.{module}' has no attribute {name!r}")
+        now, _, attribute = names[name].rpartition(".")
+        _warn(f"meshrl.{module}.{name}", f"use meshrl.{now}.{attribute}")
+        return getattr(import_module(f"meshrl.{now}"), attribute)
+
+    return find
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules of before, each as an empty one that looks its names up where they are now."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, old = fullname.partition(".")
+        return ModuleSpec(fullname, self) if package == "meshrl" and old in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old = module.__name__.removeprefix("meshrl.")
+        places = [f"meshrl.{place}" for place in MOVED[old].split()]
+        _warn(module.__name__, f"its names are in {', '.join(places)}; import them from the package, if it has them")
+
+        def find(name: str) -> object:
+            now = RENAMED.get(old, {}).get(name, name)
+            for place in () if name.startswith("__") else map(import_module, places):
+                if hasattr(place, now):
+                    return getattr(place, now)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        vars(module)["__getattr__"] = find
+
+
+def _warn(old: str, now: str) -> None:
+    warnings.warn(f"{old} goes with the next version: {now}", DeprecationWarning, stacklevel=3)
