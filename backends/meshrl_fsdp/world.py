@@ -12,7 +12,7 @@ from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl.roles import FsdpConfig
 from meshrl_hf.group import Shared, join
-from meshrl_hf.ranks import Ranks
+from meshrl_hf.ranks import RankGroup
 
 REPLICATE: Final = "replicate"
 SHARD: Final = "shard"
@@ -23,7 +23,7 @@ _meshes: Final[Shared[DeviceMesh]] = Shared()
 
 
 @dataclass(frozen=True)
-class World(Ranks):
+class World(RankGroup):
     """The ranks of a mesh as FSDP sees them: `replicate x shard x tp`; the first two are the mesh's axis `dp`."""
 
     mesh: DeviceMesh

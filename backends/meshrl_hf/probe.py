@@ -12,7 +12,7 @@ from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import ModelError
 from meshrl.weights import Probe, Weights
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.ranks import SINGLE_RANK, RankGroup
 from meshrl_hf.scoring import PredictAll, logprobs
 
 _ROWS: Final = 4
@@ -23,7 +23,9 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
 """By the sampler's dtype: how far apart policy and sampler may be on average."""
 
 
-def probe(model: LanguageModel, predict: PredictAll, version: int, budget: int, peers: Peers = ALONE) -> Probe | None:
+def probe(
+    model: LanguageModel, predict: PredictAll, version: int, budget: int, peers: RankGroup = SINGLE_RANK
+) -> Probe | None:
     """What a model says of tokens that hang on the version alone: every rank at the same time.
 
     None where a model reads so few that there is nothing to predict.
@@ -37,7 +39,7 @@ def probe(model: LanguageModel, predict: PredictAll, version: int, budget: int, 
 
 def difference(model: LanguageModel, predict: PredictAll, asked: Probe) -> float:
     """How far a model is from a probe: the mean of the absolute differences of log-probs."""
-    return apart(asked, _logprobs(model, predict, asked.tokens, asked.tokens.size, ALONE))
+    return apart(asked, _logprobs(model, predict, asked.tokens, asked.tokens.size, SINGLE_RANK))
 
 
 def apart(asked: Probe, logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
@@ -66,7 +68,7 @@ def _logprobs(
     predict: PredictAll,
     tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
     budget: int,
-    peers: Peers,
+    peers: RankGroup,
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     batch = Batch.of(tokens=Ragged.of(tokens, np.int32))
     values = logprobs(model, predict, batch, budget, Source("sampler"), peers).values

@@ -1,27 +1,44 @@
-"""The ranks of a mesh that compute one model together, each a process of its own: what they agree on."""
+"""The ranks that compute one model together, several processes or one rank: what they agree on before they begin."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
 from meshrl.mesh import Together
-from meshrl_hf.peers import Share
+from meshrl_hf.packing import IDLE, MicroBatch
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The ranks of torch's default group. What they compute together has the layout that a backend adds."""
+class Share:
+    """What a rank brings to a call, or what all bring: sums, but the most of `passes`."""
+
+    passes: int
+    """Forward passes."""
+    tokens: int = 0
+    """That are learned."""
+    rows: int = 0
+    """That have such tokens."""
+
+    def padded(self, micros: list[MicroBatch]) -> list[MicroBatch]:
+        """As many passes as the rank with the most makes."""
+        return micros + [IDLE] * (self.passes - len(micros))
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of torch's default group, each a process. What they compute together has the layout a backend adds."""
 
     size: int
     """Ranks with rows of their own."""
     place: tuple[int, ...]
     """This rank's, among these: ranks of one place have the same rows."""
     interruptible = False
+    """Whether a call may end between two passes: where ranks wait for each other, it may not."""
 
     @property
     def number(self) -> int:
@@ -64,13 +81,34 @@ class Ranks:
         return cast("list[T]", outcomes)
 
 
+@dataclass(frozen=True)
+class SingleRank(RankGroup):
+    """One rank, which needs no process group."""
+
+    size: int = 1
+    place: tuple[int, ...] = ()
+    interruptible = True
+
+    @property
+    def number(self) -> int:
+        """The only one."""
+        return 0
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Its own."""
+        return [work()]
+
+
+SINGLE_RANK: Final = SingleRank()
+
+
 class Spread(Together):
     """Base of the roles whose ranks meet in each call."""
 
-    _world: Ranks
+    _world: RankGroup
 
     def agree(self, work: Callable[[], T]) -> list[T]:
-        """As `Ranks.agree`."""
+        """As `RankGroup.agree`."""
         return self._world.agree(work)
 
 

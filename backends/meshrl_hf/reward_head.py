@@ -15,7 +15,7 @@ from meshrl.roles import ModelConfig, RewardModelConfig
 from meshrl_hf.loading import JUDGE, load
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Split, ends, micro_batches
-from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.ranks import SINGLE_RANK, RankGroup
 from meshrl_hf.scoring import PredictAll, score
 from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts, texts_of
 
@@ -52,7 +52,12 @@ class ScoreModel:
         return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
 
     def score(
-        self, predict: PredictAll, batch: Batch, budget: int, peers: Peers = ALONE, split: Split = micro_batches
+        self,
+        predict: PredictAll,
+        batch: Batch,
+        budget: int,
+        peers: RankGroup = SINGLE_RANK,
+        split: Split = micro_batches,
     ) -> Batch:
         """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, by the model's own tokenizer.
 

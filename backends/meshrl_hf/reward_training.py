@@ -18,7 +18,7 @@ from meshrl_hf.files import folder_of
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load
 from meshrl_hf.model import LanguageModel, ready
 from meshrl_hf.packing import Rows, Split, learned, micro_batches
-from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.ranks import SINGLE_RANK, RankGroup
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_hf.scoring import Predict, PredictAll, score
 from meshrl_hf.text import encode_prompts, encode_texts, end_token, texts_of
@@ -115,7 +115,7 @@ def token_scores(
     predict: PredictAll,
     batch: Batch,
     budget: int,
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
     split: Split = micro_batches,
 ) -> Batch:
     """Add `token_scores`: the score at each token where `loss_mask` is True, 0 at the others."""
@@ -138,7 +138,7 @@ async def step(
     batch: Batch,
     loss: Loss,
     budget: int,
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
 ) -> Metrics:
     """One step, as `training.step`, which raises what this does.
 
@@ -149,7 +149,7 @@ async def step(
     return counted(told, batch, peers)
 
 
-def prepared(judge: ScoreModel, batch: Batch, loss: Loss, peers: Peers) -> Batch:
+def prepared(judge: ScoreModel, batch: Batch, loss: Loss, peers: RankGroup) -> Batch:
     """What a step computes of the batch, as a policy's step does of its tokens. DataError, on all ranks, as `step`."""
     kept: list[Batch] = []
 
@@ -161,7 +161,7 @@ def prepared(judge: ScoreModel, batch: Batch, loss: Loss, peers: Peers) -> Batch
     return kept[0]
 
 
-def counted(told: Metrics, batch: Batch, peers: Peers) -> Metrics:
+def counted(told: Metrics, batch: Batch, peers: RankGroup) -> Metrics:
     """The metrics of a step with the batch's own number of tokens, where it was of what `prepared` gave."""
     return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / peers.size)})
 

@@ -12,7 +12,7 @@ from meshrl.data import Batch, Ragged, Source, check_lengths
 from meshrl.mesh import Array
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
-from meshrl_hf.peers import ALONE, Peers, Share
+from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """What a model says of each target of a micro-batch, float32[targets]: log-probs, or values."""
@@ -75,7 +75,7 @@ def score(
     rows: Callable[[], Rows],
     learn: Ragged | None,
     budget: int,
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
     split: Split = micro_batches,
 ) -> Values:
     """What a model says of each target of the rows, float32[tokens of the batch]; 0 for the other tokens.
@@ -102,7 +102,7 @@ def logprobs(
     batch: Batch,
     budget: int,
     source: Source,
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
     split: Split = micro_batches,
 ) -> Ragged:
     """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row."""

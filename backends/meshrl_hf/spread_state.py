@@ -12,7 +12,7 @@ from typing import Final
 from meshrl.errors import ModelError
 from meshrl_hf.boxes import Box, Boxes, write_boxes
 from meshrl_hf.numbers import REMOVE, Numbers, another, opened
-from meshrl_hf.ranks import Ranks
+from meshrl_hf.ranks import RankGroup
 from meshrl_hf.writing import Writing
 
 MODEL: Final = "model"
@@ -27,7 +27,7 @@ _FILES: Final = "shard-*-model-00001-of-00001.safetensors"
 class SpreadState(ABC):
     """A model in training. What `write` keeps, `read` puts back, to the bit, also in another layout of ranks."""
 
-    def __init__(self, role: str, ranks: Ranks) -> None:
+    def __init__(self, role: str, ranks: RankGroup) -> None:
         """`role`: whose state it is, for messages."""
         self._role, self._ranks = role, ranks
         self._writing = Writing()

@@ -14,7 +14,7 @@ from meshrl.data import Batch, Metrics, Ragged
 from meshrl.errors import DataError
 from meshrl.losses import Loss, Predicts, token_weights
 from meshrl_hf.packing import IDLE, MicroBatch, Split, check_first, learned, micro_batches
-from meshrl_hf.peers import ALONE, Peers, Share
+from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
 from meshrl_hf.scoring import Predict, spread
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
@@ -48,7 +48,7 @@ async def step(
     loss: Loss,
     budget: int,
     check: Callable[[], object],
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
 ) -> Metrics:
     """One step on the rows of all ranks, in micro-batches of at most `budget` tokens, as many on each rank.
 
@@ -79,7 +79,7 @@ def prepared(
     loss: Loss,
     budget: int,
     check: Callable[[], object],
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
     split: Split = micro_batches,
 ) -> Prepared:
     """What `step` computes: micro-batches of at most `budget` tokens, and the loss that weighs them together.
@@ -120,7 +120,7 @@ class Judge:
         """What the loss is of."""
         return self._loss.predicts
 
-    def __call__(self, predicted: Tensor, micro: MicroBatch, peers: Peers) -> Tensor:
+    def __call__(self, predicted: Tensor, micro: MicroBatch, peers: RankGroup) -> Tensor:
         """The micro-batch's part of the loss, float32[].
 
         Where the loss raises and other ranks would wait for this one, it goes on with zeros, and `check` raises.
@@ -155,7 +155,7 @@ class Judge:
         return part
 
 
-def stepped(optimizer: Steps, judge: Judge, batch: Batch, peers: Peers) -> Metrics:
+def stepped(optimizer: Steps, judge: Judge, batch: Batch, peers: RankGroup) -> Metrics:
     """Make the step, unless the loss has raised on a rank: then all raise. Gradients are those of all micro-batches.
 
     Its metrics become the whole batch's where those of all ranks with rows of their own are averaged.

@@ -17,7 +17,7 @@ from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, check_first, learned, micro_batches
-from meshrl_hf.peers import ALONE, Peers
+from meshrl_hf.ranks import SINGLE_RANK, RankGroup
 from meshrl_hf.scoring import PredictAll, score
 
 
@@ -46,7 +46,7 @@ def values(
     predict: PredictAll,
     batch: Batch,
     budget: int,
-    peers: Peers = ALONE,
+    peers: RankGroup = SINGLE_RANK,
     split: Split = micro_batches,
 ) -> Ragged:
     """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshrl_hf.boxes import Box, Boxes
-from meshrl_hf.ranks import Ranks
+from meshrl_hf.ranks import RankGroup
 from meshrl_hf.spread_state import MODEL, SpreadState
 from meshrl_megatron.naming import Piece
 
@@ -56,7 +56,7 @@ class Tensors(Protocol):
 class State(SpreadState):
     """A model in training, whose parameters Megatron-Core fuses and splits."""
 
-    def __init__(self, role: str, tensors: Tensors, ranks: Ranks, body: str = "model") -> None:
+    def __init__(self, role: str, tensors: Tensors, ranks: RankGroup, body: str = "model") -> None:
         """`body`: what stands before the names of the decoder's tensors. Other backends write "body" for a critic."""
         super().__init__(role, ranks)
         self._tensors, self._body = tensors, body

@@ -8,14 +8,13 @@ import torch
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_hf.group import join
-from meshrl_hf.peers import Share
-from meshrl_hf.ranks import Ranks
+from meshrl_hf.ranks import RankGroup, Share
 from meshrl_megatron.core import ProcessGroupCollection
 from meshrl_megatron.groups import AXES, Grid
 
 
 @dataclass(frozen=True)
-class World(Ranks):
+class World(RankGroup):
     """The ranks of a mesh as Megatron sees them: `dp x pp x cp x tp`."""
 
     grid: Grid

@@ -18,7 +18,7 @@ from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.critic import FsdpCritic
 from meshrl_fsdp.policy import FsdpPolicy
-from meshrl_hf.ranks import Ranks
+from meshrl_hf.ranks import RankGroup
 from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.naming import Piece, Place, Shape, pieces
 from meshrl_megatron.state import State
@@ -114,7 +114,7 @@ def part_of(whole: Tensor, piece: Piece, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Pretended(Ranks):
+class Pretended(RankGroup):
     """Ranks that are threads."""
 
     outcomes: list[object]
