@@ -16,6 +16,7 @@ from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
 from meshrl.data.ragged import Ragged
 from meshrl.data.remote_column import Remote, source_of
+from meshrl.data.wire import pack, unpack
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Holder, Put, Rows, lightest, plan_of
 
@@ -320,17 +321,17 @@ class Batch(Holder):
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
-        return kinds.pack(self._rows, self.columns, self._origins)
+        return pack(self._rows, self.columns, self._origins)
 
     @classmethod
     def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
         """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
-        return cls._make(*kinds.unpack(header, buffers))
+        return cls._make(*unpack(header, buffers))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[object, ...]]:
         remote = {name: column for name, column in self._columns.items() if isinstance(column, Remote)}
         here = {name: column for name, column in self._columns.items() if not isinstance(column, Remote)}
-        header, buffers = kinds.pack(self._rows, here, self._origins)
+        header, buffers = pack(self._rows, here, self._origins)
         wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
         return _unpickled, (type(self), header, wrapped, remote, self.names)
 
@@ -373,6 +374,6 @@ def _unpickled(
     kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, Remote], names: Sequence[str]
 ) -> B:
     # Not a class's own method: cloudpickle would carry the code of such a one in every message.
-    rows, here, origins = kinds.unpack(header, buffers)
+    rows, here, origins = unpack(header, buffers)
     stored: table.Table = {**here, **remote}
     return kind._make(rows, table.aligned({name: stored[name] for name in names}), origins)

@@ -14,8 +14,9 @@ from meshrl.events import Sink, sink
 from meshrl.mesh import scatter as rows
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
-from meshrl.mesh.contract import EVERY_RANK, Axes, Contract, Endpoint, read_contract
+from meshrl.mesh.contract import Contract, Endpoint, read_contract
 from meshrl.mesh.engine import Engine, Member, Request, Seen
+from meshrl.mesh.marks import EVERY_RANK, Axes
 from meshrl.mesh.refs import hold, loaded
 from meshrl.mesh.sharding import Rows
 
