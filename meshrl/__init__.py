@@ -1,5 +1,8 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
+import warnings
+from typing import TYPE_CHECKING, Final
+
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine
@@ -45,6 +48,7 @@ from meshrl.mesh import (
     PP,
     TP,
     Actor,
+    CollectiveActor,
     Gather,
     Mean,
     Mesh,
@@ -54,7 +58,6 @@ from meshrl.mesh import (
     Same,
     Shard,
     Sum,
-    Together,
     at,
     current_rank,
     each,
@@ -135,6 +138,7 @@ __all__ = [
     "BradleyTerryLoss",
     "CispoLoss",
     "ClippedLoss",
+    "CollectiveActor",
     "Config",
     "ConfigError",
     "ConstantLoss",
@@ -204,7 +208,6 @@ __all__ = [
     "Task",
     "TaskConfig",
     "TeacherConfig",
-    "Together",
     "ValueLoss",
     "VllmConfig",
     "Weights",
@@ -255,3 +258,16 @@ __all__ = [
     "with_margins",
     "with_scores",
 ]
+
+_RENAMED: Final = {"Together": "CollectiveActor"}
+"""Earlier names, and what they are called now."""
+
+if not TYPE_CHECKING:  # a type checker knows the names that are written above, and no other
+
+    def __getattr__(name: str) -> object:
+        """An earlier name, with a warning."""
+        if name not in _RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = _RENAMED[name]
+        warnings.warn(f"meshrl.{name} is now meshrl.{new}: write the new name", DeprecationWarning, stacklevel=2)
+        return globals()[new]

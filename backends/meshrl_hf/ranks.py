@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
-from meshrl.mesh import Together
+from meshrl.mesh import CollectiveActor
 from meshrl_hf.peers import Share
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Ranks:
         return cast("list[T]", outcomes)
 
 
-class Spread(Together):
+class Spread(CollectiveActor):
     """Base of the roles whose ranks meet in each call."""
 
     _world: Ranks

@@ -15,10 +15,10 @@ from meshrl.data import columns as kinds
 from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
 from meshrl.data.ragged import Ragged
-from meshrl.data.remote_column import Remote, source_of
+from meshrl.data.remote_column import RemoteColumn, source_of
 from meshrl.data.wire import pack, unpack
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Holder, Put, Rows, lightest, plan_of
+from meshrl.mesh import Array, HasRefs, Put, Rows, lightest, plan_of
 
 __all__ = ["Batch", "Column", "Ragged"]
 
@@ -30,7 +30,7 @@ _TURNS = 1 << 20
 B = TypeVar("B", bound="Batch")
 
 
-class Batch(Holder):
+class Batch(HasRefs):
     """Rows of named columns. Immutable: each change is a new batch that shares what did not change.
 
     Standard columns: `prompt`, `answer`, `completion` (text), `row` (the task's own dict), `groups` int64
@@ -87,7 +87,9 @@ class Batch(Holder):
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """The columns that cannot be read before they are loaded."""
-        return tuple(n for n, column in self._columns.items() if isinstance(column, Remote) and not column.is_here)
+        return tuple(
+            n for n, column in self._columns.items() if isinstance(column, RemoteColumn) and not column.is_here
+        )
 
     @property
     def origins(self) -> tuple[Rows, ...]:
@@ -329,8 +331,8 @@ class Batch(Holder):
         return cls._make(*unpack(header, buffers))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[object, ...]]:
-        remote = {name: column for name, column in self._columns.items() if isinstance(column, Remote)}
-        here = {name: column for name, column in self._columns.items() if not isinstance(column, Remote)}
+        remote = {name: column for name, column in self._columns.items() if isinstance(column, RemoteColumn)}
+        here = {name: column for name, column in self._columns.items() if not isinstance(column, RemoteColumn)}
         header, buffers = pack(self._rows, here, self._origins)
         wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
         return _unpickled, (type(self), header, wrapped, remote, self.names)
@@ -349,7 +351,7 @@ class Batch(Holder):
 
     def __deepcopy__(self, memo: object) -> Self:
         columns: table.Table = {
-            name: column.private() if isinstance(column, Remote) else kinds.private(column)
+            name: column.private() if isinstance(column, RemoteColumn) else kinds.private(column)
             for name, column in self._columns.items()
         }
         if all(columns[name] is column for name, column in self._columns.items()):
@@ -371,7 +373,7 @@ def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
 
 
 def _unpickled(
-    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, Remote], names: Sequence[str]
+    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, RemoteColumn], names: Sequence[str]
 ) -> B:
     # Not a class's own method: cloudpickle would carry the code of such a one in every message.
     rows, here, origins = unpack(header, buffers)

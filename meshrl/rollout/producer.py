@@ -10,7 +10,7 @@ import numpy as np
 from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
-from meshrl.mesh import Rows, divided, parts, respawn
+from meshrl.mesh import Rows, parts, respawn, routed
 from meshrl.roles import Sampler, Sampling
 from meshrl.rollout.condition import Changes
 from meshrl.rollout.grouping import Assembly
@@ -184,7 +184,7 @@ class Generation:
     async def _generate(self, call: Call) -> None:
         """Run a call to its end, whatever that is."""
         ended: Exception | None = None
-        generate = divided(self.sampler.generate, call.owners)
+        generate = routed(self.sampler.generate, call.owners)
         chunks = generate(call.prompts.part(np.arange(len(call.prompts))), call.sampling)
         try:
             async for chunk in chunks:
