@@ -234,7 +234,7 @@ def test_a_run_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
     script = f"""
 import asyncio, os, signal
 from meshrl import Metrics, Run, RunConfig
-from tests.unit.test_events import Clocked
+from tests.mesh.test_events import Clocked
 
 async def main():
     async with Run(RunConfig(name="mine", folder={str(tmp_path)!r})) as run:
