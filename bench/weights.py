@@ -59,8 +59,8 @@ from meshrl import (
 from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.rewards import exact_match
-from meshrl.weights import Sender
-from meshrl.weights.delta import Version
+from meshrl.weights import WeightSource
+from meshrl.weights.delta import DeltaVersion
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.sampler import TorchSampler
@@ -84,7 +84,7 @@ class Trainer(Actor):
         self._tensors = {
             name: each.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16) for name, each in own.items()
         }
-        self._sender = Sender(changes=False)
+        self._sender = WeightSource(changes=False)
         self._version = 0
 
     @endpoint
@@ -214,7 +214,7 @@ async def changed(model: Path, lr: str, dtype: str) -> list[float]:
         advantages = group_advantages(rewards, batch.groups)
         await policy.update(batch.assign(rewards=rewards, advantages=advantages), config.loss)
         weights = await policy.weights()
-        versions = [bucket for bucket in weights.buckets if isinstance(bucket, Version)]
+        versions = [bucket for bucket in weights.buckets if isinstance(bucket, DeltaVersion)]
         shares.append(sum(each.sent for each in versions) / weights.nbytes)
         if dtype == config.policy.dtype:
             await publish(policy, sampler)

@@ -1,5 +1,8 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
+import warnings
+from typing import TYPE_CHECKING, Final
+
 from meshrl import deprecated
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics, Ragged, Source
@@ -46,6 +49,7 @@ from meshrl.mesh import (
     PP,
     TP,
     Actor,
+    CollectiveActor,
     Gather,
     Mean,
     Mesh,
@@ -55,7 +59,6 @@ from meshrl.mesh import (
     Same,
     Shard,
     Sum,
-    Together,
     at,
     current_rank,
     each,
@@ -136,6 +139,7 @@ __all__ = [
     "BradleyTerryLoss",
     "CispoLoss",
     "ClippedLoss",
+    "CollectiveActor",
     "Config",
     "ConfigError",
     "ConstantLoss",
@@ -205,7 +209,6 @@ __all__ = [
     "Task",
     "TaskConfig",
     "TeacherConfig",
-    "Together",
     "ValueLoss",
     "VllmConfig",
     "Weights",
@@ -258,3 +261,15 @@ __all__ = [
 ]
 
 deprecated.install()
+_RENAMED: Final = {"Together": "CollectiveActor"}
+"""Earlier names, and what they are called now."""
+
+if not TYPE_CHECKING:  # a type checker knows the names that are written above, and no other
+
+    def __getattr__(name: str) -> object:
+        """An earlier name, with a warning."""
+        if name not in _RENAMED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = _RENAMED[name]
+        warnings.warn(f"meshrl.{name} is now meshrl.{new}: write the new name", DeprecationWarning, stacklevel=2)
+        return globals()[new]

@@ -85,7 +85,7 @@ PUBLIC = [
     "Task",
     "TaskConfig",
     "TeacherConfig",
-    "Together",
+    "CollectiveActor",
     "ValueLoss",
     "VllmConfig",
     "Weights",
@@ -192,6 +192,13 @@ def test_each_public_name_exists_and_says_what_it_is(name: str) -> None:
     assert hasattr(meshrl, name)
     module = home(name)
     assert name in documented(ast.parse(Path(str(module.__file__)).read_text("utf-8"))), f"{module.__name__}.{name}"
+
+
+@pytest.mark.parametrize(("earlier", "name"), meshrl._RENAMED.items())
+def test_an_earlier_name_is_the_new_one_and_warns(earlier: str, name: str) -> None:
+    assert earlier not in meshrl.__all__
+    with pytest.warns(DeprecationWarning, match=f"meshrl.{earlier} is now meshrl.{name}: "):
+        assert getattr(meshrl, earlier) is getattr(meshrl, name)
 
 
 SIGNATURES = Path(__file__).with_name("public_signatures.txt")

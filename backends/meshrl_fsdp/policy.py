@@ -11,7 +11,7 @@ from meshrl.data import Batch, Metrics, Source
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
 from meshrl.roles import Policy, PolicyConfig
-from meshrl.weights import Sender, Weights
+from meshrl.weights import Weights, WeightSource
 from meshrl_fsdp.loading import load_sharded_policy
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.state import ShardedState
@@ -39,7 +39,7 @@ class FsdpPolicy(SpreadTraining, Policy):
         self._sharded = load_sharded_policy(config, rank)
         self._model, self._world = self._sharded.model, self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(trained(self._model).values()))
-        self._sender = Sender(changes=config.delta_sync)
+        self._sender = WeightSource(changes=config.delta_sync)
         self._state = ShardedState("policy", self._sharded, trained(self._model), self._optimizer)
 
     async def encode(self, batch: Batch) -> Batch:

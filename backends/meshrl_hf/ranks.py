@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
-from meshrl.mesh import Together
+from meshrl.mesh import CollectiveActor
 from meshrl_hf.packing import IDLE, MicroBatch
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class SingleRank(RankGroup):
 SINGLE_RANK: Final = SingleRank()
 
 
-class Spread(Together):
+class Spread(CollectiveActor):
     """Base of the roles whose ranks meet in each call."""
 
     _world: RankGroup

@@ -7,7 +7,7 @@ from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
 from meshrl.roles import Policy, PolicyConfig
-from meshrl.weights import Sender, Weights
+from meshrl.weights import Weights, WeightSource
 from meshrl_hf.encoding import encoded
 from meshrl_hf.probe import probe
 from meshrl_hf.scoring import check_readable, logprobs
@@ -37,7 +37,7 @@ class MegatronPolicy(SpreadTraining, Policy):
         self._world = self._model.world
         self._trained = Trained(config.optimizer, self._model)
         self._pipeline = Pipeline(self._trained.stages, self._model, valued=False)
-        self._sender = Sender(changes=config.delta_sync)
+        self._sender = WeightSource(changes=config.delta_sync)
         self._state = State("policy", self._trained, self._world)
 
     async def encode(self, batch: Batch) -> Batch:

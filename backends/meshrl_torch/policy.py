@@ -5,7 +5,7 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics, Source
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.roles import Policy, PolicyConfig
-from meshrl.weights import Sender, Weights
+from meshrl.weights import Weights, WeightSource
 from meshrl_hf import checkpoint, training
 from meshrl_hf.encoding import encoded
 from meshrl_hf.loading import load
@@ -32,7 +32,7 @@ class TorchPolicy(OneRankTraining, Policy):
             self._model.network.train(True)  # what transformers asks for; its dropout is zero
         self._trained = trained(self._model)
         self._optimizer = Optimizer(config.optimizer, list(self._trained.values()))
-        self._sender = Sender(changes=config.delta_sync)
+        self._sender = WeightSource(changes=config.delta_sync)
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""

@@ -1,7 +1,7 @@
 """What calls carry: `Batch` and its columns, `Ragged` token columns, `Metrics`.
 
 Columns are numpy arrays, one value a row or one a token, never padded. A column that lies on ranks is a
-`RemoteColumn`-like reference, which a batch splits, joins and loads as it does the others. Log-probs say what
+`RemoteColumn`, which a batch splits, joins and loads as it does the others. Log-probs say what
 computed them (`Source`).
 """
 
@@ -9,17 +9,17 @@ from meshrl.data.batch import Batch
 from meshrl.data.column_ops import lengths
 from meshrl.data.columns import Column, check_lengths, private
 from meshrl.data.metrics import Metrics
-from meshrl.data.provenance import Role, Source
+from meshrl.data.provenance import Origin, Source
 from meshrl.data.ragged import Ragged, check_dtype, from_raw, frozen, pickled, raw
-from meshrl.data.remote_column import Remote, is_ragged
+from meshrl.data.remote_column import RemoteColumn, is_ragged
 
 __all__ = [
     "Batch",
     "Column",
     "Metrics",
+    "Origin",
     "Ragged",
-    "Remote",
-    "Role",
+    "RemoteColumn",
     "Source",
     "check_dtype",
     "check_lengths",

@@ -14,9 +14,10 @@ from meshrl.data import columns as kinds
 from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
 from meshrl.data.ragged import Ragged
-from meshrl.data.remote_column import Remote, source_of
+from meshrl.data.remote_column import RemoteColumn, source_of
+from meshrl.data.wire import pack, unpack
 from meshrl.errors import DataError, did_you_mean
-from meshrl.mesh import Array, Holder, Put, Rows, lightest, plan_of
+from meshrl.mesh import Array, HasRefs, Put, Rows, lightest, plan_of
 
 __all__ = ["Batch", "Column", "Ragged"]
 
@@ -28,7 +29,7 @@ _TURNS = 1 << 20
 B = TypeVar("B", bound="Batch")
 
 
-class Batch(Holder):
+class Batch(HasRefs):
     """Rows of named columns. Immutable: each change is a new batch that shares what did not change.
 
     Standard columns: `prompt`, `answer`, `completion` (text), `row` (the task's own dict), `groups` int64
@@ -85,7 +86,9 @@ class Batch(Holder):
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """The columns that cannot be read before they are loaded."""
-        return tuple(n for n, column in self._columns.items() if isinstance(column, Remote) and not column.is_here)
+        return tuple(
+            n for n, column in self._columns.items() if isinstance(column, RemoteColumn) and not column.is_here
+        )
 
     @property
     def origins(self) -> tuple[Rows, ...]:
@@ -319,17 +322,17 @@ class Batch(Holder):
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
-        return kinds.pack(self._rows, self.columns, self._origins)
+        return pack(self._rows, self.columns, self._origins)
 
     @classmethod
     def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
         """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
-        return cls._make(*kinds.unpack(header, buffers))
+        return cls._make(*unpack(header, buffers))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[object, ...]]:
-        remote = {name: column for name, column in self._columns.items() if isinstance(column, Remote)}
-        here = {name: column for name, column in self._columns.items() if not isinstance(column, Remote)}
-        header, buffers = kinds.pack(self._rows, here, self._origins)
+        remote = {name: column for name, column in self._columns.items() if isinstance(column, RemoteColumn)}
+        here = {name: column for name, column in self._columns.items() if not isinstance(column, RemoteColumn)}
+        header, buffers = pack(self._rows, here, self._origins)
         wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
         return _unpickled, (type(self), header, wrapped, remote, self.names)
 
@@ -347,7 +350,7 @@ class Batch(Holder):
 
     def __deepcopy__(self, memo: object) -> Self:
         columns: table.Table = {
-            name: column.private() if isinstance(column, Remote) else kinds.private(column)
+            name: column.private() if isinstance(column, RemoteColumn) else kinds.private(column)
             for name, column in self._columns.items()
         }
         if all(columns[name] is column for name, column in self._columns.items()):
@@ -369,9 +372,9 @@ def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
 
 
 def _unpickled(
-    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, Remote], names: Sequence[str]
+    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, RemoteColumn], names: Sequence[str]
 ) -> B:
     # Not a class's own method: cloudpickle would carry the code of such a one in every message.
-    rows, here, origins = kinds.unpack(header, buffers)
+    rows, here, origins = unpack(header, buffers)
     stored: table.Table = {**here, **remote}
     return kind._make(rows, table.aligned({name: stored[name] for name in names}), origins)

@@ -9,18 +9,18 @@ from numpy.typing import ArrayLike
 from meshrl.data import columns as kinds
 from meshrl.data.columns import TOKEN_COLUMNS, Column
 from meshrl.data.ragged import Ragged, gather, sealed
-from meshrl.data.remote_column import Form, Piece, Places, Remote, as_remote, renumbered, source_of
+from meshrl.data.remote_column import Chunk, ColumnType, RemoteColumn, RowIndex, as_remote, renumbered, source_of
 from meshrl.errors import DataError
-from meshrl.mesh import Put, Rows, fetched
+from meshrl.mesh import Put, Rows, fetch
 
-Stored: TypeAlias = Column | Remote
+Stored: TypeAlias = Column | RemoteColumn
 """A column as a batch keeps it."""
 Table: TypeAlias = Mapping[str, Stored]
 
 
 def aligned(table: Table) -> dict[str, Stored]:
     """The columns, where ragged ones with equal offsets share them. DataError if standard ones are not aligned."""
-    here = {name: column for name, column in table.items() if not isinstance(column, Remote)}
+    here = {name: column for name, column in table.items() if not isinstance(column, RemoteColumn)}
     result: dict[str, Stored] = {**table, **kinds.aligned(here)}
     wanted = lengths(table.get("tokens"))
     if wanted is not None and len(here) < len(table):
@@ -33,13 +33,13 @@ def aligned(table: Table) -> dict[str, Stored]:
 
 def lengths(column: Stored | None) -> Rows | None:
     """Tokens of each row, of a ragged column."""
-    return column.lengths if isinstance(column, Ragged | Remote) else None
+    return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
 def take(table: Table, rows: Rows) -> dict[str, Stored]:
     """These rows of each column. What columns share (offsets, places) is worked out once."""
     spans: dict[int, tuple[Rows, Rows]] = {}
-    places: dict[int, tuple[Places, Rows]] = {}
+    places: dict[int, tuple[RowIndex, Rows]] = {}
     sizes: dict[int, Rows | None] = {id(None): None}
     taken: dict[str, Stored] = {}
     for name, column in table.items():
@@ -50,7 +50,7 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
             spans[key] = spans.get(key) or gather(column.offsets, rows)
             index, offsets = spans[key]
             taken[name] = Ragged.make(column.values[index], offsets, column.source)
-        elif isinstance(column, Remote):
+        elif isinstance(column, RemoteColumn):
             key = id(column.places)
             places[key] = places.get(key) or column.places.take(rows)
             size = id(column.lengths)
@@ -64,24 +64,24 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
 
 def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     """The rows of all tables (one or more, of the same columns), one after another."""
-    places: dict[object, Places] = {}
+    places: dict[object, RowIndex] = {}
     sizes: dict[tuple[int, ...], Rows | None] = {}
-    alive: list[Remote] = []
+    alive: list[RemoteColumn] = []
     joined: dict[str, Stored] = {}
     for name in tables[0]:
         parts = [table[name] for table in tables]
-        if not any(isinstance(part, Remote) for part in parts):
+        if not any(isinstance(part, RemoteColumn) for part in parts):
             joined[name] = kinds.concat(name, cast("list[Column]", parts))
             continue
         remotes = [as_remote(part) for part in parts]
         alive += remotes  # so that no `id` is given twice
         numbers = renumbered(remotes)
         key = tuple(id(part.places) for part in remotes), numbers
-        places[key] = places.get(key) or Places.concat([part.places for part in remotes], numbers)
+        places[key] = places.get(key) or RowIndex.concat([part.places for part in remotes], numbers)
         key_of_sizes = tuple(id(part.lengths) for part in remotes)
         if key_of_sizes not in sizes:
             sizes[key_of_sizes] = _joined([part.lengths for part in remotes])
-        joined[name] = Remote.concat(name, remotes, places[key], sizes[key_of_sizes])
+        joined[name] = RemoteColumn.concat(name, remotes, places[key], sizes[key_of_sizes])
     return aligned(joined)
 
 
@@ -93,37 +93,39 @@ def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
     held: dict[str, Stored] = {}
     together: dict[int, dict[str, Column]] = {}
     for name, column in table.items():
-        if isinstance(column, Remote):
+        if isinstance(column, RemoteColumn):
             held[name] = column.left()
         elif _is_larger(column, limit):
             key = id(column.offsets if isinstance(column, Ragged) else column)
             together.setdefault(key, {})[name] = column
     if not together:
         return held
-    places = Places.whole(rows)
+    places = RowIndex.whole(rows)
     for columns in together.values():
         piece = put(columns)
         sizes = lengths(next(iter(columns.values())))
         for name, column in columns.items():
-            held[name] = Remote(Form.of(column), [Piece(piece, name)], places, sizes, source=source_of(column))
+            held[name] = RemoteColumn(
+                ColumnType.of(column), [Chunk(piece, name)], places, sizes, source=source_of(column)
+            )
     return held
 
 
 async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
     """The table with these columns, which lie elsewhere, readable. Each piece is fetched once."""
-    wanted = {name: column for name in names if isinstance(column := table[name], Remote)}
-    values = await fetched(piece.held for column in wanted.values() for piece in column.missing)
+    wanted = {name: column for name in names if isinstance(column := table[name], RemoteColumn)}
+    values = await fetch(piece.held for column in wanted.values() for piece in column.missing)
     return {**table, **{name: column.arrived(values) for name, column in wanted.items()}}
 
 
 def read(name: str, column: Stored) -> Column:
     """The values of a column. DataError where they lie elsewhere."""
-    return column.column(name) if isinstance(column, Remote) else column
+    return column.column(name) if isinstance(column, RemoteColumn) else column
 
 
 def describe(column: Stored) -> str:
     """The kind and dtype of a column, in a few words, what computed it, and whether it lies elsewhere."""
-    if isinstance(column, Remote):
+    if isinstance(column, RemoteColumn):
         return f"{column.form}{kinds.by(column.source)}" + ("" if column.is_here else " elsewhere")
     return kinds.describe(column)
 

@@ -7,7 +7,7 @@ import msgspec
 
 from meshrl.errors import DataError
 
-Role: TypeAlias = Literal["sampler", "trainer", "reference"]
+Origin: TypeAlias = Literal["sampler", "trainer", "reference"]
 """What may have computed a column of log-probs."""
 
 
@@ -18,7 +18,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     have none: which version sampled a token stands in the column `versions`.
     """
 
-    role: Role
+    role: Origin
     oldest: int | None = None
     newest: int | None = None
 

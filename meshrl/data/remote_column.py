@@ -12,11 +12,11 @@ from meshrl.data.columns import Column
 from meshrl.data.provenance import Source, joined
 from meshrl.data.ragged import Ragged, bounds_of, sealed
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Held, Rows
+from meshrl.mesh import Array, Ref, Rows
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RowIndex:
     """Where each row of a column lies: in which piece, and at which number there.
 
     The columns of a batch that have their pieces alike share one object.
@@ -31,43 +31,43 @@ class Places:
         """The rows of one piece, in their order."""
         return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
 
-    def take(self, rows: Rows) -> tuple["Places", Rows]:
+    def take(self, rows: Rows) -> tuple["RowIndex", Rows]:
         """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
         piece, row = self.piece[rows], sealed(self.row[rows])
         if self.pieces == 1 and len(row):
-            return Places(1, sealed(piece), row), np.zeros(1, np.int64)
+            return RowIndex(1, sealed(piece), row), np.zeros(1, np.int64)
         kept, number = np.unique(piece, return_inverse=True)
-        return Places(len(kept), sealed(number.astype(np.int32)), row), kept.astype(np.int64)
+        return RowIndex(len(kept), sealed(number.astype(np.int32)), row), kept.astype(np.int64)
 
-    def __reduce__(self) -> tuple[Callable[..., "Places"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "RowIndex"], tuple[object, ...]]:
         count = len(self.row)
         if self.pieces == 1 and np.array_equal(self.row, np.arange(count)):  # as most replies are: a number says it
             return _whole, (count,)
-        return Places, (self.pieces, self.piece, self.row)
+        return RowIndex, (self.pieces, self.piece, self.row)
 
     @staticmethod
-    def concat(parts: Sequence["Places"], numbers: Sequence[Sequence[int]]) -> "Places":
+    def concat(parts: Sequence["RowIndex"], numbers: Sequence[Sequence[int]]) -> "RowIndex":
         """The rows of all parts; `numbers`: for each part, its pieces' new numbers."""
         pairs = zip(parts, numbers, strict=True)
         piece = np.concatenate([np.asarray(new, np.int32)[part.piece] for part, new in pairs])
         row = np.concatenate([part.row for part in parts])
-        return Places(1 + max((max(new) for new in numbers if new), default=-1), sealed(piece), sealed(row))
+        return RowIndex(1 + max((max(new) for new in numbers if new), default=-1), sealed(piece), sealed(row))
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Part of a column: one of those that are held together."""
 
-    held: Held
+    held: Ref
     """Of a dict of columns."""
     name: str
 
-    def of(self, values: Mapping[Held, object]) -> Column:
+    def of(self, values: Mapping[Ref, object]) -> Column:
         """Its values among all that were fetched."""
         return _frozen(cast("Mapping[str, object]", values[self.held])[self.name])
 
 
-class Here(Held):
+class InlineRef(Ref):
     """A column that travels by value, because it is small."""
 
     __slots__ = ("column",)
@@ -76,13 +76,13 @@ class Here(Held):
         self.column = column
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """The columns."""
-        return [{"": each.column} for each in cast("Sequence[Here]", held)]
+        return [{"": each.column} for each in cast("Sequence[InlineRef]", held)]
 
 
 @dataclass(frozen=True)
-class Form:
+class ColumnType:
     """What kind of column it is: Python values, rows of one shape, or tokens."""
 
     kind: Literal["objects", "row", "ragged"]
@@ -109,7 +109,7 @@ class Form:
         return "Python values" if self.kind == "objects" else kinds.describe(self.empty())
 
 
-class Remote:
+class RemoteColumn:
     """A column whose values stay where they were made, as one or more pieces. Immutable.
 
     Its rows can be selected and joined without the values. `fetch` gives the same column with the pieces it
@@ -120,9 +120,9 @@ class Remote:
 
     def __init__(
         self,
-        form: Form,
-        pieces: Sequence[Piece],
-        places: Places,
+        form: ColumnType,
+        pieces: Sequence[Chunk],
+        places: RowIndex,
         lengths: Rows | None,
         values: Sequence[Column | None] | None = None,
         source: Source | None = None,
@@ -142,8 +142,8 @@ class Remote:
     def __len__(self) -> int:
         return len(self.places.row)
 
-    def __reduce__(self) -> tuple[type["Remote"], tuple[object, ...]]:
-        return Remote, (self.form, self.pieces, self.places, self.lengths, None, self.source)
+    def __reduce__(self) -> tuple[type["RemoteColumn"], tuple[object, ...]]:
+        return RemoteColumn, (self.form, self.pieces, self.places, self.lengths, None, self.source)
 
     @property
     def is_here(self) -> bool:
@@ -151,30 +151,30 @@ class Remote:
         return not self.missing
 
     @property
-    def missing(self) -> list[Piece]:
+    def missing(self) -> list[Chunk]:
         """The pieces that must be fetched before it can be read."""
         return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
 
-    def take(self, places: Places, kept: Rows, lengths: Rows | None) -> "Remote":
-        """Some rows, whose `places` and `kept` pieces are what `Places.take` gives."""
+    def take(self, places: RowIndex, kept: Rows, lengths: Rows | None) -> "RemoteColumn":
+        """Some rows, whose `places` and `kept` pieces are what `RowIndex.take` gives."""
         values = [self.values[index] for index in kept]
-        return Remote(self.form, [self.pieces[index] for index in kept], places, lengths, values, self.source)
+        return RemoteColumn(self.form, [self.pieces[index] for index in kept], places, lengths, values, self.source)
 
-    def arrived(self, fetched: Mapping[Held, object]) -> "Remote":
+    def arrived(self, fetched: Mapping[Ref, object]) -> "RemoteColumn":
         """The same column, which can be read: from what was fetched."""
         pairs = zip(self.pieces, self.values, strict=True)
         values = [piece.of(fetched) if value is None else value for piece, value in pairs]
-        return Remote(self.form, self.pieces, self.places, self.lengths, values, self.source)
+        return RemoteColumn(self.form, self.pieces, self.places, self.lengths, values, self.source)
 
-    def left(self) -> "Remote":
+    def left(self) -> "RemoteColumn":
         """The same column without values, as it travels."""
-        return Remote(self.form, self.pieces, self.places, self.lengths, None, self.source)
+        return RemoteColumn(self.form, self.pieces, self.places, self.lengths, None, self.source)
 
-    def private(self) -> "Remote":
+    def private(self) -> "RemoteColumn":
         """The same column for another reader, who will have Python values of his own."""
         if self.form.kind != "objects":
             return self
-        return Remote(self.form, self.pieces, self.places, self.lengths, self.values, self.source)
+        return RemoteColumn(self.form, self.pieces, self.places, self.lengths, self.values, self.source)
 
     def column(self, name: str) -> Column:
         """The values; put together when they are first asked for. DataError where they were not fetched."""
@@ -209,15 +209,15 @@ class Remote:
         return _rows(cast("Sequence[Array]", pieces), places)
 
     @classmethod
-    def concat(cls, name: str, parts: Sequence["Remote"], places: Places, lengths: Rows | None) -> Self:
-        """The rows of all parts; `places` is what `Places.concat` gives. DataError where the parts differ in form."""
+    def concat(cls, name: str, parts: Sequence["RemoteColumn"], places: RowIndex, lengths: Rows | None) -> Self:
+        """The rows of all parts; `places` is what `RowIndex.concat` gives. DataError where the parts differ in form."""
         forms = sorted({str(part.form) for part in parts})
         if len(forms) > 1:
             raise DataError(
                 f"column `{name}` differs between parts: {', '.join(forms)}; each must return the same kind, dtype and "
                 "trailing dims"
             )
-        found: dict[Piece, Column | None] = {}
+        found: dict[Chunk, Column | None] = {}
         for part in parts:
             for piece, value in zip(part.pieces, part.values, strict=True):
                 if found.get(piece) is None:
@@ -226,33 +226,35 @@ class Remote:
         return cls(parts[0].form, list(found), places, lengths, list(found.values()), source)
 
 
-def source_of(column: "Column | Remote") -> Source | None:
+def source_of(column: "Column | RemoteColumn") -> Source | None:
     """What computed a column, if that is known."""
-    return column.source if isinstance(column, Ragged | Remote) else None
+    return column.source if isinstance(column, Ragged | RemoteColumn) else None
 
 
-def is_ragged(column: "Column | Remote") -> bool:
+def is_ragged(column: "Column | RemoteColumn") -> bool:
     """Whether a column has values by token."""
-    return isinstance(column, Ragged) or (isinstance(column, Remote) and column.form.kind == "ragged")
+    return isinstance(column, Ragged) or (isinstance(column, RemoteColumn) and column.form.kind == "ragged")
 
 
-def _whole(rows: int) -> Places:
-    return Places.whole(rows)
+def _whole(rows: int) -> RowIndex:
+    return RowIndex.whole(rows)
 
 
-def renumbered(parts: Sequence[Remote]) -> tuple[tuple[int, ...], ...]:
+def renumbered(parts: Sequence[RemoteColumn]) -> tuple[tuple[int, ...], ...]:
     """For each part, the numbers of its pieces among the different pieces of all parts."""
-    known: dict[Piece, int] = {}
+    known: dict[Chunk, int] = {}
     return tuple(tuple(known.setdefault(piece, len(known)) for piece in part.pieces) for part in parts)
 
 
-def as_remote(column: "Column | Remote") -> Remote:
-    """A Remote is itself; a column becomes one by value."""
-    if isinstance(column, Remote):
+def as_remote(column: "Column | RemoteColumn") -> RemoteColumn:
+    """A RemoteColumn is itself; a column becomes one by value."""
+    if isinstance(column, RemoteColumn):
         return column
     lengths = sealed(column.lengths) if isinstance(column, Ragged) else None
-    piece = Piece(Here(column), "")
-    return Remote(Form.of(column), [piece], Places.whole(len(column)), lengths, [column], source_of(column))
+    piece = Chunk(InlineRef(column), "")
+    return RemoteColumn(
+        ColumnType.of(column), [piece], RowIndex.whole(len(column)), lengths, [column], source_of(column)
+    )
 
 
 def _frozen(value: object) -> Column:
@@ -261,7 +263,7 @@ def _frozen(value: object) -> Column:
     return cast("Column", value)
 
 
-def _rows(pieces: Sequence[Array], places: Places) -> Array:
+def _rows(pieces: Sequence[Array], places: RowIndex) -> Array:
     if len(pieces) == 1:
         return sealed(pieces[0][places.row])
     whole = np.empty((len(places.row), *pieces[0].shape[1:]), pieces[0].dtype)
@@ -271,7 +273,7 @@ def _rows(pieces: Sequence[Array], places: Places) -> Array:
     return sealed(whole)
 
 
-def _ragged(pieces: Sequence[Ragged], places: Places) -> Ragged:
+def _ragged(pieces: Sequence[Ragged], places: RowIndex) -> Ragged:
     """Run by run: rows that follow one another in a piece are copied together."""
     starts, ends = np.empty(len(places.row), np.int64), np.empty(len(places.row), np.int64)
     for number, piece in enumerate(pieces):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshrl.data import Batch, Ragged, Source
 from meshrl.environments.environment import Environment, EnvironmentConfig
 from meshrl.errors import DataError
-from meshrl.mesh import Array, divided, parts
+from meshrl.mesh import Array, parts, routed
 from meshrl.roles import Sampler, Sampling
 from meshrl.weights import Weights
 
@@ -182,7 +182,7 @@ class Episodes(Sampler):
                 observation=[], rewards=np.zeros(0, np.float32), done=np.zeros(0, np.bool_), reward_error=[]
             )
         owners = np.asarray(asked.row("episode"), np.int64) % parts(call)
-        return await (await divided(call, owners)(asked)).load()
+        return await (await routed(call, owners)(asked)).load()
 
 
 def _bools(values: Array) -> NDArray[np.bool_]:

@@ -10,11 +10,11 @@ from meshrl.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from meshrl.data import Column, Remote, Role, Source
+    from meshrl.data import Column, Origin, RemoteColumn, Source
     from meshrl.losses.base import Loss
 
 
-_PROMISED: Final[Mapping[str, tuple[Role, str]]] = {
+_PROMISED: Final[Mapping[str, tuple[Origin, str]]] = {
     "sampler_logprobs": ("sampler", "train on rows as `sampler.generate` returned them"),
     "logprobs": ("trainer", "call `batch = await policy.logprobs(batch)` before the update"),
     "reference_logprobs": ("reference", "call `batch = await reference.logprobs(batch)` before the update"),
@@ -30,7 +30,7 @@ class Sourced(Protocol):
         ...
 
     @property
-    def stored(self) -> Mapping[str, Column | Remote]:
+    def stored(self) -> Mapping[str, Column | RemoteColumn]:
         """Its columns, also those that lie elsewhere."""
         ...
 

@@ -6,11 +6,11 @@ spawns actors there; a handle splits each call's arguments over the ranks and jo
 stay on their rank behind references. The room knows no batch, no model and no engine.
 """
 
-from meshrl.mesh.actor import Actor, Rank, Together, current_rank, endpoint, free_cores, rank_context
-from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, Request, Resources, Seen, Slot
-from meshrl.mesh.handle import at, divided, each, parts, ranks, respawn, stop
+from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
+from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, OnSpan, Request, Resources, Slot
+from meshrl.mesh.handle import at, each, parts, ranks, respawn, routed, stop
 from meshrl.mesh.mesh import Mesh
-from meshrl.mesh.refs import Held, Holder, Put, fetched, hold, loaded, seal_arrays
+from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import lightest, plan_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Bytes, Segment, pool, sweep
@@ -26,42 +26,42 @@ __all__ = [
     "Actor",
     "Array",
     "Bytes",
+    "CollectiveActor",
     "Engine",
     "Gather",
-    "Held",
-    "Holder",
+    "HasRefs",
     "Mean",
     "Member",
     "Mesh",
+    "OnSpan",
     "Put",
     "Rank",
+    "Ref",
     "Replicate",
     "Request",
     "Resources",
     "Rows",
     "Same",
-    "Seen",
     "Segment",
     "Shard",
     "Slot",
     "Sum",
-    "Together",
     "at",
     "current_rank",
-    "divided",
     "each",
     "endpoint",
-    "fetched",
+    "fetch",
     "free_cores",
-    "hold",
     "lightest",
-    "loaded",
     "parts",
     "plan_of",
     "pool",
+    "put_large",
     "rank_context",
     "ranks",
+    "resolve",
     "respawn",
+    "routed",
     "seal_arrays",
     "stop",
     "sweep",

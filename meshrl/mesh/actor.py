@@ -28,7 +28,7 @@ def is_endpoint(method: object) -> bool:
     return getattr(method, _ENDPOINT, False) is True
 
 
-class Together(ABC):
+class CollectiveActor(ABC):
     """Base, beside its role, of an actor whose ranks wait for each other, as in collectives.
 
     A call that was sent runs to its end on all of them. If its caller is cancelled, he is free at once and the ranks go

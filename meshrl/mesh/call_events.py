@@ -32,7 +32,7 @@ class Observation:
         self._start = clock() - self._began
 
     def __call__(self, number: int, began: float, ended: float) -> None:
-        """As the engine's `Seen`."""
+        """As the engine's `OnSpan`."""
         span = Span(
             self._id,
             self._mesh,

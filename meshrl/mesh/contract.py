@@ -1,35 +1,13 @@
 """Contracts: what an actor's endpoints promise, read from their annotations once, when it is spawned."""
 
 import inspect
-import types
-import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-
-import numpy as np
-from typing_extensions import TypeAliasType
 
 from meshrl.errors import ContractError
-from meshrl.mesh import sharding
 from meshrl.mesh.actor import Actor, is_endpoint
-
-Axes = tuple[str, ...]
-EVERY_RANK: Axes = ("*",)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One annotation: `Shard[Batch, TP]` is `Mark("shard", ("tp",), Batch)`."""
-
-    kind: str
-    axes: Axes
-    type: object
-
-    def __str__(self) -> str:
-        name = self.kind.capitalize()
-        axes = "" if self.axes in ((), ("dp",), EVERY_RANK) else f", {' x '.join(self.axes)}"
-        return f"{name}[{_type_name(self.type)}{axes}]" if self.kind != "plain" else _type_name(self.type)
+from meshrl.mesh.contract_checks import kind_mistakes, override_mistakes, parameter_mistakes, result_mistakes
+from meshrl.mesh.marks import Axes, Mark, read_marks
 
 
 @dataclass(frozen=True)
@@ -85,19 +63,19 @@ def _read_endpoint(
     cls: type, owner: type, name: str, function: Callable[..., object], shape: Mapping[str, int]
 ) -> Endpoint | list[str]:
     try:
-        marks, stream = _marks(function)
+        marks, stream = read_marks(function)
     except NameError as error:
         return [f"the annotation {error.name!r} is not known at run time: import it outside `if TYPE_CHECKING`"]
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]
     result = marks.pop("return", Mark("missing", (), None))
-    mistakes = _kind_mistakes(cls, name, stream)
+    mistakes = kind_mistakes(cls, name, stream)
     for parameter, mark in marks.items():
-        mistakes += _parameter_mistakes(parameter, mark, shape)
-    mistakes += _result_mistakes(result, shape, stream)
+        mistakes += parameter_mistakes(parameter, mark, shape)
+    mistakes += result_mistakes(result, shape, stream)
     override = inspect.getattr_static(cls, name)
     if override is not function and inspect.isfunction(override):
-        mistakes += _override_mistakes(owner, signature, marks, result, override)
+        mistakes += override_mistakes(owner, signature, marks, result, override)
     if mistakes:
         return mistakes
     shards = {parameter: mark.axes for parameter, mark in marks.items() if mark.kind == "shard"}
@@ -105,168 +83,6 @@ def _read_endpoint(
     return Endpoint(name, signature.replace(parameters=[*parameters, *extra]), shards, result, stream)
 
 
-def _marks(function: Callable[..., object]) -> tuple[dict[str, Mark], bool]:
-    hints = typing.get_type_hints(function, include_extras=True)
-    returned = hints.get("return")
-    stream = typing.get_origin(returned) in (AsyncIterator, AsyncGenerator)
-    if stream:
-        hints["return"] = typing.get_args(returned)[0]
-    return {name: read_mark(hint) for name, hint in hints.items()}, stream
-
-
-def read_mark(hint: object) -> Mark:
-    """The mark on an annotation; `Mark("plain", (), hint)` where there is none."""
-    alias = getattr(hint, "__origin__", None)
-    if isinstance(hint, types.UnionType) or alias is typing.Union:
-        marked = [read_mark(option) for option in typing.get_args(hint)]
-        found = [mark for mark in marked if mark.kind != "plain"]
-        return found[0] if len(found) == 1 and len(marked) == 2 else Mark("plain", (), hint)
-    if not isinstance(alias, TypeAliasType) or alias not in _KINDS:
-        return Mark("plain", (), hint)
-    inner, *axis = typing.get_args(hint)
-    kind = _KINDS[alias]
-    default = {"replicate": (), "same": EVERY_RANK}.get(kind, ("dp",))
-    return Mark(kind, typing.get_args(axis[0]) if axis else default, inner)
-
-
-_KINDS: Mapping[TypeAliasType, str] = {
-    sharding.Shard: "shard",
-    sharding.Replicate: "replicate",
-    sharding.Gather: "gather",
-    sharding.Mean: "mean",
-    sharding.Sum: "sum",
-    sharding.Same: "same",
-}
-
-
-def _kind_mistakes(cls: type, name: str, stream: bool) -> list[str]:
-    function = inspect.getattr_static(cls, name)
-    if not inspect.isfunction(function):
-        return [f"is an endpoint of a base class, overridden by {_type_name(type(function))}: write a method"]
-    generator, coroutine = inspect.isasyncgenfunction(function), inspect.iscoroutinefunction(function)
-    abstract = getattr(function, "__isabstractmethod__", False)
-    if stream and not generator and not abstract:
-        return ["says it returns an AsyncIterator but is no async generator: write `async def` with `yield`"]
-    if not stream and generator:
-        return ["yields: write `-> AsyncIterator[Gather[...]]`"]
-    if not stream and not coroutine:
-        return [f"is not async: write `async def {name}`"]
-    return []
-
-
-def _parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) -> list[str]:
-    where = f"parameter `{parameter}`"
-    if mark.kind == "plain" and _holds_mark(mark.type):
-        return [f"{where}: a mark stands inside {_type_name(mark.type)}: write it outermost, as in Shard[list[Batch]]"]
-    if mark.kind in ("gather", "mean", "sum", "same"):
-        return [f"{where} is marked {mark}, which joins results: write Shard or Replicate"]
-    mistakes = _axis_mistakes(where, mark, shape)
-    if mark.kind == "shard" and not _leaves_have(mark.type, "part"):
-        name = _type_name(mark.type)
-        text = "cannot be split over ranks: shard a Batch, an array, or a dict or list of them; or write Replicate"
-        mistakes.append(f"{where}: {name} {text}[{name}]")
-    return mistakes
-
-
-def _result_mistakes(mark: Mark, shape: Mapping[str, int], stream: bool) -> list[str]:
-    if mark.kind == "missing":
-        return ["has no result annotation: write `-> None`, `-> Gather[...]`, `-> Mean[...]` or `-> Same[...]`"]
-    if mark.kind in ("shard", "replicate"):
-        return [f"the result is marked {mark}, which splits arguments: write Gather, Mean, Sum or Same"]
-    if stream and mark.kind not in ("plain", "gather"):
-        return [f"a stream cannot yield {mark}: its values are handed on one by one; write AsyncIterator[Gather[...]]"]
-    if mark.kind == "plain" and _holds_mark(mark.type):
-        return [f"the result: a mark stands inside {_type_name(mark.type)}: write it outermost, as in Gather[...]"]
-    several = prod(shape.values()) > 1
-    if mark.kind == "plain":
-        if mark.type is type(None) or mark.type is None or not several:
-            return []
-        name = _type_name(mark.type)
-        ways = [f"Same[{name}] if all ranks return the same"]
-        ways += [f"Gather[{name}] to join"] if _leaves_have(mark.type, "join") else []
-        ways += [f"Mean[{name}] or Sum[{name}] to reduce"] if _leaves_have(mark.type, "mean") else []
-        return [f"the result {name} of {prod(shape.values())} ranks is not marked: write {', '.join(ways)}"]
-    mistakes = _axis_mistakes("the result", mark, shape)
-    needed = {"gather": "join", "mean": "mean", "sum": "__add__"}.get(mark.kind)
-    if needed and not _leaves_have(mark.type, needed):
-        mistakes.append(f"the result {mark}: {_type_name(mark.type)} has no `{needed}`; write Same, or gather a Batch")
-    return mistakes
-
-
-def _axis_mistakes(where: str, mark: Mark, shape: Mapping[str, int]) -> list[str]:
-    lacking = [axis for axis in mark.axes if axis not in shape and axis != "*"]
-    if not lacking:
-        return []
-    written = ", ".join([f"{axis}=1" for axis in lacking] + [f"{axis}={size}" for axis, size in shape.items()])
-    return [
-        (
-            f"{where} is marked {mark} but the mesh has no axis {' or '.join(map(repr, lacking))} "
-            f"(it has {', '.join(shape)}): write mesh.shape({written})"
-        )
-    ]
-
-
-def _override_mistakes(
-    owner: type, base: inspect.Signature, marks: Mapping[str, Mark], result: Mark, override: Callable[..., object]
-) -> list[str]:
-    """What an override does that its role does not allow. Plain types inherit the role's marks."""
-    try:
-        own, _ = _marks(override)
-    except NameError as error:
-        return [f"the annotation {error.name!r} is not known at run time: import it outside `if TYPE_CHECKING`"]
-    mistakes = []
-    for name, mark in own.items():
-        theirs = result if name == "return" else marks.get(name)
-        if mark.kind != "plain" and theirs is not None and (mark.kind, mark.axes) != (theirs.kind, theirs.axes):
-            what = "the result" if name == "return" else f"parameter `{name}`"
-            mistakes.append(
-                f"{what} is {mark} here but {theirs} in {owner.__name__}: the contract stands once, "
-                f"on {owner.__name__}; write the plain type here"
-            )
-    here = list(inspect.signature(override).parameters.values())[1:]
-    role = list(base.parameters.values())[1:]
-    if [(p.name, p.kind) for p in here[: len(role)]] != [(p.name, p.kind) for p in role]:
-        text = f"do not start with {_names(role)}, those of {owner.__name__}: write these first, in this order"
-        mistakes.append(f"its parameters {_names(here)} {text}")
-    elif needless := [p.name for p in here[len(role) :] if p.default is p.empty and p.kind.value not in (2, 4)]:
-        mistakes.append(f"its parameter `{needless[0]}` is not in {owner.__name__}: give it a default")
-    return mistakes
-
-
 def _extra_parameters(role: Sequence[inspect.Parameter], override: Callable[..., object]) -> list[inspect.Parameter]:
     known = {parameter.name for parameter in role} | {"self"}
     return [p for p in inspect.signature(override).parameters.values() if p.name not in known]
-
-
-def _names(parameters: Sequence[inspect.Parameter]) -> str:
-    return "(" + ", ".join(parameter.name for parameter in parameters) + ")"
-
-
-def _leaves_have(hint: object, attribute: str) -> bool:
-    """Whether every leaf type (in containers and optionals) can be split or joined."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is None or hint is type(None):
-        return True
-    if isinstance(hint, types.UnionType) or origin is typing.Union:
-        return all(_leaves_have(option, attribute) for option in arguments)
-    container = origin if isinstance(origin, type) else None
-    if container is not None and issubclass(container, Mapping) and len(arguments) == 2:
-        return _leaves_have(arguments[1], attribute)
-    if container is not None and issubclass(container, Sequence | tuple):
-        return all(_leaves_have(option, attribute) for option in arguments if option is not Ellipsis)
-    leaf = container or hint
-    if not isinstance(leaf, type):
-        return True
-    if attribute in ("mean", "__add__") and issubclass(leaf, int | float):
-        return True
-    found = getattr(leaf, attribute, None)
-    joins = inspect.ismethod(found) if attribute in ("join", "mean") else found is not None
-    return joins or issubclass(leaf, np.ndarray)
-
-
-def _holds_mark(hint: object) -> bool:
-    return read_mark(hint).kind != "plain" or any(map(_holds_mark, typing.get_args(hint)))
-
-
-def _type_name(hint: object) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from meshrl.config import Config
 from meshrl.mesh.actor import Rank
-from meshrl.mesh.refs import Held
+from meshrl.mesh.refs import Ref
 
 INLINE_BYTES: Final = 65536
 """The largest column that travels with a call, if nothing else is said."""
@@ -61,7 +61,7 @@ class Request(NamedTuple):
     keywords: Mapping[str, object]
 
 
-Seen: TypeAlias = Callable[[int, float, float], None]
+OnSpan: TypeAlias = Callable[[int, float, float], None]
 """Is told when a request began and ended on its rank: the request's number, and both times on the clock of the
 caller's loop. It may be told in another thread, and of a call that was cancelled after that has ended."""
 
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Whether all ranks are processes of this machine, which share its memory."""
         ...
 
-    def put(self, value: object) -> Held:
+    def put(self, value: object) -> Ref:
         """Keep a value, once, for whoever fetches it."""
         ...
 
@@ -114,7 +114,7 @@ class Engine(Protocol):
         """Cancel the actors' calls and let the actors go."""
         ...
 
-    def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> Awaitable[list[object]]:
+    def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> Awaitable[list[object]]:
         """Call each member; the results in the order of the requests.
 
         Calls of one caller start on a member in the order they were made. The first failure cancels the
@@ -123,11 +123,11 @@ class Engine(Protocol):
         ...
 
     def stream(
-        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        """Run each member's generator; the values of the requests in `heard`, as they come.
+        """Run each member's generator; the values of the requests in `consumed`, as they come.
 
-        A rank that is heard is at most one value ahead of the reader; the others run along unheard.
+        A rank that is consumed is at most one value ahead of the reader; the others run along unheard.
         """
         ...
 

@@ -13,9 +13,10 @@ from meshrl.events import Sink, sink
 from meshrl.mesh import scatter as rows
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
-from meshrl.mesh.contract import EVERY_RANK, Axes, Contract, Endpoint, read_contract
-from meshrl.mesh.engine import Engine, Member, Request, Seen
-from meshrl.mesh.refs import hold, loaded
+from meshrl.mesh.contract import Contract, Endpoint, read_contract
+from meshrl.mesh.engine import Engine, Member, OnSpan, Request
+from meshrl.mesh.marks import EVERY_RANK, Axes
+from meshrl.mesh.refs import put_large, resolve
 from meshrl.mesh.sharding import Rows
 
 P = ParamSpec("P")
@@ -148,7 +149,7 @@ class BoundEndpoint:
         return Observation(to, it.mesh, it.name, self.endpoint.name, it.members, (*args, *kwargs.values()))
 
     async def _results(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Seen | None = None
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: OnSpan | None = None
     ) -> tuple[list[object], Plans]:
         requests, plans = self._requests(args, kwargs)
         return await self.deployment.engine.call(self.endpoint.name, requests, seen), plans
@@ -162,7 +163,7 @@ class BoundEndpoint:
         if kind == "same":
             if len(parts) > 1:
                 ranks = [self.deployment.members[number].rank.index for number in chosen]
-                rows.check_same(await loaded(parts), ranks, self.where)
+                rows.check_same(await resolve(parts), ranks, self.where)
             return parts[0]
         if kind == "gather":
             return self._gather(parts, plans.get(axes, rows.UNDIVIDED))
@@ -182,13 +183,13 @@ class BoundEndpoint:
                     yield value
 
     async def _values(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Seen | None
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: OnSpan | None
     ) -> AsyncGenerator[object]:
         requests, plans = self._requests(args, kwargs)
         axes = self.endpoint.result.axes
         plan = None if plans.get(axes) else rows.UNDIVIDED
-        heard = self.deployment.replica(axes) if axes else [0]
-        stream = self.deployment.engine.stream(self.endpoint.name, requests, heard, seen)
+        consumed = self.deployment.replica(axes) if axes else [0]
+        stream = self.deployment.engine.stream(self.endpoint.name, requests, consumed, seen)
         try:
             async for value in stream:
                 yield self._gather([value], plan) if axes else value
@@ -205,7 +206,7 @@ class BoundEndpoint:
         engine = self.deployment.engine
         for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
             arrays = name not in shards
-            bound.arguments[name] = hold(
+            bound.arguments[name] = put_large(
                 value, engine.put, engine.inline_bytes, arrays=arrays, shares=engine.shares_memory
             )
         plans: Plans = {}
@@ -257,8 +258,8 @@ def parts(endpoint: Callable[..., object]) -> int:
     return max((called.deployment.parts_along(axes) for axes in called.endpoint.shards.values()), default=1)
 
 
-def divided(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
-    """Decide which part of its rows each rank gets: `divided(sampler.generate, owners)(prompts, sampling)`.
+def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
+    """Decide which part of its rows each rank gets: `routed(sampler.generate, owners)(prompts, sampling)`.
 
     `owners`, int64[rows], has a number below `parts(endpoint)` for each row; a rank's number is its coordinate on the
     axis that rows are sharded over. What is not on a mesh is given all rows. ContractError, of the call, where they do

@@ -10,7 +10,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-class Held(ABC):
+class Ref(ABC):
     """A value that an engine keeps. Whoever has this may fetch it; it is let go with the last that names it."""
 
     __slots__ = ()
@@ -20,18 +20,18 @@ class Held(ABC):
 
     @classmethod
     @abstractmethod
-    async def fetch(cls, held: "Sequence[Held]") -> list[object]:
+    async def fetch(cls, held: "Sequence[Ref]") -> list[object]:
         """The values of several of this class, read-only, uncopied where the engine can. `DataError` if one is lost."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
-Put = Callable[[object], Held]
+Put = Callable[[object], Ref]
 """How an engine keeps a value."""
 
 
-class Holder(ABC):
+class HasRefs(ABC):
     """Base of a value that can leave its large parts behind: `Batch`, `Weights`."""
 
     __slots__ = ()
@@ -49,49 +49,49 @@ class Holder(ABC):
 
 
 @dataclass(frozen=True)
-class Later:
+class ArrayRef:
     """Stands for an array while it travels."""
 
-    held: Held
+    held: Ref
 
 
-def hold(value: T, put: Put, limit: int | None, *, arrays: bool = False, shares: bool = False) -> T:
+def put_large(value: T, put: Put, limit: int | None, *, arrays: bool = False, shares: bool = False) -> T:
     """The value with the large parts of what it contains held; with `arrays`, arrays of more than `limit` bytes too.
 
     Looks into dicts, lists and tuples. What is held is sent once, whatever the number of ranks that fetch it. A `limit`
-    of None holds nothing. For `shares` see `Holder.hold`.
+    of None holds nothing. For `shares` see `HasRefs.hold`.
     """
-    return value if limit is None else cast("T", _hold(value, put, limit, arrays, shares))
+    return value if limit is None else cast("T", _put_large(value, put, limit, arrays, shares))
 
 
-def _hold(value: object, put: Put, limit: int, arrays: bool, shares: bool) -> object:
+def _put_large(value: object, put: Put, limit: int, arrays: bool, shares: bool) -> object:
     if isinstance(value, np.ndarray):
         plain = type(value) is np.ndarray and value.dtype.kind in "biufc"
-        return Later(put(value)) if arrays and plain and value.nbytes > limit else value
+        return ArrayRef(put(value)) if arrays and plain and value.nbytes > limit else value
     if type(value) in (list, tuple):
         items = cast("list[object]", value)
-        return type(items)(_hold(item, put, limit, arrays, shares) for item in items)
+        return type(items)(_put_large(item, put, limit, arrays, shares) for item in items)
     if type(value) is dict:
         table = cast("dict[object, object]", value)
-        return {key: _hold(item, put, limit, arrays, shares) for key, item in table.items()}
-    return value.hold(put, limit, shares) if isinstance(value, Holder) else value
+        return {key: _put_large(item, put, limit, arrays, shares) for key, item in table.items()}
+    return value.hold(put, limit, shares) if isinstance(value, HasRefs) else value
 
 
-async def loaded(value: T) -> T:
-    """The value with everything readable that `hold` left behind."""
-    return cast("T", await _loaded(value))
+async def resolve(value: T) -> T:
+    """The value with everything readable that `put_large` left behind."""
+    return cast("T", await _resolve(value))
 
 
-async def _loaded(value: object) -> object:
-    if isinstance(value, Later):
-        return (await fetched([value.held]))[value.held]
+async def _resolve(value: object) -> object:
+    if isinstance(value, ArrayRef):
+        return (await fetch([value.held]))[value.held]
     if type(value) in (list, tuple):
         items = cast("list[object]", value)
-        return type(items)([await _loaded(item) for item in items])
+        return type(items)([await _resolve(item) for item in items])
     if type(value) is dict:
         table = cast("Mapping[object, object]", value)
-        return {key: await _loaded(item) for key, item in table.items()}
-    return await value.load() if isinstance(value, Holder) else value
+        return {key: await _resolve(item) for key, item in table.items()}
+    return await value.load() if isinstance(value, HasRefs) else value
 
 
 def seal_arrays(value: object) -> None:
@@ -106,12 +106,12 @@ def seal_arrays(value: object) -> None:
             seal_arrays(item)
 
 
-async def fetched(held: Iterable[Held]) -> dict[Held, object]:
+async def fetch(held: Iterable[Ref]) -> dict[Ref, object]:
     """The values. Nothing else runs meanwhile if they are in this process: so calls start in their order."""
-    by_kind: dict[type[Held], list[Held]] = {}
+    by_kind: dict[type[Ref], list[Ref]] = {}
     for each in dict.fromkeys(held):
         by_kind.setdefault(type(each), []).append(each)
-    values: dict[Held, object] = {}
+    values: dict[Ref, object] = {}
     for kind, some in by_kind.items():
         values.update(zip(some, await kind.fetch(some), strict=True))
     return values

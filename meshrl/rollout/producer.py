@@ -10,7 +10,7 @@ import numpy as np
 from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
-from meshrl.mesh import Rows, divided, parts, respawn
+from meshrl.mesh import Rows, parts, respawn, routed
 from meshrl.roles import Sampler, Sampling
 from meshrl.rollout.condition import Condition
 from meshrl.rollout.grouping import GroupBuffer
@@ -187,7 +187,7 @@ class Producer:
     async def _generate(self, call: GenerateRequest) -> None:
         """Run a call to its end, whatever that is."""
         ended: Exception | None = None
-        generate = divided(self.sampler.generate, call.owners)
+        generate = routed(self.sampler.generate, call.owners)
         chunks = generate(call.prompts.part(np.arange(len(call.prompts))), call.sampling)
         try:
             async for chunk in chunks:

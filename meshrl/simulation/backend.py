@@ -18,7 +18,7 @@ from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine, LocalMember, LocalSlot
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
-from meshrl.mesh import Held, Rank, Resources, Slot, current_rank
+from meshrl.mesh import Rank, Ref, Resources, Slot, current_rank
 from meshrl.objectives import Gae
 from meshrl.roles import Critic, GenerateCalls, Policy, Reference, Reward, RoleConfig, Sampler, Sampling
 from meshrl.simulation.json_state import State, read_state
@@ -355,14 +355,14 @@ class SimSampler(SimRole, Sampler):
         )
 
 
-class _Kept(Held):
+class _Kept(Ref):
     """A value as it is: simulated roles write nothing."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         return [each.value for each in cast("Sequence[_Kept]", held)]
 
 

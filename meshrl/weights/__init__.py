@@ -5,13 +5,13 @@ it has. `delta` sends what has changed alone.
 """
 
 from meshrl.weights.bucket import Bucket, Entry
-from meshrl.weights.delta import Sender
+from meshrl.weights.delta import WeightSource
 from meshrl.weights.weights import Probe, Weights
 
 __all__ = [
     "Bucket",
     "Entry",
     "Probe",
-    "Sender",
+    "WeightSource",
     "Weights",
 ]

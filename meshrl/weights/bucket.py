@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 
 from meshrl.data import check_dtype, from_raw, pickled, raw
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Bytes, Held, Put, Segment, free_cores, pool
+from meshrl.mesh import Array, Bytes, Put, Ref, Segment, free_cores, pool
 
 _ALIGNED: Final = 64
 """Bytes: each tensor starts at a multiple."""
@@ -42,7 +42,7 @@ class Bucket:
     """Tensors in a buffer that nobody writes; or, on their way, what they can be fetched by."""
 
     def __init__(
-        self, index: Mapping[str, Entry], nbytes: int, source: Bytes | Segment | Held, origin: Held | None = None
+        self, index: Mapping[str, Entry], nbytes: int, source: Bytes | Segment | Ref, origin: Ref | None = None
     ) -> None:
         self.index: Final = index
         """The tensors by name."""
@@ -72,9 +72,9 @@ class Bucket:
         return cls(index, sum(array.nbytes for array in arrays.values()), writing.done() if writing else memory)
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> Ref | None:
         """What it is to be fetched by; None where it is here."""
-        return self._source if isinstance(self._source, Held) else None
+        return self._source if isinstance(self._source, Ref) else None
 
     @property
     def segment(self) -> Segment | None:
@@ -91,7 +91,7 @@ class Bucket:
     @property
     def memory(self) -> Bytes:
         """The buffer, which ends at a multiple of 64 bytes. DataError where it is not here."""
-        if isinstance(self._source, Held):
+        if isinstance(self._source, Ref):
             raise DataError(f"{self.nbytes} bytes of weights lie elsewhere: load them first")
         return self._source.memory if isinstance(self._source, Segment) else self._source
 
@@ -108,7 +108,7 @@ class Bucket:
         held = SharedHeld.of(self, self.segment) if shares and self.segment else self._origin or put(self)
         return Bucket(self.index, self.nbytes, held)
 
-    def fetched_by(self, held: Held) -> "Bucket":
+    def fetched_by(self, held: Ref) -> "Bucket":
         """The same, and whoever it is handed on to fetches it there too."""
         return Bucket(self.index, self.nbytes, self._source, held)
 
@@ -132,12 +132,12 @@ class Bucket:
         return [name for (name, entry), each in zip(self.index.items(), made, strict=True) if each != entry.fingerprint]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Bucket"], tuple[object, ...]]:
-        if isinstance(self._source, Held):
+        if isinstance(self._source, Ref):
             return Bucket, (dict(self.index), self.nbytes, self._source)
         return _unpickled, (dict(self.index), self.nbytes, *pickled(self.memory, protocol.__index__()))
 
 
-class SharedHeld(Held):
+class SharedHeld(Ref):
     """A bucket that stays in this machine's shared memory, for all processes here."""
 
     way = "shared memory"
@@ -153,7 +153,7 @@ class SharedHeld(Held):
         return cls(segment.path, segment.nbytes, dict(bucket.index), bucket.nbytes, bucket)
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """The buckets. DataError where one is gone."""
         return [each.bucket() for each in cast("Sequence[SharedHeld]", held)]
 

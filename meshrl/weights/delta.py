@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.mesh import Array, Bytes, Held, Put, current_rank, fetched, pool
+from meshrl.mesh import Array, Bytes, Put, Ref, current_rank, fetch, pool
 from meshrl.weights.bucket import Bucket, Entry
 from meshrl.weights.weights import Probe, Weights
 
@@ -45,7 +45,7 @@ class Change(NamedTuple):
         words[np.unpackbits(self.where, count=len(words)).view(np.bool_)] = self.words
 
 
-class Chain:
+class DeltaChain:
     """A bucket's history, on the rank that makes it."""
 
     def __init__(self, place: tuple[int, int], first: Bucket) -> None:
@@ -55,25 +55,25 @@ class Chain:
         self._first = first
         self._last = first
         self._changes: list[Change] = []
-        self._held: list[Held] = []
+        self._held: list[Ref] = []
         """What of the history is kept for others: the first version, and changes."""
 
-    def grown(self, new: Bucket) -> "Chain":
+    def grown(self, new: Bucket) -> "DeltaChain":
         """The history with a version more; a new one where that is not worth it."""
         if new.index.keys() != self._last.index.keys() or new.memory.shape != self._last.memory.shape:
-            return Chain(self.place, new)
+            return DeltaChain(self.place, new)
         change = Change.between(self._last.memory, new.memory)
         if sum(each.nbytes for each in self._changes) + change.nbytes > _LONGEST * new.nbytes:
-            return Chain(self.place, new)
+            return DeltaChain(self.place, new)
         self._changes.append(change)
         self._last = new
         return self
 
-    def newest(self) -> "Version":
+    def newest(self) -> "DeltaVersion":
         """The version that was added last."""
-        return Version(self, len(self._changes), self._last)
+        return DeltaVersion(self, len(self._changes), self._last)
 
-    def hold(self, put: Put, number: int) -> Sequence[Held]:
+    def hold(self, put: Put, number: int) -> Sequence[Ref]:
         """The history up to a version, kept for others."""
         for each in range(len(self._held), number + 1):
             self._held.append(put(self._changes[each - 1] if each else self._first))
@@ -84,10 +84,10 @@ class Chain:
         return self._changes[number - 1].nbytes if number else self._first.nbytes
 
 
-class Version(Bucket):
+class DeltaVersion(Bucket):
     """One version of a bucket, on the rank that made it."""
 
-    def __init__(self, chain: Chain, number: int, bucket: Bucket) -> None:
+    def __init__(self, chain: DeltaChain, number: int, bucket: Bucket) -> None:
         super().__init__(bucket.index, bucket.nbytes, bucket.segment or bucket.memory)
         self._chain = chain
         self._number = number
@@ -102,18 +102,18 @@ class Version(Bucket):
         if self.nbytes <= limit or (shares and self.segment):
             return super().hold(put, limit, shares)
         history = self._chain.hold(put, self._number)
-        held = ChainHeld(self._chain.token, self._chain.place, history, dict(self.index), self.nbytes)
+        held = DeltaRef(self._chain.token, self._chain.place, history, dict(self.index), self.nbytes)
         return Bucket(self.index, self.nbytes, held)
 
 
-class Sender:
+class WeightSource:
     """What a rank of a policy makes weights with, each time from the same tensors."""
 
     def __init__(self, *, changes: bool) -> None:
         """`changes`: send what changed alone, to those who share no memory; it keeps the version before."""
         self._changes = changes
         self._rank = current_rank().index
-        self._chains: list[Chain] = []
+        self._chains: list[DeltaChain] = []
         self._latest: Weights | None = None
         """Their memory is not written anew while they are on their way to a first reader."""
 
@@ -124,15 +124,15 @@ class Sender:
             return whole
         grown = [chain.grown(bucket) for chain, bucket in zip(self._chains, whole.buckets, strict=False)]
         new = whole.buckets[len(grown) :]
-        self._chains = grown + [Chain((self._rank, at), bucket) for at, bucket in enumerate(new, len(grown))]
+        self._chains = grown + [DeltaChain((self._rank, at), bucket) for at, bucket in enumerate(new, len(grown))]
         return Weights.of(version, [chain.newest() for chain in self._chains], probe)
 
 
-class ChainHeld(Held):
+class DeltaRef(Ref):
     """A version of a bucket, held as the first one and what changed from each to the next."""
 
     def __init__(
-        self, token: str, place: tuple[int, int], held: Sequence[Held], index: Mapping[str, Entry], nbytes: int
+        self, token: str, place: tuple[int, int], held: Sequence[Ref], index: Mapping[str, Entry], nbytes: int
     ) -> None:
         self._token = token
         self._place = place
@@ -142,16 +142,16 @@ class ChainHeld(Held):
         self.way = f"changes through {held[0].way}"
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """The buckets, from the newest version of each that this process has fetched."""
-        return [await each.bucket() for each in cast("Sequence[ChainHeld]", held)]
+        return [await each.bucket() for each in cast("Sequence[DeltaRef]", held)]
 
     async def bucket(self) -> Bucket:
         """This version."""
         key = self._place, self._nbytes
         had = _fetched.get(key)
         first = had.number + 1 if had and had.token == self._token and had.number < len(self._held) else 0
-        values = await fetched(self._held[first:])
+        values = await fetch(self._held[first:])
         found = [values[each] for each in self._held[first:]]
         old = had.bucket if had and first else cast("Bucket", found.pop(0))
         bucket = self._changed(old, cast("list[Change]", found)) if found else old
@@ -167,8 +167,8 @@ class ChainHeld(Held):
         memory.flags.writeable = False
         return Bucket(self._index, self._nbytes, writing.done() if writing else memory)
 
-    def __reduce__(self) -> tuple[Callable[..., "ChainHeld"], tuple[object, ...]]:
-        return ChainHeld, (self._token, self._place, self._held, self._index, self._nbytes)
+    def __reduce__(self) -> tuple[Callable[..., "DeltaRef"], tuple[object, ...]]:
+        return DeltaRef, (self._token, self._place, self._held, self._index, self._nbytes)
 
 
 class _Fetched(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Holder, Put, Rows, fetched
+from meshrl.mesh import Array, HasRefs, Put, Rows, fetch
 from meshrl.weights.bucket import Bucket
 
 BUCKET: Final = 1 << 28
@@ -25,7 +25,7 @@ class Probe(NamedTuple):
     """Of each token but a row's first, given those before it, [rows, tokens - 1]."""
 
 
-class Weights(Holder):
+class Weights(HasRefs):
     """Named tensors and the number of updates that made them. Immutable.
 
     Arrays of any shape, bfloat16 through `ml_dtypes`. They are copied, bucket by bucket, each with a fingerprint of its
@@ -110,7 +110,7 @@ class Weights(Holder):
         held = [bucket.held for bucket in self._buckets if bucket.held]
         if not held:
             return self
-        values = {each: cast("Bucket", value).fetched_by(each) for each, value in (await fetched(held)).items()}
+        values = {each: cast("Bucket", value).fetched_by(each) for each, value in (await fetch(held)).items()}
         here = [values[bucket.held] if bucket.held else bucket for bucket in self._buckets]
         return self.of(self._version, here, self._probe)
 

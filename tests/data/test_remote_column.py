@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError
-from meshrl.mesh import Held
+from meshrl.mesh import Ref
 
 
 def rollouts(rows: int = 4) -> Batch:
@@ -28,7 +28,7 @@ def rollouts(rows: int = 4) -> Batch:
     )
 
 
-class Kept(Held):
+class Kept(Ref):
     """A held value that counts its readers; it travels as a number, as a reference would."""
 
     store: ClassVar[dict[int, object]] = {}
@@ -39,7 +39,7 @@ class Kept(Held):
         self.store[self.number] = value
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         numbers = [each.number for each in cast("Sequence[Kept]", held)]
         cls.reads.extend(numbers)
         return [pickle.loads(pickle.dumps(cls.store[number], 5)) for number in numbers]  # noqa: S301 -- its own

@@ -29,7 +29,7 @@ from meshrl import (
     respawn,
     stop,
 )
-from meshrl.data import Remote
+from meshrl.data import RemoteColumn
 from meshrl.mesh import Engine
 
 
@@ -345,7 +345,7 @@ async def test_pieces_do_not_multiply_on_the_way(mesh: Mesh) -> None:
     for seed in range(4):
         batch = await rollouts.same(batch.select(np.random.default_rng(seed).permutation(16)))
     column = batch.stored["tokens"]
-    assert isinstance(column, Remote)
+    assert isinstance(column, RemoteColumn)
     assert len(column.pieces) == 2
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl import Batch, Metrics, Ragged, Task, TaskConfig, Weights, group_advantages, minibatches
-from meshrl.data import Role, Source
+from meshrl.data import Origin, Source
 
 BATCH = Batch.of(tokens=Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"])
 
@@ -50,7 +50,7 @@ def offsets_that_do_not_fit() -> None:
 
 
 def log_probs_of_two_models() -> None:
-    roles: list[Role] = ["sampler", "trainer"]
+    roles: list[Origin] = ["sampler", "trainer"]
     Batch.concat([Batch.of(logprobs=Ragged.of([[-1.0]], np.float32, source=Source(role))) for role in roles])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshrl.data import Batch, Ragged, Source
 from meshrl.data.provenance import joined
 from meshrl.errors import DataError
-from meshrl.mesh import Held
+from meshrl.mesh import Ref
 
 SAMPLER, REFERENCE = Source("sampler"), Source("reference")
 
@@ -27,14 +27,14 @@ def scored(source: Source | None, rows: int = 3) -> Batch:
     )
 
 
-class Kept(Held):
+class Kept(Ref):
     """A held value; it is pickled whole, as if its rank were always there."""
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         return [each.value for each in held if isinstance(each, Kept)]
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from meshrl import DP, TP, Actor, Batch, ContractError, Gather, Mean, Metrics, Replicate, Same, Shard, Sum, endpoint
-from meshrl.mesh.contract import EVERY_RANK, read_contract
+from meshrl.mesh.contract import read_contract
+from meshrl.mesh.marks import EVERY_RANK
 
 if TYPE_CHECKING:
     from decimal import Decimal

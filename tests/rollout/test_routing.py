@@ -26,7 +26,7 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.mesh import divided, lightest, parts, plan_of
+from meshrl.mesh import lightest, parts, plan_of, routed
 from meshrl.rollout.routing import Router, Share
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
@@ -127,16 +127,16 @@ async def test_a_caller_may_divide_the_rows() -> None:
     where = await (await Mesh.reserve(engine, 3, Resources(cpus=0))).spawn(Where)
     owners = np.array([2, 0, 2, 2, 0])
     batch = asked([5, 6, 7, 8, 9])
-    told = await divided(where.rank, owners)(batch)
+    told = await routed(where.rank, owners)(batch)
     assert told.row("rank").tolist() == owners.tolist()
     assert told.groups.tolist() == [5, 6, 7, 8, 9]
     assert parts(where.rank) == 3
     for wrong in (owners[1:], owners + 1, owners - 1):
         with pytest.raises(ContractError, match=r"Where.rank: rows cannot be divided so: . owners from -?. to ."):
-            await divided(where.rank, wrong)(batch)
+            await routed(where.rank, wrong)(batch)
     alone = Where()
     assert parts(alone.rank) == 1
-    assert await divided(alone.rank, owners)(batch)
+    assert await routed(alone.rank, owners)(batch)
     await engine.close()
 
 
@@ -147,7 +147,7 @@ async def test_what_a_fake_draws_does_not_hang_on_the_division() -> None:
     for owners in ([0] * 8, [1, 2, 2, 1, 0, 2, 1, 0]):
         sampler = await mesh.spawn(FakeSampler, SAMPLER)
         await sampler.load(Weights(1, {"skill": np.array([0.5])}))
-        generate = divided(sampler.generate, np.array(owners))
+        generate = routed(sampler.generate, np.array(owners))
         asked_for = next(prompts(8)).part(np.arange(8))
         drawn.append(Batch.join([chunk async for chunk in generate(asked_for, Sampling(n=3))]))
     assert drawn[0] == drawn[1]

@@ -28,7 +28,7 @@ from meshrl import (
     publish,
     rollouts,
 )
-from meshrl.mesh import Request, Seen
+from meshrl.mesh import OnSpan, Request
 from meshrl.rollout import Rollouts
 from meshrl.rollout.staleness import Late, StalenessLedger
 from meshrl.testing import (
@@ -77,9 +77,9 @@ class MortalEngine(LocalEngine):
     """Where an actor crashes its process dies, as far as its callers see."""
 
     async def stream(
-        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        values = super().stream(endpoint, requests, heard, seen)
+        values = super().stream(endpoint, requests, consumed, seen)
         try:
             async for value in values:
                 yield value
@@ -94,7 +94,7 @@ class MortalEngine(LocalEngine):
 class DeadlyEngine(MortalEngine):
     """Also a crash while weights are loaded, or calls aborted, is a death."""
 
-    async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
         try:
             return await super().call(endpoint, requests, seen)
         except RankFailed as error:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Weights
-from meshrl.mesh import Held, Rank, rank_context
-from meshrl.weights import Sender
-from meshrl.weights.delta import Change, Version
+from meshrl.mesh import Rank, Ref, rank_context
+from meshrl.weights import WeightSource
+from meshrl.weights.delta import Change, DeltaVersion
 
 SIZE = 5000
 
 
-class Stored(Held):
+class Stored(Ref):
     """A value in another process: fetched as it is pickled, and counted."""
 
     values: ClassVar[list[bytes]] = []
@@ -34,7 +34,7 @@ class Stored(Held):
         return cls(len(cls.values) - 1)
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         numbers = [each.number for each in held if isinstance(each, Stored)]
         cls.fetches += [len(cls.values[number]) for number in numbers]
         return [pickle.loads(cls.values[number]) for number in numbers]  # noqa: S301 -- what was put here
@@ -60,7 +60,7 @@ def test_a_change_gives_every_bit(data: bytes, changes: int, random: Random) -> 
 
 
 async def test_who_has_a_version_fetches_what_changed_since() -> None:
-    sender, values = Sender(changes=True), np.arange(SIZE, dtype=np.float32)
+    sender, values = WeightSource(changes=True), np.arange(SIZE, dtype=np.float32)
     versions: list[Weights] = []
     for version in range(4):
         values[version * 10 : version * 10 + 10] += 1
@@ -78,17 +78,17 @@ async def test_who_has_a_version_fetches_what_changed_since() -> None:
     assert (await travelled[0].load()) == versions[0], "also an older one, anew"
     assert versions[3].buckets[0].nbytes == SIZE * 4
     newest = versions[3].buckets[0]
-    assert isinstance(newest, Version)
+    assert isinstance(newest, DeltaVersion)
     assert newest.sent < SIZE
 
 
 async def test_what_changes_as_a_whole_is_sent_as_a_whole() -> None:
-    sender, random = Sender(changes=True), np.random.default_rng(0)
+    sender, random = WeightSource(changes=True), np.random.default_rng(0)
     for version in range(3):
         values = random.standard_normal(SIZE).astype(np.float32)
         weights = sender.weights(version, [("values", values)], None)
         (bucket,) = weights.buckets
-        assert isinstance(bucket, Version)
+        assert isinstance(bucket, DeltaVersion)
         assert bucket.sent == SIZE * 4
         loaded = await sent(weights).load()
         assert len(Stored.fetches) == 1
@@ -96,12 +96,12 @@ async def test_what_changes_as_a_whole_is_sent_as_a_whole() -> None:
 
 
 def test_a_history_does_not_grow_without_end() -> None:
-    sender, values = Sender(changes=True), np.zeros(SIZE, np.float32)
+    sender, values = WeightSource(changes=True), np.zeros(SIZE, np.float32)
     sizes: list[int] = []
     for version in range(40):
         values[:400] = version
         (bucket,) = sender.weights(version, [("values", values.copy())], None).buckets
-        assert isinstance(bucket, Version)
+        assert isinstance(bucket, DeltaVersion)
         sizes.append(bucket.sent)
     assert sizes.count(SIZE * 4) > 1
     assert sum(size < SIZE * 4 for size in sizes) > 30
@@ -109,7 +109,7 @@ def test_a_history_does_not_grow_without_end() -> None:
 
 @pytest.mark.parametrize("changes", [True, False])
 def test_another_model_is_another_history(changes: bool) -> None:
-    sender = Sender(changes=changes)
+    sender = WeightSource(changes=changes)
     for names in (["a", "b"], ["b"], ["a"]):
         weights = sender.weights(0, [(name, np.zeros(SIZE)) for name in names], None)
         assert list(weights.tensors) == names
@@ -117,10 +117,10 @@ def test_another_model_is_another_history(changes: bool) -> None:
 
 
 async def test_each_rank_sends_what_changed_of_its_own() -> None:
-    senders: list[Sender] = []
+    senders: list[WeightSource] = []
     for rank in range(2):
         token = rank_context.set(Rank(index=rank, size=2, axes={"dp": rank}, shape={"dp": 2}))
-        senders.append(Sender(changes=True))
+        senders.append(WeightSource(changes=True))
         rank_context.reset(token)
     for version in range(3):
         whole = Weights.join(

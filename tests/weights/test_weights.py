@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.errors import DataError
-from meshrl.mesh import Held
+from meshrl.mesh import Ref
 from meshrl.mesh.shared_memory import FOLDER
 from meshrl.weights import Probe, Weights
 from meshrl.weights import weights as module
@@ -121,7 +121,7 @@ def test_ranks_that_disagree() -> None:
         Weights.join([Weights(2, tensors()), Weights(3, tensors())])
 
 
-def put(value: object) -> Held:
+def put(value: object) -> Ref:
     raise AssertionError("what lies in shared memory is put nowhere else")
 
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import cast
 
 from meshrl.engines.isolation import isolated
-from meshrl.engines.local.rank_thread import LocalHeld, LocalMember, LocalSlot, Reply, Work, answer
+from meshrl.engines.local.rank_thread import LocalMember, LocalRef, LocalSlot, Reply, Work, answer
 from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import ConfigError, MeshStopped
-from meshrl.mesh import INLINE_BYTES, Held, Member, Rank, Request, Resources, Seen, Slot, free_cores, hold
+from meshrl.mesh import INLINE_BYTES, Member, OnSpan, Rank, Ref, Request, Resources, Slot, free_cores, put_large
 
 
 class LocalEngine:
@@ -32,9 +32,9 @@ class LocalEngine:
         self._slots: list[LocalSlot] = []
         self._members: list[LocalMember] = []
 
-    def put(self, value: object) -> Held:
+    def put(self, value: object) -> Ref:
         """Keep a value; the ranks share it."""
-        return LocalHeld(value)
+        return LocalRef(value)
 
     async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
         """Places for `count` ranks, with the threads they ask for, but no more than there are free cores.
@@ -110,7 +110,7 @@ class LocalEngine:
             await asyncio.gather(*stops)
         self._members = [member for member in self._members if member not in members]
 
-    async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
         """Call each member and wait for all results."""
         results = _Results(asyncio.get_running_loop(), len(requests), self._answer, seen)
         works = self._works(endpoint, requests, results)
@@ -124,10 +124,10 @@ class LocalEngine:
             del works, results  # a failure would lead, by its traceback and these, to itself, and keep the arguments
 
     async def stream(
-        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
-        values = _Values(asyncio.get_running_loop(), len(requests), heard, self._answer, seen)
+        """The consumed members' values as they come. A rank makes its next while one of its own waits, no more."""
+        values = _Values(asyncio.get_running_loop(), len(requests), consumed, self._answer, seen)
         works = self._works(endpoint, requests, values)
         try:
             for work in works:
@@ -144,7 +144,7 @@ class LocalEngine:
 
     def _answer(self, value: object) -> object:
         """What the caller sees of a result."""
-        held = hold(value, self.put, self.inline_bytes)
+        held = put_large(value, self.put, self.inline_bytes)
         return isolated(held) if self._isolates else held
 
     async def close(self) -> None:
@@ -160,7 +160,7 @@ class _Results:
         caller: asyncio.AbstractEventLoop,
         count: int,
         finish: Callable[[object], object],
-        seen: Seen | None,
+        seen: OnSpan | None,
     ) -> None:
         self.seen = seen
         self.done: asyncio.Future[list[object]] = caller.create_future()
@@ -194,13 +194,13 @@ class _Values:
         self,
         caller: asyncio.AbstractEventLoop,
         members: int,
-        heard: Sequence[int],
+        consumed: Sequence[int],
         finish: Callable[[object], object],
-        seen: Seen | None,
+        seen: OnSpan | None,
     ) -> None:
         self.seen = seen
         self._values: deque[tuple[object, Callable[[], object]]] = deque()
-        self._heard = frozenset(heard)
+        self._consumed = frozenset(consumed)
         self._open = members
         self._caller = caller
         self._finish = finish
@@ -224,13 +224,13 @@ class _Values:
         return value
 
     async def run(self, work: Work) -> None:
-        """Run the generator; one that is heard waits while a value of its own is not taken."""
+        """Run the generator; one that is consumed waits while a value of its own is not taken."""
         loop = work.member.loop
         free = asyncio.Semaphore(1)
         values = cast("AsyncGenerator[object] | AsyncIterator[object]", await work.call())
         try:
             async for value in values:
-                if work.index not in self._heard:
+                if work.index not in self._consumed:
                     continue
                 await free.acquire()
                 answer(self._caller, self._arrive, self._finish(value), lambda: answer(loop, free.release))

@@ -17,12 +17,12 @@ from meshrl.engines.isolation import sendable
 from meshrl.engines.local.event_loop import RankLoop
 from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import MeshStopped, RankFailed
-from meshrl.mesh import Held, Rank, Request, Seen, loaded, rank_context
+from meshrl.mesh import OnSpan, Rank, Ref, Request, rank_context, resolve
 
 _ENGINES = str(Path(__file__).parents[1])
 
 
-class LocalHeld(Held):
+class LocalRef(Ref):
     """A value that ranks of this process share. It is not copied: nobody can write it."""
 
     def __init__(self, value: object) -> None:
@@ -33,9 +33,9 @@ class LocalHeld(Held):
             self.value = {name: private(column) for name, column in cast("dict[str, Column]", value).items()}
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """The values. Python values in them, which could be written, are copied where a column is put together."""
-        return [each.value for each in cast("Sequence[LocalHeld]", held)]
+        return [each.value for each in cast("Sequence[LocalRef]", held)]
 
 
 class LocalSlot:
@@ -110,7 +110,7 @@ class LocalMember:
         arguments, keywords = sendable(f"{self.name}.__init__", arguments, keywords)
 
         async def make() -> None:
-            given, named = await loaded((arguments, keywords))
+            given, named = await resolve((arguments, keywords))
             try:
                 self._instance = create(*given, **named)
             except BaseException as error:
@@ -179,7 +179,7 @@ class LocalMember:
 class Reply(Protocol):
     """The caller's side of one or more works."""
 
-    seen: Seen | None
+    seen: OnSpan | None
 
     async def run(self, work: "Work") -> None:
         """Run the endpoint, on the rank, and hand on what comes of it."""
@@ -233,7 +233,7 @@ class Work:
     async def call(self) -> object:
         """Call the endpoint: an awaitable, or an async generator."""
         if self.arguments or self.keywords:
-            self.arguments, self.keywords = await loaded((self.arguments, self.keywords))
+            self.arguments, self.keywords = await resolve((self.arguments, self.keywords))
         return self.member.endpoint(self.endpoint)(*self.arguments, **self.keywords)
 
     def cancel(self) -> None:

@@ -34,7 +34,7 @@ class Outbox:
             self._answer.set_result(Over())
 
 
-class Line:
+class CallerQueue:
     """The calls of one caller."""
 
     def __init__(self) -> None:

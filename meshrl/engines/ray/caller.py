@@ -8,9 +8,9 @@ from typing import Final, TypeVar, cast
 
 from meshrl.engines.ray.pickling import check_picklable
 from meshrl.engines.ray.process import RayMember, Sent, sendable
-from meshrl.engines.ray.wire import Over, RayHeld
+from meshrl.engines.ray.wire import Over, RayRef
 from meshrl.errors import ContractError, RankDied, RankFailed
-from meshrl.mesh import Held, Member, Request, Seen
+from meshrl.mesh import Member, OnSpan, Ref, Request
 
 T = TypeVar("T")
 
@@ -35,14 +35,14 @@ class RayCaller:
         """Whether the cluster is this machine's own, to which no other is ever added."""
         return self._shares_memory
 
-    def put(self, value: object) -> Held:
+    def put(self, value: object) -> Ref:
         """Keep a value in the object store."""
-        return RayHeld.put(value)
+        return RayRef.put(value)
 
     def __reduce__(self) -> tuple[type["RayCaller"], tuple[int, bool]]:
         return RayCaller, (self._inline_bytes, self.shares_memory)
 
-    async def call(self, endpoint: str, requests: Sequence[Request], seen: Seen | None = None) -> list[object]:
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
         """Call each member and wait for all results."""
         sent: list[Sent] = []
         answers: list[asyncio.Task[object]] = []
@@ -62,16 +62,16 @@ class RayCaller:
             abandon(answers)
 
     async def stream(
-        self, endpoint: str, requests: Sequence[Request], heard: Sequence[int], seen: Seen | None = None
+        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        """The heard members' values as they come. A rank makes its next value while one of its own waits, no more."""
+        """The consumed members' values as they come. A rank makes its next while one of its own waits, no more."""
         sent: list[Sent] = []
         readers: list[asyncio.Task[None]] = []
         arrivals: asyncio.Queue[_Value | Exception | None] = asyncio.Queue()
         try:
             for index, request in enumerate(requests):
                 noted = seen and partial(seen, index)
-                sent.append(Sent(request, endpoint, stream=True, heard=index in heard, seen=noted))
+                sent.append(Sent(request, endpoint, stream=True, consumed=index in consumed, seen=noted))
             readers = [asyncio.create_task(_read(each, arrivals)) for each in sent]
             running = len(readers)
             while running:
@@ -107,7 +107,7 @@ def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
     if len(requests) < len(spawn.ranks):
         raise ContractError(
             f"{spawn.name}.{endpoint} was called on {len(requests)} of {len(spawn.ranks)} ranks, which would wait for "
-            "the others: an actor that is `Together` is called on all of its ranks, not through `at`"
+            "the others: a `CollectiveActor` is called on all of its ranks, not through `at`"
         )
     for request in requests:
         sendable(f"{spawn.name}.{endpoint}", partial(check_picklable, (request.arguments, dict(request.keywords))))
@@ -166,7 +166,7 @@ async def _read(sent: Sent, arrivals: "asyncio.Queue[_Value | Exception | None]"
     """Pass one rank's values on, each when the one before was taken."""
     answer = asyncio.create_task(sent.answer())
     try:
-        while sent.heard and not isinstance(value := await _next(sent, answer), Over):
+        while sent.consumed and not isinstance(value := await _next(sent, answer), Over):
             taken = asyncio.Event()
             arrivals.put_nowait(_Value(value, taken))
             await taken.wait()

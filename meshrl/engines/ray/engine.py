@@ -13,9 +13,9 @@ from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_ca
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room, patiently
 from meshrl.engines.ray.process import RayMember, Spawn, sendable
 from meshrl.engines.ray.reservation import RaySlot, Reservation
-from meshrl.engines.ray.wire import RayHeld
+from meshrl.engines.ray.wire import RayRef
 from meshrl.errors import ConfigError, MeshStopped, RankFailed
-from meshrl.mesh import INLINE_BYTES, Member, Rank, Resources, Slot, Together, sweep
+from meshrl.mesh import INLINE_BYTES, CollectiveActor, Member, Rank, Resources, Slot, sweep
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RayEngine(RayCaller):
             reservation.revive()
             await reservation.settle(self._cluster)
         processes = [slot.process for slot in places]
-        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, Together))
+        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, CollectiveActor))
         origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
         members = [RayMember(spawn, index) for index in range(len(places))]
         # Where ranks meet as they are made, two actors must not be made in another order on another rank.
@@ -145,7 +145,7 @@ class RayEngine(RayCaller):
             log.info(f"waiting for {name} to be made", ranks=missing)
 
         try:
-            recipe = sendable(f"{name}.__init__", partial(RayHeld.put, origin.recipe))
+            recipe = sendable(f"{name}.__init__", partial(RayRef.put, origin.recipe))
             for member in members:
                 made = member.construct(reservation.environments[member.index], recipe)
                 running.append(asyncio.create_task(made))

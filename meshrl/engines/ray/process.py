@@ -11,7 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from meshrl.engines.ray.pickling import carry_modules, unpacked
-from meshrl.engines.ray.wire import Ask, Construction, Failure, Place, RayHeld, Stopped
+from meshrl.engines.ray.wire import Ask, Construction, Failure, Place, RayRef, Stopped
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock
 from meshrl.mesh import Rank, Request
@@ -208,7 +208,7 @@ class RayMember:
         self.stopped = False
         self.spawn.move(self.index, process)
 
-    async def construct(self, environment: Mapping[str, str], recipe: RayHeld) -> None:
+    async def construct(self, environment: Mapping[str, str], recipe: RayRef) -> None:
         """Make the actor in its process."""
         wanted = Construction(self.spawn.key, self.attempt, self.rank, environment, recipe)
         process = self.process
@@ -235,7 +235,7 @@ class Sent:
         endpoint: str,
         *,
         stream: bool = False,
-        heard: bool = False,
+        consumed: bool = False,
         seen: Callable[[float, float], None] | None = None,
     ) -> None:
         """`seen`: told when it began and ended on the rank, on the clock of this process."""
@@ -245,11 +245,11 @@ class Sent:
         self.member = cast("RayMember", request.member)
         self.member.check(endpoint)
         self.endpoint = endpoint
-        self.heard = heard
+        self.consumed = consumed
         self.process = self.member.process
         self.number = self.process.sent
         self.ended = False
-        ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, heard, self._timed)
+        ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, consumed, self._timed)
         method = (self.process.stream if stream else self.process.call).options(name=ask.label)
         if request.arguments or request.keywords:
             arguments = request.arguments, dict(request.keywords)

@@ -15,10 +15,10 @@ from typing import Final, cast
 import ray
 
 from meshrl.engines.isolation import isolated
-from meshrl.engines.ray.call_order import Line
+from meshrl.engines.ray.call_order import CallerQueue
 from meshrl.engines.ray.pickling import packed
-from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayHeld, Stopped, boot
-from meshrl.mesh import Rank, Together, hold, loaded, rank_context
+from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayRef, Stopped, boot
+from meshrl.mesh import CollectiveActor, Rank, put_large, rank_context, resolve
 
 _ENGINES = str(Path(__file__).parent)
 
@@ -63,7 +63,7 @@ class RankProcess:
         self._shares_memory = shares_memory
         self._actors: dict[str, Hosted] = {}
         self._ended: dict[str, int] = {}
-        self._lines: defaultdict[str, Line] = defaultdict(Line)
+        self._lines: defaultdict[str, CallerQueue] = defaultdict(CallerQueue)
         self._keeper: threading.Thread | None = None
 
     async def place(self) -> Place:
@@ -125,7 +125,7 @@ class RankProcess:
             values = cast("AsyncIterator[object]", method(*arguments, **keywords))
             try:
                 async for value in values:
-                    if ask.heard and outbox is not None:
+                    if ask.consumed and outbox is not None:
                         await outbox.give(self._answer(value))
             finally:
                 if isinstance(values, AsyncGenerator):
@@ -186,17 +186,17 @@ class RankProcess:
 
     def _answer(self, value: object) -> object:
         # Ray pickles the answer a moment later, when other calls may have changed what is mutable in it.
-        return isolated(hold(value, RayHeld.put, self._inline_bytes, shares=self._shares_memory))
+        return isolated(put_large(value, RayRef.put, self._inline_bytes, shares=self._shares_memory))
 
 
 async def _read(wanted: Construction) -> object:
-    return await loaded((await RayHeld.fetch([wanted.recipe]))[0])
+    return await resolve((await RayRef.fetch([wanted.recipe]))[0])
 
 
 async def _taken(given: Arguments) -> tuple[Arguments, Exception | None]:
     """A call's arguments with all that they refer to; why that could not be fetched."""
     try:
-        return (given if given is NONE else await loaded(given)), None
+        return (given if given is NONE else await resolve(given)), None
     except Exception as error:  # noqa: BLE001 -- it is raised when it is the call's turn
         return NONE, error
 
@@ -208,7 +208,7 @@ def _check_taken(actor: object, given: Arguments, lost: Exception | None) -> Non
         if lost is not None:
             raise lost
 
-    if isinstance(actor, Together) and given is not NONE:
+    if isinstance(actor, CollectiveActor) and given is not NONE:
         actor.agree(check)
     else:
         check()

@@ -15,10 +15,10 @@ from ray.exceptions import ObjectLostError
 
 from meshrl.engines.ray.pickling import carry_modules
 from meshrl.errors import DataError, MeshStopped
-from meshrl.mesh import Held, Rank
+from meshrl.mesh import Rank, Ref
 
 
-class RayHeld(Held):
+class RayRef(Ref):
     """A value in Ray's object store. In one process there is one such object for it."""
 
     __slots__ = ("__weakref__", "ref")
@@ -30,7 +30,7 @@ class RayHeld(Held):
         _known[ref.binary()] = self
 
     @classmethod
-    def put(cls, value: object) -> "RayHeld":
+    def put(cls, value: object) -> "RayRef":
         """Keep a value; numpy arrays in it are read without a copy on the same machine."""
         if not ray.is_initialized():  # Ray would join whatever cluster it finds
             raise MeshStopped("the engine is closed: nothing can be sent to its ranks any more")
@@ -39,9 +39,9 @@ class RayHeld(Held):
         return cls(ref)
 
     @classmethod
-    async def fetch(cls, held: Sequence[Held]) -> list[object]:
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """The values, arrays read-only. Raises `DataError` if one is lost."""
-        refs = [each.ref for each in cast("Sequence[RayHeld]", held)]
+        refs = [each.ref for each in cast("Sequence[RayRef]", held)]
         if not ray.is_initialized():
             raise DataError(
                 "a column lies on the ranks of an engine that is closed, and is lost: load what is needed before"
@@ -57,15 +57,15 @@ class RayHeld(Held):
                 "batch again, or load what is needed later while its ranks live"
             ) from None
 
-    def __reduce__(self) -> tuple[Callable[..., "RayHeld"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "RayRef"], tuple[object, ...]]:
         return _received, (self.ref,)
 
 
-_known: WeakValueDictionary[bytes, RayHeld] = WeakValueDictionary()
+_known: WeakValueDictionary[bytes, RayRef] = WeakValueDictionary()
 
 
-def _received(ref: "ObjectRef[object]") -> RayHeld:
-    return _known.get(ref.binary()) or RayHeld(ref)
+def _received(ref: "ObjectRef[object]") -> RayRef:
+    return _known.get(ref.binary()) or RayRef(ref)
 
 
 class Place(NamedTuple):
@@ -100,7 +100,7 @@ class Ask(NamedTuple):
     line: str
     """Who calls: calls of one line start in the order of their numbers."""
     number: int
-    heard: bool = True
+    consumed: bool = True
     """Of a stream: whether the caller takes this rank's values."""
     timed: bool = False
     """Whether the answer says when it ran: `(answer, began, ended)`."""
@@ -108,13 +108,13 @@ class Ask(NamedTuple):
     @property
     def label(self) -> str:
         """The task's name."""
-        return f"{self.endpoint} {self.key} {self.line} {self.number} {self.heard:d} {self.timed:d}"
+        return f"{self.endpoint} {self.key} {self.line} {self.number} {self.consumed:d} {self.timed:d}"
 
     @classmethod
     def current(cls) -> "Ask":
         """What the task that runs now was asked."""
-        endpoint, key, line, number, heard, timed = str(ray.get_runtime_context().get_task_name()).split()
-        return cls(endpoint, key, line, int(number), heard == "1", timed == "1")
+        endpoint, key, line, number, consumed, timed = str(ray.get_runtime_context().get_task_name()).split()
+        return cls(endpoint, key, line, int(number), consumed == "1", timed == "1")
 
 
 Arguments: TypeAlias = tuple[tuple[object, ...], Mapping[str, object]]
@@ -129,7 +129,7 @@ class Construction(NamedTuple):
     """How many times it was made here before. What was stopped before it arrived is not begun."""
     rank: Rank
     environment: Mapping[str, str]
-    recipe: RayHeld
+    recipe: RayRef
     """The class, the arguments and the keywords. Unpickled after the environment is set: that may load torch."""
 
 

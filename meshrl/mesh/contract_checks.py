@@ -1,0 +1,134 @@
+"""What is wrong with an endpoint, in words: each check gives its mistakes, and what to write instead."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from meshrl.mesh.marks import Mark, holds_mark, read_marks, type_name
+
+
+def kind_mistakes(cls: type, name: str, stream: bool) -> list[str]:
+    """Of the method itself: not async, or no generator where it says that it is one."""
+    function = inspect.getattr_static(cls, name)
+    if not inspect.isfunction(function):
+        return [f"is an endpoint of a base class, overridden by {type_name(type(function))}: write a method"]
+    generator, coroutine = inspect.isasyncgenfunction(function), inspect.iscoroutinefunction(function)
+    abstract = getattr(function, "__isabstractmethod__", False)
+    if stream and not generator and not abstract:
+        return ["says it returns an AsyncIterator but is no async generator: write `async def` with `yield`"]
+    if not stream and generator:
+        return ["yields: write `-> AsyncIterator[Gather[...]]`"]
+    if not stream and not coroutine:
+        return [f"is not async: write `async def {name}`"]
+    return []
+
+
+def parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) -> list[str]:
+    """Of the mark on one parameter."""
+    where = f"parameter `{parameter}`"
+    if mark.kind == "plain" and holds_mark(mark.type):
+        return [f"{where}: a mark stands inside {type_name(mark.type)}: write it outermost, as in Shard[list[Batch]]"]
+    if mark.kind in ("gather", "mean", "sum", "same"):
+        return [f"{where} is marked {mark}, which joins results: write Shard or Replicate"]
+    mistakes = _axis_mistakes(where, mark, shape)
+    if mark.kind == "shard" and not _leaves_have(mark.type, "part"):
+        name = type_name(mark.type)
+        text = "cannot be split over ranks: shard a Batch, an array, or a dict or list of them; or write Replicate"
+        mistakes.append(f"{where}: {name} {text}[{name}]")
+    return mistakes
+
+
+def result_mistakes(mark: Mark, shape: Mapping[str, int], stream: bool) -> list[str]:
+    """Of the mark on the result."""
+    if mark.kind == "missing":
+        return ["has no result annotation: write `-> None`, `-> Gather[...]`, `-> Mean[...]` or `-> Same[...]`"]
+    if mark.kind in ("shard", "replicate"):
+        return [f"the result is marked {mark}, which splits arguments: write Gather, Mean, Sum or Same"]
+    if stream and mark.kind not in ("plain", "gather"):
+        return [f"a stream cannot yield {mark}: its values are handed on one by one; write AsyncIterator[Gather[...]]"]
+    if mark.kind == "plain" and holds_mark(mark.type):
+        return [f"the result: a mark stands inside {type_name(mark.type)}: write it outermost, as in Gather[...]"]
+    several = prod(shape.values()) > 1
+    if mark.kind == "plain":
+        if mark.type is type(None) or mark.type is None or not several:
+            return []
+        name = type_name(mark.type)
+        ways = [f"Same[{name}] if all ranks return the same"]
+        ways += [f"Gather[{name}] to join"] if _leaves_have(mark.type, "join") else []
+        ways += [f"Mean[{name}] or Sum[{name}] to reduce"] if _leaves_have(mark.type, "mean") else []
+        return [f"the result {name} of {prod(shape.values())} ranks is not marked: write {', '.join(ways)}"]
+    mistakes = _axis_mistakes("the result", mark, shape)
+    needed = {"gather": "join", "mean": "mean", "sum": "__add__"}.get(mark.kind)
+    if needed and not _leaves_have(mark.type, needed):
+        mistakes.append(f"the result {mark}: {type_name(mark.type)} has no `{needed}`; write Same, or gather a Batch")
+    return mistakes
+
+
+def _axis_mistakes(where: str, mark: Mark, shape: Mapping[str, int]) -> list[str]:
+    lacking = [axis for axis in mark.axes if axis not in shape and axis != "*"]
+    if not lacking:
+        return []
+    written = ", ".join([f"{axis}=1" for axis in lacking] + [f"{axis}={size}" for axis, size in shape.items()])
+    return [
+        (
+            f"{where} is marked {mark} but the mesh has no axis {' or '.join(map(repr, lacking))} "
+            f"(it has {', '.join(shape)}): write mesh.shape({written})"
+        )
+    ]
+
+
+def override_mistakes(
+    owner: type, base: inspect.Signature, marks: Mapping[str, Mark], result: Mark, override: Callable[..., object]
+) -> list[str]:
+    """What an override does that its role does not allow. Plain types inherit the role's marks."""
+    try:
+        own, _ = read_marks(override)
+    except NameError as error:
+        return [f"the annotation {error.name!r} is not known at run time: import it outside `if TYPE_CHECKING`"]
+    mistakes = []
+    for name, mark in own.items():
+        theirs = result if name == "return" else marks.get(name)
+        if mark.kind != "plain" and theirs is not None and (mark.kind, mark.axes) != (theirs.kind, theirs.axes):
+            what = "the result" if name == "return" else f"parameter `{name}`"
+            mistakes.append(
+                f"{what} is {mark} here but {theirs} in {owner.__name__}: the contract stands once, "
+                f"on {owner.__name__}; write the plain type here"
+            )
+    here = list(inspect.signature(override).parameters.values())[1:]
+    role = list(base.parameters.values())[1:]
+    if [(p.name, p.kind) for p in here[: len(role)]] != [(p.name, p.kind) for p in role]:
+        text = f"do not start with {_names(role)}, those of {owner.__name__}: write these first, in this order"
+        mistakes.append(f"its parameters {_names(here)} {text}")
+    elif needless := [p.name for p in here[len(role) :] if p.default is p.empty and p.kind.value not in (2, 4)]:
+        mistakes.append(f"its parameter `{needless[0]}` is not in {owner.__name__}: give it a default")
+    return mistakes
+
+
+def _names(parameters: Sequence[inspect.Parameter]) -> str:
+    return "(" + ", ".join(parameter.name for parameter in parameters) + ")"
+
+
+def _leaves_have(hint: object, attribute: str) -> bool:
+    """Whether every leaf type (in containers and optionals) can be split or joined."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is type(None):
+        return True
+    if isinstance(hint, types.UnionType) or origin is typing.Union:
+        return all(_leaves_have(option, attribute) for option in arguments)
+    container = origin if isinstance(origin, type) else None
+    if container is not None and issubclass(container, Mapping) and len(arguments) == 2:
+        return _leaves_have(arguments[1], attribute)
+    if container is not None and issubclass(container, Sequence | tuple):
+        return all(_leaves_have(option, attribute) for option in arguments if option is not Ellipsis)
+    leaf = container or hint
+    if not isinstance(leaf, type):
+        return True
+    if attribute in ("mean", "__add__") and issubclass(leaf, int | float):
+        return True
+    found = getattr(leaf, attribute, None)
+    joins = inspect.ismethod(found) if attribute in ("join", "mean") else found is not None
+    return joins or issubclass(leaf, np.ndarray)
