@@ -1,5 +1,9 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
+import warnings
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics, Ragged, Source
 from meshrl.engines.local import LocalEngine
@@ -85,12 +89,11 @@ from meshrl.objectives import (
 )
 from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.roles import (
+    BackendOptions,
     Critic,
     CriticConfig,
-    FsdpConfig,
     GroupSampling,
     LoraConfig,
-    MegatronConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
@@ -108,12 +111,13 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
     TeacherConfig,
-    VllmConfig,
     check_teacher,
     mismatched_kl,
+    options_of,
     step_metrics,
     with_labels,
     with_margins,
+    with_options,
     with_scores,
 )
 from meshrl.rollout import Rollouts, greedy_baseline, has_signal, publish, rollout, rollouts
@@ -131,6 +135,7 @@ __all__ = [
     "Actor",
     "AlgorithmConfig",
     "BackendError",
+    "BackendOptions",
     "Batch",
     "BradleyTerryLoss",
     "CispoLoss",
@@ -149,7 +154,6 @@ __all__ = [
     "EnvironmentConfig",
     "Episodes",
     "EvaluationConfig",
-    "FsdpConfig",
     "Gae",
     "Gather",
     "GroupSampling",
@@ -158,7 +162,6 @@ __all__ = [
     "LoraConfig",
     "Loss",
     "Mean",
-    "MegatronConfig",
     "Mesh",
     "MeshConfig",
     "MeshStopped",
@@ -206,7 +209,6 @@ __all__ = [
     "TeacherConfig",
     "Together",
     "ValueLoss",
-    "VllmConfig",
     "Weights",
     "answer_pairs",
     "at",
@@ -235,6 +237,7 @@ __all__ = [
     "minibatches",
     "mismatched_kl",
     "optimal_advantages",
+    "options_of",
     "overlong_penalty",
     "pair_margins",
     "pair_metrics",
@@ -253,5 +256,25 @@ __all__ = [
     "whiten",
     "with_labels",
     "with_margins",
+    "with_options",
     "with_scores",
 ]
+
+if TYPE_CHECKING:
+    from meshrl_fsdp.options import FsdpConfig as FsdpConfig
+    from meshrl_megatron.options import MegatronConfig as MegatronConfig
+    from meshrl_vllm.options import VllmConfig as VllmConfig
+else:
+    _MOVED = {
+        "FsdpConfig": "meshrl_fsdp.options",
+        "MegatronConfig": "meshrl_megatron.options",
+        "VllmConfig": "meshrl_vllm.options",
+    }
+
+    def __getattr__(name: str) -> object:
+        """Names that a backend has now."""
+        if name not in _MOVED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        instead = f"from {_MOVED[name]} import {name}"
+        warnings.warn(f"meshrl.{name} is deprecated: write {instead}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED[name]), name)

@@ -19,6 +19,9 @@ PUBLIC = [
     "Actor",
     "AlgorithmConfig",
     "BackendError",
+    "BackendOptions",
+    "options_of",
+    "with_options",
     "Batch",
     "CispoLoss",
     "ClippedLoss",
@@ -36,7 +39,6 @@ PUBLIC = [
     "EnvironmentConfig",
     "EvaluationConfig",
     "Episodes",
-    "FsdpConfig",
     "Gae",
     "Gather",
     "GroupSampling",
@@ -44,7 +46,6 @@ PUBLIC = [
     "LoraConfig",
     "Loss",
     "Mean",
-    "MegatronConfig",
     "Mesh",
     "MeshConfig",
     "MeshStopped",
@@ -87,7 +88,6 @@ PUBLIC = [
     "TeacherConfig",
     "Together",
     "ValueLoss",
-    "VllmConfig",
     "Weights",
     "at",
     "batch_advantages",
@@ -192,3 +192,14 @@ def test_each_public_name_exists_and_says_what_it_is(name: str) -> None:
     assert hasattr(meshrl, name)
     module = home(name)
     assert name in documented(ast.parse(Path(str(module.__file__)).read_text("utf-8"))), f"{module.__name__}.{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("FsdpConfig", "meshrl_fsdp"), ("MegatronConfig", "meshrl_megatron"), ("VllmConfig", "meshrl_vllm")],
+)
+def test_names_that_a_backend_has_now_say_where(name: str, module: str) -> None:
+    with pytest.warns(DeprecationWarning, match=rf"meshrl\.{name} is deprecated: write from {module}\.options import"):
+        moved = getattr(meshrl, name)
+    assert moved is getattr(importlib.import_module(f"{module}.options"), name)
+    assert name not in meshrl.__all__

@@ -48,6 +48,8 @@ class Game(Protocol):
 class EnvironmentConfig(RoleConfig):
     """Which class answers the model."""
 
+    role = "Environment"
+
     backend: str = "function"
     source: str
     """`retry` (`environment.Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
