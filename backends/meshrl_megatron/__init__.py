@@ -6,7 +6,9 @@ Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.en
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["OPTIONS", "ROLES"]
+__all__ = ["MODELS", "OPTIONS", "ROLES"]
+
+MODELS: Final = "read"
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_megatron.critic:MegatronCritic",

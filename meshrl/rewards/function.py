@@ -20,7 +20,7 @@ from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
 from meshrl.rewards.sandbox import code_tests
-from meshrl.roles import BackendOptions, Reward, RoleConfig, backends_with, models_of
+from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
 from meshrl.user_code import load_name, where_raised
 
@@ -87,7 +87,7 @@ class RewardConfig(RoleConfig):
 
 def _holds_a_model(backend: str) -> bool:
     """Whether a backend's reward is a model's, of which a `RewardConfig` can be no table."""
-    return backend in backends_with("Reward") and models_of(backend) == "read"
+    return backend in backends() and models_of(backend) == "read"
 
 
 @dataclass(frozen=True)

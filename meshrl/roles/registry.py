@@ -9,7 +9,7 @@ meshrl: they are loaded to read a configuration.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
@@ -24,9 +24,9 @@ R = TypeVar("R")
 
 GROUP = "meshrl.backends"
 
-Models: TypeAlias = Literal["read", "ignored", "none"]
-"""A backend's `MODELS`: its roles read the model that their table names, which is meant where it says nothing; or they
-stand for roles that do, and read none; or they hold no model, and call a function of the user's."""
+Models: TypeAlias = Literal["read", "perhaps", "ignored", "none"]
+"""A backend's `MODELS`: all its roles read the model that their table names; or some may, which is meant where it says
+nothing; or they stand for roles that do, and read none; or they hold no model, and call a function of the user's."""
 
 
 class BackendOptions(Config):
@@ -81,7 +81,7 @@ def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
 
 def models_of(backend: str) -> Models:
     """What a backend's roles do with the model of their table. BackendError as of its classes."""
-    return cast("Models", getattr(_module(backend), "MODELS", "read"))
+    return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
 
 
 def _table(backend: str, name: str) -> Mapping[str, str]:
@@ -105,7 +105,7 @@ def _loaded(backend: str, place: str) -> object:
 
 
 @contextmanager
-def _importing(backend: str) -> Iterator[None]:
+def _importing(backend: str) -> Generator[None]:
     try:
         yield
     except ModuleNotFoundError as error:

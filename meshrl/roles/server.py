@@ -30,7 +30,6 @@ class ServerConfig(Address, RoleConfig):
 
     role = "Server"
 
-    backend: str
     model: str
     """A Hugging Face folder, absolute."""
     name: str

@@ -110,14 +110,14 @@ def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int
     if (
         isinstance(table, ModelConfig)
         and isinstance(model := table.model, str)
-        and _models(table) == "read"
+        and _models(table) != "ignored"
         and model != shared
     ):
         yield lambda: check_model(model)
 
 
 def _models(table: RoleConfig) -> Models:
-    return models_of(table.backend) if table.backend in backends() else "read"
+    return models_of(table.backend) if table.backend in backends() else "perhaps"
 
 
 def _check_backend(config: RoleConfig) -> None:
