@@ -34,7 +34,10 @@ class RoleConfig(Config):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[Annotated[str, AfterValidator(_of_a_backend)], object] = Field(init=False)
+    # As pydantic asks for it: narrower than in its base.
+    __pydantic_extra__: dict[  # pyright: ignore[reportIncompatibleVariableOverride]
+        Annotated[str, AfterValidator(_of_a_backend)], object
+    ] = Field(init=False)
 
     role: ClassVar[str] = ""
     """The name of the role that the table is for."""
