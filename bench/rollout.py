@@ -31,12 +31,13 @@ from typing import Final
 import numpy as np
 
 from bench.harness import ROOT, Figure, Worker, arguments, at_least, figure, median, report, take_turns
-from meshrl import Batch, Config, NewModel, Run, RunConfig, Sampler, SamplerConfig, Sampling, VllmConfig, rollout
+from meshrl import Batch, Config, NewModel, Run, RunConfig, Sampler, SamplerConfig, Sampling, rollout, with_options
 from meshrl.engines.local import RankLoop
 from meshrl_hf import checkpoint
 from meshrl_hf.loading import load
 from meshrl_hf.seeds import key
 from meshrl_hf.text import encode_prompts
+from meshrl_vllm.options import VllmConfig
 
 VLLM: Final = ROOT / ".venv-vllm/bin/python"
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"
@@ -165,7 +166,7 @@ def seeds(turn: int, rows: int) -> list[int]:
 async def contest(backend: str, model: str, job: Job) -> None:
     """One of our contestants: a batch of rollouts for each line on standard input."""
     vllm = VllmConfig(python=str(VLLM), kv_cache_mib=job.kv_cache_mib)
-    config = SamplerConfig(backend=backend, model=model, slots=job.slots, vllm=vllm)
+    config = with_options(SamplerConfig(backend=backend, model=model, slots=job.slots), vllm)
     prompts = Batch.of(prompt=[job.prompts[row] for row in job.rows], max_tokens=np.array(job.limits))
     async with Run(RunConfig(folder=str(Path(model).parent), name=f"contest-{backend}")) as run:
         sampler = await run.spawn(Sampler, config)

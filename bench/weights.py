@@ -49,12 +49,12 @@ from meshrl import (
     Sampler,
     SamplerConfig,
     Task,
-    VllmConfig,
     Weights,
     endpoint,
     group_advantages,
     publish,
     rollout,
+    with_options,
 )
 from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
@@ -64,6 +64,7 @@ from meshrl.weights.delta import DeltaVersion
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.sampler import TorchSampler
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
 PYTHON: Final = ROOT / ".venv-vllm/bin/python"
@@ -162,7 +163,7 @@ async def sync(model: str, nbytes: int, rounds: int) -> list[Figure]:
     for engine, values in zip((Here(), Elsewhere()), times.values(), strict=True):
         trainer = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Trainer, model)
         vllm = VllmConfig(python=str(PYTHON), kv_cache_mib=64)
-        config = SamplerConfig(backend="vllm", model=model, dtype="bfloat16", slots=8, vllm=vllm)
+        config = with_options(SamplerConfig(backend="vllm", model=model, dtype="bfloat16", slots=8), vllm)
         sampler = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(VllmSampler, config)
         for _ in range(WARM):
             await timed(trainer, sampler)

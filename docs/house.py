@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "meshrl"
 ROOMS = (
-    ("mesh", "report"),
+    ("mesh", "report", "deprecated"),
     ("data",),
     ("engines", "weights", "losses", "objectives", "tasks"),
     ("roles",),

@@ -1,7 +1,6 @@
 """meshrl: reinforcement learning of language models on typed actor meshes."""
 
-import warnings
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from meshrl import deprecated
 from meshrl.config import Config
@@ -89,12 +88,11 @@ from meshrl.objectives import (
 )
 from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.roles import (
+    BackendOptions,
     Critic,
     CriticConfig,
-    FsdpConfig,
     GroupSampling,
     LoraConfig,
-    MegatronConfig,
     ModelConfig,
     NewModel,
     OptimizerConfig,
@@ -112,12 +110,13 @@ from meshrl.roles import (
     SamplerConfig,
     Sampling,
     TeacherConfig,
-    VllmConfig,
     check_teacher,
     mismatched_kl,
+    options_of,
     step_metrics,
     with_labels,
     with_margins,
+    with_options,
     with_scores,
 )
 from meshrl.rollout import Rollouts, greedy_baseline, has_signal, publish, rollout, rollouts
@@ -135,6 +134,7 @@ __all__ = [
     "Actor",
     "AlgorithmConfig",
     "BackendError",
+    "BackendOptions",
     "Batch",
     "BradleyTerryLoss",
     "CispoLoss",
@@ -154,7 +154,6 @@ __all__ = [
     "EnvironmentConfig",
     "Episodes",
     "EvaluationConfig",
-    "FsdpConfig",
     "Gae",
     "Gather",
     "GroupSampling",
@@ -163,7 +162,6 @@ __all__ = [
     "LoraConfig",
     "Loss",
     "Mean",
-    "MegatronConfig",
     "Mesh",
     "MeshConfig",
     "MeshStopped",
@@ -210,7 +208,6 @@ __all__ = [
     "TaskConfig",
     "TeacherConfig",
     "ValueLoss",
-    "VllmConfig",
     "Weights",
     "answer_pairs",
     "at",
@@ -239,6 +236,7 @@ __all__ = [
     "minibatches",
     "mismatched_kl",
     "optimal_advantages",
+    "options_of",
     "overlong_penalty",
     "pair_margins",
     "pair_metrics",
@@ -257,19 +255,13 @@ __all__ = [
     "whiten",
     "with_labels",
     "with_margins",
+    "with_options",
     "with_scores",
 ]
 
 deprecated.install()
-_RENAMED: Final = {"Together": "CollectiveActor"}
-"""Earlier names, and what they are called now."""
 
-if not TYPE_CHECKING:  # a type checker knows the names that are written above, and no other
-
-    def __getattr__(name: str) -> object:
-        """An earlier name, with a warning."""
-        if name not in _RENAMED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        new = _RENAMED[name]
-        warnings.warn(f"meshrl.{name} is now meshrl.{new}: write the new name", DeprecationWarning, stacklevel=2)
-        return globals()[new]
+if TYPE_CHECKING:  # names of before, which `deprecated` finds
+    from meshrl_fsdp.options import FsdpConfig as FsdpConfig
+    from meshrl_megatron.options import MegatronConfig as MegatronConfig
+    from meshrl_vllm.options import VllmConfig as VllmConfig

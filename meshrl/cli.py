@@ -89,10 +89,11 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     python: Annotated[
-        str | None, typer.Option(help="The interpreter that has vLLM; else the run's sampler.vllm.python, or this one.")
+        str | None,
+        typer.Option(help="The interpreter that has the server; else its backend's option, or this one."),
     ] = None,
 ) -> None:
-    """Serve a run's newest model or checkpoint by vLLM, as OpenAI's servers do, until Ctrl-C."""
+    """Serve a run's newest model or checkpoint, as OpenAI's servers do, until Ctrl-C."""
     folder, address = find_run(run).resolve(), Address(host=host, port=port, python=python, follow=follow)
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, NamedTuple, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -29,6 +29,11 @@ class Config(BaseModel):
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
         """The table of a file with what follows from other keys filled in, before it is validated."""
         return table
+
+    @classmethod
+    def open_tables(cls) -> Mapping[str, type["Config"]]:
+        """The tables that it takes beside its fields, where these are not known before a file is read."""
+        return {}
 
 
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
@@ -204,7 +209,7 @@ def _resolve(schema: type[Config], loc: Keys) -> _Place:
 def _names(part: str | int, member: object) -> bool:
     """Whether pydantic means this member of a union: one with a validator is `function-after[..., Name]`."""
     name = getattr(member, "__name__", None)
-    return part == name or str(part).endswith(f", {name}]")
+    return part == name or str(part).rstrip("]").endswith(f", {name}")
 
 
 def _members(annotation: object) -> list[object]:
@@ -220,8 +225,7 @@ def _members(annotation: object) -> list[object]:
 
 def _below(annotation: object, part: str | int) -> object:
     if _is_config(annotation):
-        field = annotation.model_fields.get(str(part))  # type: ignore[attr-defined]
-        return None if field is None else field.annotation
+        return _keys(annotation).get(str(part))
     arguments = get_args(annotation)
     origin = get_origin(annotation)
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -231,8 +235,14 @@ def _below(annotation: object, part: str | int) -> object:
     return arguments[0] if arguments else None
 
 
-def _is_config(annotation: object) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _is_config(annotation: object) -> TypeGuard[type[Config]]:
+    return isinstance(annotation, type) and issubclass(annotation, Config)
+
+
+def _keys(schema: type[Config]) -> dict[str, object]:
+    """Each key of a table, and what its value may be."""
+    fields = {name: cast("object", field.annotation) for name, field in schema.model_fields.items()}
+    return fields | dict(schema.open_tables())
 
 
 _ABSENT = object()
@@ -283,7 +293,7 @@ def _told(schema: type[Config], table: Mapping[str, object], place: _Place, erro
 
 def _unknown(schema: type[Config], place: _Place) -> str:
     path, above = place.path, place.path[:-1]
-    known = sorted(place.table.model_fields) if _is_config(place.table) else []  # type: ignore[attr-defined]
+    known = sorted(_keys(place.table)) if _is_config(place.table) else []
     near = nearest(str(path[-1]), known)
     if near:
         return f"no such key; did you mean {dotted((*above, near))}?"
@@ -294,11 +304,11 @@ def _unknown(schema: type[Config], place: _Place) -> str:
     return f"no such key; did you mean {dotted(elsewhere[0])}?" if elsewhere else f"no such key; {has}"
 
 
-def _paths(schema: type[BaseModel], above: Keys = ()) -> Iterator[Keys]:
-    for name, field in schema.model_fields.items():
+def _paths(schema: type[Config], above: Keys = ()) -> Iterator[Keys]:
+    for name, annotation in _keys(schema).items():
         yield (*above, name)
-        for member in _members(field.annotation):
-            if isinstance(member, type) and issubclass(member, BaseModel) and len(above) < 6:
+        for member in _members(annotation):
+            if _is_config(member) and len(above) < 6:
                 yield from _paths(member, (*above, name))
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from meshrl.roles import backends
 
 ROOT = Path(__file__).parents[1]
 
@@ -192,6 +195,50 @@ def test_files_and_functions_are_small(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines < 60, f"{node.name} in line {node.lineno} has {lines} lines"
+
+
+WORDS = re.compile("fsdp|megatron|vllm", re.IGNORECASE)
+"""Backends whose names mean nothing else, but that an error tells of the program `vllm serve`."""
+
+NAMED = {
+    "roles.config": {"torch"},  # a default value: who gives no backend has this one
+    "rewards.function": {"function"},  # a default value; and the key of the table
+    "environments.environment": {"function"},  # a default value
+    "simulation.forecast": {"sim"},  # the room's own backend
+    "testing.conformance.subject": {"torch"},  # the backend that the kit compares others with
+    "tasks.verifiers": {"function"},  # a word of the format in which models are offered tools
+}
+"""Where a name of a backend may stand."""
+
+
+def words(path: Path) -> Iterator[str]:
+    """Each text of a module but its docstrings, and each identifier."""
+    tree = ast.parse(path.read_text("utf-8"))
+    docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+            yield node.value
+        elif not isinstance(node, ast.Constant | ast.alias):
+            yield from (value for _, value in ast.iter_fields(node) if isinstance(value, str))
+
+
+@pytest.mark.parametrize("module", sorted(CORE.keys() - {"deprecated"}))
+def test_the_core_names_no_backend(module: str) -> None:
+    quoted = {
+        node.value
+        for node in ast.walk(ast.parse(CORE[module].read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert quoted & backends().keys() <= NAMED.get(module, set())
+    assert [word for word in words(CORE[module]) if WORDS.search(word.replace("`vllm serve ", ""))] == []
+
+
+def test_the_options_of_backends_load_no_library_of_theirs() -> None:
+    code = (
+        f"import sys; from meshrl import PolicyConfig; PolicyConfig.open_tables(); print(*(set(sys.modules) & {HEAVY}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_importing_meshrl_loads_no_library_of_a_backend() -> None:

@@ -19,6 +19,9 @@ PUBLIC = [
     "Actor",
     "AlgorithmConfig",
     "BackendError",
+    "BackendOptions",
+    "options_of",
+    "with_options",
     "Batch",
     "CispoLoss",
     "ClippedLoss",
@@ -36,7 +39,6 @@ PUBLIC = [
     "EnvironmentConfig",
     "EvaluationConfig",
     "Episodes",
-    "FsdpConfig",
     "Gae",
     "Gather",
     "GroupSampling",
@@ -44,7 +46,6 @@ PUBLIC = [
     "LoraConfig",
     "Loss",
     "Mean",
-    "MegatronConfig",
     "Mesh",
     "MeshConfig",
     "MeshStopped",
@@ -87,7 +88,6 @@ PUBLIC = [
     "TeacherConfig",
     "CollectiveActor",
     "ValueLoss",
-    "VllmConfig",
     "Weights",
     "at",
     "batch_advantages",
@@ -192,13 +192,6 @@ def test_each_public_name_exists_and_says_what_it_is(name: str) -> None:
     assert hasattr(meshrl, name)
     module = home(name)
     assert name in documented(ast.parse(Path(str(module.__file__)).read_text("utf-8"))), f"{module.__name__}.{name}"
-
-
-@pytest.mark.parametrize(("earlier", "name"), meshrl._RENAMED.items())
-def test_an_earlier_name_is_the_new_one_and_warns(earlier: str, name: str) -> None:
-    assert earlier not in meshrl.__all__
-    with pytest.warns(DeprecationWarning, match=f"meshrl.{earlier} is now meshrl.{name}: "):
-        assert getattr(meshrl, earlier) is getattr(meshrl, name)
 
 
 SIGNATURES = Path(__file__).with_name("public_signatures.txt")

@@ -9,9 +9,10 @@ from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
 from meshrl.objectives import Gae, with_advantages
-from meshrl.roles import Critic, CriticConfig
+from meshrl.roles import Critic, CriticConfig, options_of
 from meshrl_fsdp.loading import load_sharded_valued
 from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.sharded import gathered
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
@@ -32,7 +33,7 @@ class FsdpCritic(SpreadTraining, Critic):
         torch.set_num_threads(rank.threads)
         self._budget = config.micro_batch_tokens
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._valued, self._sharded = load_sharded_valued(config, config.fsdp, rank)
+        self._valued, self._sharded = load_sharded_valued(config, options_of(config, FsdpConfig), rank)
         self._world = self._sharded.world
         self._optimizer = ShardedOptimizer(config.optimizer, self._sharded, list(self._valued.parameters.values()))
         self._state = ShardedState("critic", self._sharded, self._valued.parameters, self._optimizer)

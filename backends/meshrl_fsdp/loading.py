@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl.roles import FsdpConfig, ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig
+from meshrl.roles import ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig, options_of
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.world import World
@@ -34,7 +35,7 @@ def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> Sharded
 
 def load_sharded_policy(config: PolicyConfig, rank: Rank) -> Sharded:
     """The same for a policy, with its adapters."""
-    world = World.of(rank, config.fsdp)
+    world = World.of(rank, options_of(config, FsdpConfig))
     if config.lora and world.tensors.size() > 1:
         raise ConfigError(
             "the backend 'fsdp' has no adapters on a mesh with an axis tp: take tp = 1, or leave lora out"
@@ -44,7 +45,7 @@ def load_sharded_policy(config: PolicyConfig, rank: Rank) -> Sharded:
     if config.activation_checkpointing:
         model.network.activation_checkpointing_enable({"use_reentrant": False})
         model.network.train(True)  # what transformers asks for; its dropout is zero
-    return _spread(model, folder, world, config, config.fsdp)
+    return _spread(model, folder, world, config, options_of(config, FsdpConfig))
 
 
 def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
@@ -59,22 +60,22 @@ def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> 
 
 def load_sharded_judge(config: RewardModelConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
     """The same for a reward."""
-    world = World.of(rank, config.fsdp)
+    world = World.of(rank, options_of(config, FsdpConfig))
     model, folder = _model(world, config, JUDGE)
     kept: list[ScoreModel] = []
     world.agree(lambda: kept.append(ScoreModel(model, config)))
-    return kept[0], _spread(model, folder, world, config, config.fsdp)
+    return kept[0], _spread(model, folder, world, config, options_of(config, FsdpConfig))
 
 
 def load_sharded_learner(config: RewardTrainingConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
     """The same for a reward model that is trained."""
-    world = World.of(rank, config.fsdp)
+    world = World.of(rank, options_of(config, FsdpConfig))
     kinds: list[Kind] = []
     world.agree(lambda: kinds.append(kind_of(config)))
     model, folder = _model(world, config, kinds[0])
     kept: list[ScoreModel] = []
     world.agree(lambda: kept.append(with_score(model, config)))
-    return kept[0], _spread(kept[0].model, folder, world, config, config.fsdp)
+    return kept[0], _spread(kept[0].model, folder, world, config, options_of(config, FsdpConfig))
 
 
 def _model(world: World, config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path | None]:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from meshrl.data import Batch, Source
 from meshrl.mesh import current_rank
-from meshrl.roles import Reference, ReferenceConfig
+from meshrl.roles import Reference, ReferenceConfig, options_of
 from meshrl.weights import Weights
 from meshrl_fsdp.loading import load_sharded
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.transfer import take
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.ranks import Spread
@@ -23,7 +24,7 @@ class FsdpReference(Spread, Reference):
         rank = current_rank()
         torch.set_num_threads(rank.threads)
         self._config = config
-        self._sharded = load_sharded(config, config.fsdp, rank)
+        self._sharded = load_sharded(config, options_of(config, FsdpConfig), rank)
         self._world = self._sharded.world
 
     async def logprobs(self, batch: Batch) -> Batch:

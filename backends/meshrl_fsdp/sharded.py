@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from meshrl.errors import ModelError
-from meshrl.roles import FsdpConfig
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.world import World
 from meshrl_hf.model import LanguageModel
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl.roles import FsdpConfig
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_hf.group import Shared, join
 from meshrl_hf.ranks import RankGroup
 

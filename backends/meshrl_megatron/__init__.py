@@ -6,7 +6,9 @@ Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.en
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["ROLES"]
+__all__ = ["MODELS", "OPTIONS", "ROLES"]
+
+MODELS: Final = "read"
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_megatron.critic:MegatronCritic",
@@ -16,3 +18,6 @@ ROLES: Final[Mapping[str, str]] = {
     "RewardModel": "meshrl_megatron.reward_model:MegatronRewardModel",
 }
 """Where each role's class is. Strings, so that looking a role up imports neither torch nor Megatron."""
+
+OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.options:MegatronConfig")
+"""Where the schema of each role's own options is: the table `megatron` in the role's."""

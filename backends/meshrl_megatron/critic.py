@@ -6,13 +6,14 @@ from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
 from meshrl.objectives import Gae, with_advantages
-from meshrl.roles import Critic, CriticConfig
+from meshrl.roles import Critic, CriticConfig, options_of
 from meshrl_hf.spread_training import SpreadTraining
 from meshrl_hf.value_head import values
 from meshrl_megatron import training
 from meshrl_megatron.export import save
 from meshrl_megatron.model import build
 from meshrl_megatron.optimizer import Trained
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
 
@@ -27,7 +28,7 @@ class MegatronCritic(SpreadTraining, Critic):
         rank = current_rank()
         torch.set_num_threads(rank.threads)
         self._budget = config.micro_batch_tokens
-        self._model = build(config, config.megatron, rank, predicts="values")
+        self._model = build(config, options_of(config, MegatronConfig), rank, predicts="values")
         self._world = self._model.world
         self._trained = Trained(config.optimizer, self._model)
         self._pipeline = Pipeline(self._trained.stages, self._model, valued=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshrl.losses import Predicts
 from meshrl.mesh import Rank
-from meshrl.roles import MegatronConfig, ModelConfig
+from meshrl.roles import ModelConfig
 from meshrl_hf.boxes import Box, Boxes
 from meshrl_hf.loading import GENERATOR, JUDGE, load, outline
 from meshrl_hf.model import LanguageModel
@@ -22,6 +22,7 @@ from meshrl_hf.reward_training import kind_of, with_score
 from meshrl_hf.value_head import with_head
 from meshrl_megatron.core import TransformerConfig, quiet
 from meshrl_megatron.naming import Piece, Place, pieces
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.shape import Decoder
 from meshrl_megatron.stage import Stage
 from meshrl_megatron.world import World

@@ -6,7 +6,7 @@ from meshrl.data import Batch, Metrics, Source
 from meshrl.errors import ConfigError
 from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.mesh import current_rank
-from meshrl.roles import Policy, PolicyConfig
+from meshrl.roles import Policy, PolicyConfig, options_of
 from meshrl.weights import Weights, WeightSource
 from meshrl_hf.encoding import encoded
 from meshrl_hf.probe import probe
@@ -17,6 +17,7 @@ from meshrl_megatron import training
 from meshrl_megatron.export import save
 from meshrl_megatron.model import build
 from meshrl_megatron.optimizer import Trained
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
 
@@ -33,7 +34,7 @@ class MegatronPolicy(SpreadTraining, Policy):
         if config.lora is not None:
             raise ConfigError("the backend 'megatron' has no adapters: take backend = \"fsdp\", or leave lora out")
         self._config = config
-        self._model = build(config, config.megatron, rank, recompute=config.activation_checkpointing)
+        self._model = build(config, options_of(config, MegatronConfig), rank, recompute=config.activation_checkpointing)
         self._world = self._model.world
         self._trained = Trained(config.optimizer, self._model)
         self._pipeline = Pipeline(self._trained.stages, self._model, valued=False)

@@ -4,12 +4,13 @@ import torch
 
 from meshrl.data import Batch, Source
 from meshrl.mesh import current_rank
-from meshrl.roles import Reference, ReferenceConfig
+from meshrl.roles import Reference, ReferenceConfig, options_of
 from meshrl.weights import Weights
 from meshrl_hf.ranks import Spread
 from meshrl_hf.scoring import logprobs
 from meshrl_hf.transfer import Form, check_weights, copy_into
 from meshrl_megatron.model import build
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 
 
@@ -20,7 +21,7 @@ class MegatronReference(Spread, Reference):
         rank = current_rank()
         torch.set_num_threads(rank.threads)
         self._budget, self._dtype = config.micro_batch_tokens, config.dtype
-        self._model = build(config, config.megatron, rank)
+        self._model = build(config, options_of(config, MegatronConfig), rank)
         self._world = self._model.world
         self._pipeline = Pipeline(self._model.stages, self._model, valued=False)
 

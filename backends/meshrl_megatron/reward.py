@@ -4,10 +4,11 @@ import torch
 
 from meshrl.data import Batch
 from meshrl.mesh import current_rank
-from meshrl.roles import Reward, RewardModelConfig
+from meshrl.roles import Reward, RewardModelConfig, options_of
 from meshrl_hf.ranks import Spread
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_megatron.model import build
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 
 
@@ -18,7 +19,7 @@ class MegatronReward(Spread, Reward):
         rank = current_rank()
         torch.set_num_threads(rank.threads)
         self._budget = config.micro_batch_tokens
-        self._model = build(config, config.megatron, rank, predicts="scores")
+        self._model = build(config, options_of(config, MegatronConfig), rank, predicts="scores")
         self._world = self._model.world
         self._judge = ScoreModel(self._model.words, config)
         self._pipeline = Pipeline(self._model.stages, self._model, valued=True)

@@ -5,7 +5,7 @@ import torch
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.mesh import current_rank
-from meshrl.roles import RewardModel, RewardTrainingConfig
+from meshrl.roles import RewardModel, RewardTrainingConfig, options_of
 from meshrl_hf import reward_training
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_hf.spread_training import SpreadTraining
@@ -13,6 +13,7 @@ from meshrl_megatron import training
 from meshrl_megatron.export import save
 from meshrl_megatron.model import build
 from meshrl_megatron.optimizer import Trained
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.state import State
 
@@ -27,7 +28,7 @@ class MegatronRewardModel(SpreadTraining, RewardModel):
         rank = current_rank()
         torch.set_num_threads(rank.threads)
         self._budget = config.micro_batch_tokens
-        self._model = build(config, config.megatron, rank, predicts="scores")
+        self._model = build(config, options_of(config, MegatronConfig), rank, predicts="scores")
         self._world = self._model.world
         self._judge = ScoreModel(self._model.words, config)
         self._trained = Trained(config.optimizer, self._model)

@@ -9,9 +9,9 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from meshrl.errors import ConfigError, ModelError
-from meshrl.roles import MegatronConfig
 from meshrl_megatron.core import TransformerConfig
 from meshrl_megatron.naming import Shape
+from meshrl_megatron.options import MegatronConfig
 
 _KNOWN: Final[Mapping[str, tuple[bool, bool]]] = {
     "llama": (False, False),

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["ROLES"]
+__all__ = ["MODELS", "ROLES"]
+
+MODELS: Final = "read"
 
 ROLES: Final[Mapping[str, str]] = {
     "Critic": "meshrl_torch.critic:TorchCritic",

@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["ROLES"]
+__all__ = ["OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",
     "Server": "meshrl_vllm.server:VllmServer",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""
+
+OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
+"""Where the schema of each role's own options is: the table `vllm` in the role's."""

@@ -18,7 +18,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import current_rank
-from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling
+from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of
 from meshrl.weights import Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
@@ -29,6 +29,7 @@ from meshrl_hf.seeds import key
 from meshrl_hf.text import Words, stopped_after
 from meshrl_vllm import group, messages
 from meshrl_vllm.messages import Answer, Done, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.process import EngineProcess
 
 _SEEDS: Final = (1 << 63) - 1
@@ -90,7 +91,7 @@ class VllmSampler(Sampler):
             return
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
         self._words = read_words(config, folder)
-        options = config.vllm
+        options = options_of(config, VllmConfig)
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
@@ -171,7 +172,7 @@ class VllmSampler(Sampler):
                 for bucket in arriving.weights.buckets
                 if bucket.segment
             ]
-            recompute = self._config.vllm.after_load == "recompute"
+            recompute = options_of(self._config, VllmConfig).after_load == "recompute"
             probe = weights.probe.tokens.tolist() if weights.probe else []
             self._engine.send(Load(weights.version, buckets, recompute, probe))
             self._arriving.append(arriving)

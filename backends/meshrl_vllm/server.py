@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from meshrl.errors import ConfigError, ModelError
-from meshrl.roles import Server, ServerConfig
+from meshrl.roles import Server, ServerConfig, options_of
 from meshrl_vllm.environment import environment
+from meshrl_vllm.options import VllmConfig
 
 _PATIENCE: Final = 600.0
 """Seconds that the server has to start, and an answer to come."""
@@ -50,10 +51,11 @@ class VllmServer(Server):
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # it has the endpoints for new weights
             options["--weight-transfer-config"] = '{"backend": "meshrl"}'
             options["--worker-extension-cls"] = "meshrl_vllm.following.Extension"
-        if config.kv_cache_mib is not None:
-            options["--kv-cache-memory-bytes"] = str(config.kv_cache_mib << 20)
+        own = options_of(config, VllmConfig)
+        if own.kv_cache_mib is not None:
+            options["--kv-cache-memory-bytes"] = str(own.kv_cache_mib << 20)
         words = [word for option in options.items() for word in option]
-        command = [config.python or sys.executable, "-m", "meshrl_vllm.launch"]
+        command = [config.python or own.python or sys.executable, "-m", "meshrl_vllm.launch"]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the user names

@@ -23,8 +23,8 @@ MOVED: Final = {
     "changes": "rollout.condition",
     "check": "run.check",
     "checkpoints": "run.checkpoints",
-    "columns": "data.columns",
-    "contract": "mesh.contract",
+    "columns": "data.columns data.wire",
+    "contract": "mesh.contract mesh.marks",
     "critic": "objectives.advantages",
     "delta": "weights.delta",
     "engine": "mesh.engine",
@@ -41,7 +41,7 @@ MOVED: Final = {
     "held": "mesh.refs",
     "imports": "user_code",
     "judging": "evaluation.judge",
-    "layout": "roles.backend_config",
+    "layout": "roles.config meshrl_fsdp.options meshrl_megatron.options meshrl_vllm.options",
     "ledger": "rollout.staleness",
     "losses.loss": "losses.base",
     "losses.sources": "losses.provenance_check",
@@ -83,13 +83,27 @@ MOVED: Final = {
 """Each module of before, and the modules that have its names, which are looked through in this order."""
 
 RENAMED: Final = {
+    "actor": {"Together": "CollectiveActor"},
     "assembly": {"Assembly": "GroupBuffer"},
     "balance": {"Balance": "Router"},
     "beside": {"Beside": "BackgroundMeasurements"},
     "calls": {"Call": "GenerateCall", "Calls": "GenerateCalls"},
     "changes": {"Changes": "Condition"},
+    "delta": {"Chain": "DeltaChain", "Version": "DeltaVersion", "Sender": "WeightSource", "ChainHeld": "DeltaRef"},
+    "engine": {"Seen": "OnSpan"},
+    "engines.ray.order": {"Line": "CallerQueue"},
+    "engines.threads": {"LocalHeld": "LocalRef"},
     "environment": {"Game": "EnvironmentInstance"},
     "generation": {"Call": "GenerateRequest", "Generation": "Producer", "Shared": "StreamState"},
+    "handle": {"divided": "routed"},
+    "held": {
+        "Held": "Ref",
+        "Holder": "HasRefs",
+        "Later": "ArrayRef",
+        "hold": "put_large",
+        "loaded": "resolve",
+        "fetched": "fetch",
+    },
     "ledger": {"Ledger": "StalenessLedger"},
     "losses.loss": {"OfRows": "SequenceNormalised", "Penalised": "WithKl"},
     "position": {
@@ -99,21 +113,37 @@ RENAMED: Final = {
         "position": "data_cursor",
     },
     "prompts": {"Prompts": "PromptQueue"},
+    "ragged": {"Role": "Origin"},
+    "remote": {
+        "Places": "RowIndex",
+        "Piece": "Chunk",
+        "Here": "InlineRef",
+        "Form": "ColumnType",
+        "Remote": "RemoteColumn",
+    },
     "schedule": {"Script": "DecisionLog"},
 }
 """By the module of before: what a name is called now."""
 
 ELSEWHERE: Final = {
-    "evaluation": {"Evaluation": "evaluation.offline.Evaluation"},
-    "losses": {"Penalised": "losses.WithKl"},
-    "rewards": {
-        "boundary": "rewards.function.boundary",
-        "load_name": "user_code.load_name",
-        "reasoning_gym": "rewards.builtin.reasoning_gym",
+    "meshrl": {
+        "FsdpConfig": "meshrl_fsdp.options.FsdpConfig",
+        "MegatronConfig": "meshrl_megatron.options.MegatronConfig",
+        "Together": "meshrl.mesh.CollectiveActor",
+        "VllmConfig": "meshrl_vllm.options.VllmConfig",
     },
-    "rollout": {"evaluate": "evaluation.evaluate"},
-    "testing.conformance": {"Bench": "testing.conformance.Harness"},
-    "weights": {"BUCKET": "weights.weights.BUCKET"},
+    "meshrl.evaluation": {"Evaluation": "meshrl.evaluation.offline.Evaluation"},
+    "meshrl.losses": {"Penalised": "meshrl.losses.WithKl"},
+    "meshrl.rewards": {
+        "boundary": "meshrl.rewards.function.boundary",
+        "load_name": "meshrl.user_code.load_name",
+        "reasoning_gym": "meshrl.rewards.builtin.reasoning_gym",
+    },
+    "meshrl.rollout": {"evaluate": "meshrl.evaluation.evaluate"},
+    "meshrl.testing.conformance": {"Bench": "meshrl.testing.conformance.Harness"},
+    "meshrl.weights": {
+        "BUCKET": "meshrl.weights.weights.BUCKET",
+    },
 }
 """By a module that is still there: where a name of before is now."""
 
@@ -122,7 +152,7 @@ def install() -> None:
     """Let the old modules be imported, and the old names be found in the modules that `import meshrl` loads."""
     sys.meta_path.append(_Finder())
     for name in ELSEWHERE:
-        if module := sys.modules.get(f"meshrl.{name}"):
+        if module := sys.modules.get(name):
             vars(module)["__getattr__"] = old_names(name)
 
 
@@ -132,10 +162,10 @@ def old_names(module: str) -> Callable[[str], object]:
 
     def find(name: str) -> object:
         if name not in names:
-            raise AttributeError(f"module 'meshrl.{module}' has no attribute {name!r}")
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
         now, _, attribute = names[name].rpartition(".")
-        _warn(f"meshrl.{module}.{name}", f"use meshrl.{now}.{attribute}")
-        return getattr(import_module(f"meshrl.{now}"), attribute)
+        _warn(f"{module}.{name}", f"use {names[name]}")
+        return getattr(import_module(now), attribute)
 
     return find
 
@@ -151,7 +181,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__.removeprefix("meshrl.")
-        places = [f"meshrl.{place}" for place in MOVED[old].split()]
+        places = [place if place.startswith("meshrl_") else f"meshrl.{place}" for place in MOVED[old].split()]
         _warn(module.__name__, f"its names are in {', '.join(places)}; import them from the package, if it has them")
 
         def find(name: str) -> object:

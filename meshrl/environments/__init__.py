@@ -7,6 +7,7 @@ from meshrl.environments.environment import Environment, EnvironmentConfig, Func
 from meshrl.environments.episodes import Episodes
 
 __all__ = [
+    "MODELS",
     "ROLES",
     "Environment",
     "EnvironmentConfig",
@@ -14,6 +15,8 @@ __all__ = [
     "FunctionEnvironment",
     "load_environment",
 ]
+
+MODELS = "none"
 
 ROLES = {"Environment": "meshrl.environments:FunctionEnvironment", "Reward": "meshrl.rewards:FunctionReward"}
 """What the backend `function` offers to the registry."""

@@ -49,6 +49,8 @@ class EnvironmentInstance(Protocol):
 class EnvironmentConfig(RoleConfig):
     """Which class answers the model."""
 
+    role = "Environment"
+
     backend: str = "function"
     source: str
     """`retry` (`Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the

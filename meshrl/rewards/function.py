@@ -18,7 +18,7 @@ from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
 from meshrl.rewards.sandbox import code_tests
-from meshrl.roles import Reward, RoleConfig
+from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
 from meshrl.user_code import FirstErrors, load_name
 
@@ -27,12 +27,11 @@ T = TypeVar("T")
 RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 """`reward(prompt, completion, row) -> float`, plain or async."""
 
-_HOLD_A_MODEL = ("torch", "fsdp", "megatron")
-"""Backends of which a `RewardConfig` can be no table."""
-
 
 class RewardConfig(RoleConfig):
     """Which function judges the completions."""
+
+    role = "Reward"
 
     backend: str = "function"
     function: str = "exact_match"
@@ -51,12 +50,16 @@ class RewardConfig(RoleConfig):
     @field_validator("backend")
     @classmethod
     def _calls_a_function(cls, backend: str) -> str:
-        if backend in _HOLD_A_MODEL:
+        if _holds_a_model(backend):
             raise ValueError(
                 "a reward of this backend holds a model: give `model`, its folder, and leave `function` out; "
                 '"function" calls a Python function'
             )
         return backend
+
+    @classmethod
+    def _options_schema(cls, backend: str) -> type[BackendOptions] | None:
+        return None if _holds_a_model(backend) else super()._options_schema(backend)
 
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
@@ -77,6 +80,11 @@ class RewardConfig(RoleConfig):
     def parts(self) -> Mapping[str, str]:
         """Each function by the name of its reward; "" is the one that has none."""
         return self.functions or {"": self.function}
+
+
+def _holds_a_model(backend: str) -> bool:
+    """Whether a backend's reward is a model's, of which a `RewardConfig` can be no table."""
+    return backend in backends() and models_of(backend) == "read"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Each role is an abstract actor that carries the contract; a backend overrides it
 found by name in the registry. The tables say which backend, which mesh and which model.
 """
 
-from meshrl.roles.backend_config import FsdpConfig, MegatronConfig, Shape, VllmConfig
 from meshrl.roles.base import Critic, Policy, Reference, Reward, RewardModel, Sampler, Stateful
 from meshrl.roles.config import (
     CriticConfig,
@@ -18,12 +17,16 @@ from meshrl.roles.config import (
     RewardTrainingConfig,
     RoleConfig,
     SamplerConfig,
+    Shape,
     TeacherConfig,
     check_axes,
+    chosen_options,
+    options_of,
+    with_options,
 )
 from meshrl.roles.generate_calls import GenerateCalls
 from meshrl.roles.preference_passes import mismatched_kl, with_margins
-from meshrl.roles.registry import backends, implementation
+from meshrl.roles.registry import BackendOptions, Models, backends, backends_with, class_for, implementation, models_of
 from meshrl.roles.reward_passes import step_metrics, with_labels, with_scores
 from meshrl.roles.sampling import GroupSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
@@ -31,14 +34,14 @@ from meshrl.roles.tokens import check_teacher
 
 __all__ = [
     "Address",
+    "BackendOptions",
     "Critic",
     "CriticConfig",
-    "FsdpConfig",
     "GenerateCalls",
     "GroupSampling",
     "LoraConfig",
-    "MegatronConfig",
     "ModelConfig",
+    "Models",
     "NewModel",
     "OptimizerConfig",
     "PairSampling",
@@ -59,14 +62,19 @@ __all__ = [
     "Shape",
     "Stateful",
     "TeacherConfig",
-    "VllmConfig",
     "backends",
+    "backends_with",
     "check_axes",
     "check_teacher",
+    "chosen_options",
+    "class_for",
     "implementation",
     "mismatched_kl",
+    "models_of",
+    "options_of",
     "step_metrics",
     "with_labels",
     "with_margins",
+    "with_options",
     "with_scores",
 ]

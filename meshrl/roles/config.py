@@ -1,23 +1,109 @@
 """The tables of a configuration that say what a role is: which backend, which mesh, which model, and how it trains."""
 
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
-from typing import Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic_core import PydanticKnownError
 
 from meshrl.config import Config
-from meshrl.errors import ConfigError
-from meshrl.roles.backend_config import FsdpConfig, MegatronConfig, Shape, VllmConfig
+from meshrl.errors import BackendError, ConfigError
+from meshrl.roles.registry import BackendOptions, backends, models_of, options_schema
+
+C = TypeVar("C", bound="RoleConfig")
+S = TypeVar("S", bound=BackendOptions)
+
+Shape: TypeAlias = dict[str, Annotated[int, Field(gt=0)]]
+"""Each axis of ranks and its size, the last one fastest."""
+
+
+def _of_a_backend(name: str) -> str:
+    if name not in backends():
+        raise PydanticKnownError("extra_forbidden")
+    return name
 
 
 class RoleConfig(Config):
-    """What every role's table has: who implements it and where it runs."""
+    """What every role's table has: who implements it and where it runs.
+
+    A table in it that is named after an installed backend has that backend's own options, which `options_of` reads and
+    `with_options` sets; those of the backend that is chosen are always there.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    # As pydantic asks for it: narrower than in its base.
+    __pydantic_extra__: dict[  # pyright: ignore[reportIncompatibleVariableOverride]
+        Annotated[str, AfterValidator(_of_a_backend)], object
+    ] = Field(init=False)
+
+    role: ClassVar[str] = ""
+    """The name of the role that the table is for."""
 
     backend: str = "torch"
     mesh: str = "main"
     """Roles that name the same mesh share its ranks; a name of its own is a mesh of its own."""
     axes: Shape = Field(default={})
     """How this role sees its mesh's ranks, the last one fastest; nothing means the mesh's own axes."""
+
+    @classmethod
+    def open_tables(cls) -> Mapping[str, type[BackendOptions]]:
+        """The options that installed backends have for the role, by the backend's name."""
+        found: dict[str, type[BackendOptions]] = {}
+        for backend in backends():
+            with suppress(BackendError):  # of one that cannot be loaded nothing is known, and nobody has chosen it
+                if schema := cls._options_schema(backend):
+                    found[backend] = schema
+        return found
+
+    @classmethod
+    def _options_schema(cls, backend: str) -> type[BackendOptions] | None:
+        return options_schema(cls.role, backend)
+
+    @model_validator(mode="after")
+    def _reads_options(self, info: ValidationInfo) -> Self:
+        given = self.model_extra
+        if given is None:  # a subclass takes no tables beside its fields
+            return self
+        named = {*given, self.backend} & backends().keys()
+        schemas = {name: schema for name in sorted(named) if (schema := self._options_schema(name))}
+        if given or schemas:
+            fields: dict[str, Any] = {name: (schema, schema()) for name, schema in schemas.items()}
+            tables = create_model("Options", __base__=Config, **fields)
+            if info.mode == "json":  # strict, as `validate` reads the table itself
+                given.update(tables.model_validate_json(json.dumps(given), strict=True))
+            else:
+                given.update(tables.model_validate(given))
+        return self
+
+
+def options_of(config: RoleConfig, schema: type[S]) -> S:
+    """A backend's own options in a role's table: `options_of(config, FsdpConfig).replicate`."""
+    tables = config.model_extra or {}
+    found = [each for each in (tables.get(config.backend), *tables.values()) if isinstance(each, schema)]
+    return found[0] if found else schema()
+
+
+def chosen_options(config: RoleConfig) -> BackendOptions:
+    """Those of the backend that the table names."""
+    found = (config.model_extra or {}).get(config.backend)
+    return found if isinstance(found, BackendOptions) else BackendOptions()
+
+
+def with_options(config: C, *options: BackendOptions) -> C:
+    """The table with these options of backends: `with_options(PolicyConfig(model="folder"), FsdpConfig(replicate=2))`.
+
+    ConfigError where no backend has such for the role.
+    """
+    names = {schema: name for name, schema in config.open_tables().items()}
+    for each in options:
+        if type(each) not in names:
+            raise ConfigError(
+                f"{type(each).__name__}: no backend that is installed has these options for a {type(config).__name__}"
+            )
+    return config.model_copy(update={names[type(each)]: each for each in options})
 
 
 def check_axes(config: RoleConfig, ranks: int) -> None:
@@ -89,6 +175,8 @@ class LoraConfig(Config):
 class PolicyConfig(ModelConfig):
     """A model that is trained."""
 
+    role = "Policy"
+
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
@@ -97,26 +185,24 @@ class PolicyConfig(ModelConfig):
     """Train adapters; nothing means all parameters."""
     delta_sync: bool = False
     """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
-    fsdp: FsdpConfig = FsdpConfig()
-    megatron: MegatronConfig = MegatronConfig()
 
 
 class CriticConfig(ModelConfig):
     """A model with a value head that is trained."""
 
+    role = "Critic"
+
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
-    fsdp: FsdpConfig = FsdpConfig()
-    megatron: MegatronConfig = MegatronConfig()
 
 
 class ReferenceConfig(ModelConfig):
     """A frozen model."""
 
+    role = "Reference"
+
     micro_batch_tokens: int = Field(default=16384, gt=0)
-    fsdp: FsdpConfig = FsdpConfig()
-    megatron: MegatronConfig = MegatronConfig()
 
 
 class TeacherConfig(ReferenceConfig):
@@ -126,15 +212,15 @@ class TeacherConfig(ReferenceConfig):
 class RewardModelConfig(ModelConfig):
     """A frozen model that judges. With `chat`, prompt and completion are a user's and an assistant's message."""
 
+    role = "Reward"
+
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
-    fsdp: FsdpConfig = FsdpConfig()
-    megatron: MegatronConfig = MegatronConfig()
 
     @field_validator("backend")
     @classmethod
     def _holds_a_model(cls, backend: str) -> str:
-        if backend == "function":
+        if backend in backends() and models_of(backend) == "none":
             raise ValueError(
                 "calls a Python function and takes no model: leave `model` out, or give a backend that holds one, "
                 'such as "torch"'
@@ -155,18 +241,19 @@ class RewardTrainingConfig(ModelConfig):
     With `chat`, prompt and completion are a user's and an assistant's message.
     """
 
+    role = "RewardModel"
+
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
     """As a policy's."""
-    fsdp: FsdpConfig = FsdpConfig()
-    megatron: MegatronConfig = MegatronConfig()
 
 
 class SamplerConfig(ModelConfig):
     """A model that generates."""
 
+    role = "Sampler"
+
     slots: int = Field(default=512, gt=0)
     """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
     lora: LoraConfig | None = None
     """The policy's, where its `sync` is "adapters"; filled in by an algorithm's configuration."""
-    vllm: VllmConfig = VllmConfig()

@@ -1,48 +1,115 @@
 """Backends by name: installed packages that implement roles announce themselves as entry points.
 
-A backend's module has `ROLES`, from a role's name to where its class is:
+A backend's module has `ROLES`, from a role's name to where its class is. It may have `OPTIONS`, from a role's name to
+where the schema of the backend's own options is, and `MODELS`. Neither the module nor the schemas import more than
+meshrl: they are loaded to read a configuration.
 
-    ROLES = {"Policy": "meshrl_torch.policy:TorchPolicy"}
+    ROLES = {"Policy": "meshrl_fsdp.policy:FsdpPolicy"}
+    OPTIONS = {"Policy": "meshrl_fsdp.options:FsdpConfig"}
 """
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TypeVar, cast
+from types import ModuleType
+from typing import Literal, TypeAlias, TypeVar, cast
 
+from meshrl.config import Config
 from meshrl.errors import BackendError, did_you_mean
-from meshrl.roles.config import RoleConfig
 
 R = TypeVar("R")
 
 GROUP = "meshrl.backends"
 
+Models: TypeAlias = Literal["read", "perhaps", "ignored", "none"]
+"""A backend's `MODELS`: all its roles read the model that their table names; or some may, which is meant where it says
+nothing; or they stand for roles that do, and read none; or they hold no model, and call a function of the user's."""
+
+
+class BackendOptions(Config):
+    """The base of a backend's own options: the table of its name in a role's, `[policy.fsdp]`. Each has a default."""
+
+    @property
+    def lends_memory(self) -> str:
+        """The key that gives a sampler's memory to what trains, whenever no row is decoded; "" where none does."""
+        return ""
+
 
 def backends() -> Mapping[str, str]:
     """Each installed backend and its module."""
+    return _installed(tuple(sys.path))
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> Mapping[str, str]:  # noqa: ARG001 -- where `entry_points` looks
     return {entry.name: entry.value for entry in entry_points(group=GROUP)}
 
 
-def implementation(role: Callable[..., R], backend: str) -> Callable[[RoleConfig], R]:
+def implementation(role: Callable[..., R], backend: str) -> Callable[[Config], R]:
     """The class that a backend has for a role.
 
     Raises `BackendError` for an unknown backend, one whose packages are missing, or one without the role.
     """
-    name = getattr(role, "__name__", repr(role))
+    return cast("Callable[[Config], R]", class_for(getattr(role, "__name__", repr(role)), backend))
+
+
+def class_for(role: str, backend: str) -> object:
+    """The same for a role's name."""
+    roles = _table(backend, "ROLES")
+    if role not in roles:
+        raise BackendError(f"backend {backend!r} has no {role}: it has {', '.join(sorted(roles))}")
+    return _loaded(backend, roles[role])
+
+
+def backends_with(role: str) -> list[str]:
+    """The installed backends that have a role, by name; not those whose packages are missing."""
+    found: list[str] = []
+    for backend in sorted(backends()):
+        with suppress(BackendError):
+            found += [backend] if role in _table(backend, "ROLES") else []
+    return found
+
+
+def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
+    """The schema of a backend's own options for a role; None where it has none. BackendError as of its class."""
+    place = _table(backend, "OPTIONS").get(role)
+    return None if place is None else cast("type[BackendOptions]", _loaded(backend, place))
+
+
+def models_of(backend: str) -> Models:
+    """What a backend's roles do with the model of their table. BackendError as of its classes."""
+    return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
+
+
+def _table(backend: str, name: str) -> Mapping[str, str]:
+    return cast("Mapping[str, str]", getattr(_module(backend), name, {}))
+
+
+def _module(backend: str) -> ModuleType:
     known = backends()
     if backend not in known:
         hint = did_you_mean(backend, known)
         there = f"There are {', '.join(sorted(known))}"
         raise BackendError(f"no backend {backend!r} is installed: {f'{hint} {there}' if hint else there}")
+    with _importing(backend):
+        return import_module(known[backend])
+
+
+def _loaded(backend: str, place: str) -> object:
+    module, _, attribute = place.partition(":")
+    with _importing(backend):
+        return cast("object", getattr(import_module(module), attribute))
+
+
+@contextmanager
+def _importing(backend: str) -> Generator[None]:
     try:
-        roles: Mapping[str, str] = import_module(known[backend]).ROLES
-        if name not in roles:
-            raise BackendError(f"backend {backend!r} has no {name}: it has {', '.join(sorted(roles))}")
-        module, _, attribute = roles[name].partition(":")
-        cls = getattr(import_module(module), attribute)
+        yield
     except ModuleNotFoundError as error:
         raise BackendError(
             f"backend {backend!r} needs the package {error.name!r}, which is not installed: install it; for meshrl's "
             "own backends it is in the extra of the backend's name, as in meshrl[torch]"
         ) from error
-    return cast("Callable[[RoleConfig], R]", cls)

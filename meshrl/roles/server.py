@@ -15,7 +15,7 @@ class Address(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, gt=0, lt=65536)
     python: str | None = None
-    """The interpreter of an environment that has the server; nothing means the run's `sampler.vllm.python`."""
+    """The interpreter of an environment that has the server; nothing leaves it to the backend's options."""
     follow: bool = False
     """Take each newer model of the run."""
 
@@ -25,10 +25,11 @@ class Address(Config):
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-class ServerConfig(RoleConfig, Address):
+class ServerConfig(Address, RoleConfig):
     """What a server is told."""
 
-    backend: str = "vllm"
+    role = "Server"
+
     model: str
     """A Hugging Face folder, absolute."""
     name: str
@@ -39,8 +40,6 @@ class ServerConfig(RoleConfig, Address):
     chat: bool
     """Whether a prompt is a user's message."""
     max_tokens: int
-    kv_cache_mib: int | None
-    """Memory for keys and values; nothing leaves it to the server."""
 
 
 class Server(ABC):

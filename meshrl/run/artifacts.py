@@ -12,7 +12,7 @@ from meshrl.config import Table
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, MeshrlError, ModelError
 from meshrl.mesh import Mesh
-from meshrl.roles import FsdpConfig, MegatronConfig, NewModel, Policy, PolicyConfig, implementation
+from meshrl.roles import BackendOptions, NewModel, Policy, PolicyConfig, implementation, with_options
 from meshrl.run.checkpoints import newest_checkpoint
 
 
@@ -100,7 +100,7 @@ async def _written(policy: PolicyConfig, checkpoint: Path, scratch: Path) -> Pat
     try:
         mesh = await Mesh.reserve(engine, 1)
         # One rank reads what any number of them has written.
-        alone = policy.model_copy(update={"fsdp": FsdpConfig(), "megatron": MegatronConfig()})
+        alone = with_options(policy, *(type(value)() for _, value in policy if isinstance(value, BackendOptions)))
         actor = await mesh.spawn(implementation(Policy, policy.backend), alone)
         await actor.restore(str(state))
         await actor.save(str(folder))

@@ -6,43 +6,25 @@ from functools import partial
 from pathlib import Path
 
 from meshrl.config import Config, Keys, dotted
-from meshrl.environments import Environment, EnvironmentConfig, load_environment
+from meshrl.environments import EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, MeshrlError, ModelError, did_you_mean
 from meshrl.rewards import RewardConfig, load_function
 from meshrl.roles import (
-    Critic,
-    CriticConfig,
     ModelConfig,
-    Policy,
+    Models,
     PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    Reward,
-    RewardModel,
-    RewardModelConfig,
-    RewardTrainingConfig,
     RoleConfig,
-    Sampler,
     SamplerConfig,
     TeacherConfig,
     backends,
     check_axes,
     check_teacher,
-    implementation,
+    chosen_options,
+    class_for,
+    models_of,
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
 from meshrl.tasks import TaskConfig, check_task
-
-_ROLES: tuple[tuple[type[RoleConfig], Callable[..., object]], ...] = (
-    (PolicyConfig, Policy),
-    (CriticConfig, Critic),
-    (ReferenceConfig, Reference),
-    (SamplerConfig, Sampler),
-    (RewardConfig, Reward),
-    (RewardModelConfig, Reward),
-    (RewardTrainingConfig, RewardModel),
-    (EnvironmentConfig, Environment),
-)
 
 
 def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> list[str]:
@@ -62,13 +44,8 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
                 check()
             except MeshrlError as error:
                 mistakes.append(f"{dotted(path)}: {error}")
-    if isinstance(config, AlgorithmConfig) and config.evaluation and not _samplers(config):
-        mistakes.append("evaluation: the algorithm has no sampler, whose completions it would judge: leave it out")
-    if _wakes_beside_training(config):
-        mistakes.append(
-            "evaluation: sampler.vllm.sleep gives the sampler's memory to what trains, which would train while it is "
-            "evaluated: set evaluation.wait = true"
-        )
+    if isinstance(config, AlgorithmConfig) and config.evaluation:
+        mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
     named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
     for mesh in meshes:
         if mesh not in named:
@@ -95,13 +72,16 @@ def check_model(model: str) -> None:
         raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
 
 
-def _wakes_beside_training(config: Config) -> bool:
-    waits = not isinstance(config, AlgorithmConfig) or config.evaluation is None or config.evaluation.wait
-    return not waits and any(each.backend == "vllm" and each.vllm.sleep for each in _samplers(config))
-
-
-def _samplers(config: Config) -> list[SamplerConfig]:
-    return [table for _, table in _tables(config) if isinstance(table, SamplerConfig)]
+def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
+    samplers = [(path, table) for path, table in _tables(config) if isinstance(table, SamplerConfig)]
+    if not samplers:
+        yield "evaluation: the algorithm has no sampler, whose completions it would judge: leave it out"
+    for path, table in samplers:
+        if not wait and (key := chosen_options(table).lends_memory):
+            yield (
+                f"evaluation: {dotted((*path, table.backend, key))} gives the sampler's memory to what trains, which "
+                "would train while it is evaluated: set evaluation.wait = true"
+            )
 
 
 def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
@@ -121,24 +101,26 @@ def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int
         yield lambda: check_axes(table, meshes.get(table.mesh, 1))
     if isinstance(table, TeacherConfig) and policy:
         yield lambda: check_teacher(policy, table)
-    if isinstance(table, RewardConfig) and table.backend == "function":
+    if isinstance(table, RewardConfig) and _models(table) == "none":
         for function in table.parts.values():
             yield partial(load_function, function)
-    if isinstance(table, EnvironmentConfig) and table.backend == "function":
+    if isinstance(table, EnvironmentConfig) and _models(table) == "none":
         yield lambda: load_environment(table)
     if (
         isinstance(table, ModelConfig)
         and isinstance(model := table.model, str)
-        and table.backend != "fake"
+        and _models(table) != "ignored"
         and model != shared
     ):
         yield lambda: check_model(model)
 
 
+def _models(table: RoleConfig) -> Models:
+    return models_of(table.backend) if table.backend in backends() else "perhaps"
+
+
 def _check_backend(config: RoleConfig) -> None:
-    for kind, role in _ROLES:
-        if isinstance(config, kind):
-            implementation(role, config.backend)
-            return
-    if config.backend not in backends():
+    if config.role:
+        class_for(config.role, config.backend)
+    elif config.backend not in backends():
         raise BackendError(f"no backend {config.backend!r} is installed: there are {', '.join(sorted(backends()))}")

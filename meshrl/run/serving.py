@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Final
 
 from meshrl.config import Table, load_toml, validate
+from meshrl.errors import BackendError
 from meshrl.roles import (
     Address,
     PolicyConfig,
     Server,
     ServerConfig,
-    VllmConfig,
+    backends_with,
     implementation,
 )
 from meshrl.run.artifacts import _newest, _newest_folder, _newest_source, _prompt, table_of
@@ -50,16 +51,26 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
 
 def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address) -> ServerConfig:
     sampler = table_of(table, "sampler")
-    vllm = validate(VllmConfig, table_of(sampler, "vllm"), run / "config.toml")
     most = table_of(table, "sampling").get("max_tokens")
-    return ServerConfig(
-        **address.model_dump(exclude={"python"}),
-        python=address.python or vllm.python,
-        kv_cache_mib=vllm.kv_cache_mib,
-        model=str(folder),
-        name=run.name,
-        dtype=policy.dtype,
-        prompt=_prompt(run, policy.model),
-        chat=bool(sampler.get("chat", policy.chat)),
-        max_tokens=most if isinstance(most, int) else 16,
-    )
+    backend = _server(str(sampler.get("backend")))
+    told = {
+        **address.model_dump(),
+        "backend": backend,
+        "model": str(folder),
+        "name": run.name,
+        "dtype": policy.dtype,
+        "prompt": _prompt(run, policy.model),
+        "chat": bool(sampler.get("chat", policy.chat)),
+        "max_tokens": most if isinstance(most, int) else 16,
+    }
+    # A server runs as its backend's sampler does.
+    own = {backend: sampler[backend]} if backend in sampler else {}
+    return validate(ServerConfig, told | own, run / "config.toml")
+
+
+def _server(sampler: str) -> str:
+    """The backend that serves: the sampler's, or one that can."""
+    able = backends_with("Server")
+    if not able:
+        raise BackendError("no backend that is installed can serve a model: install one with the role Server")
+    return sampler if sampler in able else able[0]

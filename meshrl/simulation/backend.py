@@ -25,6 +25,8 @@ from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.pace import Draws, Pace, Tape
 from meshrl.weights import Weights
 
+MODELS = "ignored"
+
 ROLES = {
     name: f"meshrl.simulation.backend:Sim{name}" for name in ("Critic", "Policy", "Reference", "Sampler", "Reward")
 }

@@ -27,6 +27,7 @@ from meshrl.testing.run import FakeRun
 from meshrl.testing.witness import PromiseBroken, Witness
 
 __all__ = [
+    "MODELS",
     "ROLES",
     "Crash",
     "Deadlock",
@@ -53,6 +54,8 @@ __all__ = [
     "per_token",
     "simulate",
 ]
+
+MODELS = "ignored"
 
 ROLES = {
     "Critic": "meshrl.testing:FakeCritic",

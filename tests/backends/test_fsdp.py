@@ -9,9 +9,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoModelForCausalLM
 
-from meshrl import Batch, ClippedLoss, CriticConfig, FsdpConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
+from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.errors import ConfigError, ModelError
 from meshrl.mesh import Rank, rank_context
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
 from meshrl_torch.critic import TorchCritic

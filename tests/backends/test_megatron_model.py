@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from meshrl import Batch, MegatronConfig, PolicyConfig, Ragged
+from meshrl import Batch, PolicyConfig, Ragged
 from meshrl.data import Source
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.model import _Chosen
 from meshrl_hf.scoring import logprobs
 from meshrl_megatron import stage
 from meshrl_megatron.model import Model, build
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.vocabulary import logprobs as of_chosen
 

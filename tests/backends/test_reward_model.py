@@ -20,10 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from meshrl import Batch, FsdpConfig, PolicyConfig, Reward, RewardModelConfig
+from meshrl import Batch, PolicyConfig, Reward, RewardModelConfig
 from meshrl.errors import DataError, ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp import loading
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_hf.attention import Attend
 from meshrl_hf.model import LanguageModel

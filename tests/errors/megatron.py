@@ -6,7 +6,8 @@ from importlib import metadata
 from pathlib import Path
 from unittest.mock import patch
 
-from meshrl import LoraConfig, MegatronConfig, MeshConfig, NewModel, Policy, PolicyConfig, Run, RunConfig
+from meshrl import LoraConfig, MeshConfig, NewModel, Policy, PolicyConfig, Run, RunConfig, with_options
+from meshrl_megatron.options import MegatronConfig
 
 TINY = NewModel(characters="act>", hidden_size=8, ffn_size=8, layers=1, heads=2, max_tokens=16)
 ALONE = {"dp": 1, "pp": 1, "cp": 1, "tp": 1}
@@ -40,7 +41,7 @@ def layers_over_pp() -> None:
 
 async def virtual_stages_without_a_pipeline() -> None:
     model = TINY.model_copy(update={"layers": 2})
-    await _spawn(PolicyConfig(backend="megatron", model=model, megatron=MegatronConfig(virtual_stages=2)))
+    await _spawn(with_options(PolicyConfig(backend="megatron", model=model), MegatronConfig(virtual_stages=2)))
 
 
 def experts_over_dp() -> None:

@@ -18,7 +18,6 @@ from meshrl import (
     ClippedLoss,
     ContractError,
     DataError,
-    FsdpConfig,
     Gather,
     LocalEngine,
     Mesh,
@@ -38,6 +37,7 @@ from meshrl import (
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.losses.base import TokenLoss
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
 from meshrl_torch.policy import TorchPolicy

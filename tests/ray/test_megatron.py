@@ -22,7 +22,6 @@ from meshrl import (
     CriticConfig,
     Gae,
     Gather,
-    MegatronConfig,
     Mesh,
     Metrics,
     Policy,
@@ -38,6 +37,7 @@ from meshrl import (
 from meshrl.engines.ray import RayEngine
 from meshrl_hf.text import character_tokenizer
 from meshrl_megatron.critic import MegatronCritic
+from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_megatron.reference import MegatronReference
 from meshrl_torch.critic import TorchCritic

@@ -15,11 +15,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, VllmConfig, Weights, rollout
+from meshrl import Batch, PolicyConfig, SamplerConfig, Sampling, Weights, rollout, with_options
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.text import character_tokenizer
 from meshrl_torch.policy import TorchPolicy
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -83,7 +84,7 @@ async def test_experts_of_a_policy_are_taken(config: PretrainedConfig, tmp_path:
     assert expected[0] != expected[1]
     weights = [await TorchPolicy(PolicyConfig(model=str(tmp_path / str(seed)))).weights() for seed in range(2)]
     options = VllmConfig(python=python, kv_cache_mib=32)
-    sampler = VllmSampler(SamplerConfig(backend="vllm", model=str(tmp_path / "0"), slots=16, vllm=options))
+    sampler = VllmSampler(with_options(SamplerConfig(backend="vllm", model=str(tmp_path / "0"), slots=16), options))
     assert await drawn(sampler) == expected[0]
     for version in (1, 2, 3):
         await sampler.load(weights[version % 2].with_version(version))

@@ -13,8 +13,8 @@ from meshrl import (
     Resources,
     SamplerConfig,
     Sampling,
-    VllmConfig,
     rollout,
+    with_options,
 )
 from meshrl.data import Batch
 from meshrl.engines.ray import RayEngine
@@ -23,6 +23,7 @@ from meshrl.testing.conformance.material import Model as Material
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,9 +43,8 @@ async def test_vllm_draws_from_the_weights_of_a_policy_in_any_layout(
     policy = await mesh.shape(**axes).spawn(MegatronPolicy, PolicyConfig.model_validate(options))
     beside = await Mesh.reserve(ray, 1, Resources(cpus=0))
     engine = VllmConfig(python=python, kv_cache_mib=32)
-    sampler = await beside.spawn(
-        VllmSampler, SamplerConfig(backend="vllm", model=str(tmp_path / "old"), slots=4, vllm=engine)
-    )
+    table = SamplerConfig(backend="vllm", model=str(tmp_path / "old"), slots=4)
+    sampler = await beside.spawn(VllmSampler, with_options(table, engine))
 
     batch = await policy.logprobs(by_hand(Material("", "", 11, 40), [(12, 9), (20, 15), (7, 4), (16, 8)]))
     await policy.update(batch, LOSS)

@@ -15,13 +15,14 @@ from meshrl import (
     Resources,
     SamplerConfig,
     Sampling,
-    VllmConfig,
     respawn,
     rollout,
+    with_options,
 )
 from meshrl.data import Batch
 from meshrl.engines.ray import RayEngine
 from meshrl_torch.policy import TorchPolicy
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,9 +61,8 @@ async def test_a_killed_engine_is_told_and_respawn_starts_another(
     ray = RayEngine()
     mesh = await Mesh.reserve(ray, 1, Resources(cpus=0))
     options = VllmConfig(python=python, kv_cache_mib=32)
-    sampler = await mesh.spawn(
-        VllmSampler, SamplerConfig(backend="vllm", model=str(tmp_path / "model"), slots=4, vllm=options)
-    )
+    table = SamplerConfig(backend="vllm", model=str(tmp_path / "model"), slots=4)
+    sampler = await mesh.spawn(VllmSampler, with_options(table, options))
     await sampler.load(weights)
     before = await rollout(sampler, PROMPTS, GREEDY)
 

@@ -20,11 +20,12 @@ from meshrl import (
     RankFailed,
     SamplerConfig,
     Sampling,
-    VllmConfig,
     rollout,
     stop,
+    with_options,
 )
 from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -35,7 +36,7 @@ PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 
 def config(python: str | None) -> SamplerConfig:
     options = VllmConfig(python=python, kv_cache_mib=32)
-    return SamplerConfig(backend="vllm", model=NEW, slots=32, vllm=options)
+    return with_options(SamplerConfig(backend="vllm", model=NEW, slots=32), options)
 
 
 def ended(pid: int) -> bool:

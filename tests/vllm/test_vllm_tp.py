@@ -21,15 +21,16 @@ from meshrl import (
     Resources,
     SamplerConfig,
     Sampling,
-    VllmConfig,
     Weights,
     endpoint,
     rollout,
+    with_options,
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.text import character_tokenizer
+from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -127,7 +128,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def config(folder: str, python: str | None, *, sleep: bool = False) -> SamplerConfig:
     options = VllmConfig(python=python, kv_cache_mib=32, sleep=sleep)
-    return SamplerConfig(backend="vllm", model=folder, slots=16, vllm=options)
+    return with_options(SamplerConfig(backend="vllm", model=folder, slots=16), options)
 
 
 class Shared(VllmSampler):

@@ -57,4 +57,4 @@ SAMPLER: Final[tuple[Check, ...]] = (*SAMPLER_OF_NO_MODEL, *draws.MODEL, *rows.M
 """What a sampler promises."""
 
 if not TYPE_CHECKING:  # else a checker would believe any name
-    __getattr__ = old_names("testing.conformance")
+    __getattr__ = old_names("meshrl.testing.conformance")
