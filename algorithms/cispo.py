@@ -10,11 +10,10 @@ import meshrl as rl
 
 
 class CispoConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.CispoLoss = rl.CispoLoss()
     epochs: int = 1
-    minibatches: int = 16
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 16  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def cispo(run: rl.Run, config: CispoConfig) -> None:

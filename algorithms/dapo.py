@@ -10,13 +10,12 @@ import meshrl as rl
 
 
 class DapoConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, clip_high=0.28)
     overlong: int = 0
     """The last so many of `sampling.max_tokens` cost up to 1 of the reward; 0: they cost nothing."""
     epochs: int = 1
-    minibatches: int = 16
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 16  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def dapo(run: rl.Run, config: DapoConfig) -> None:

@@ -11,11 +11,10 @@ import meshrl as rl
 
 
 class DrGrpoConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ConstantLoss = rl.ConstantLoss(constant=16)
     epochs: int = 1
-    minibatches: int = 1
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def dr_grpo(run: rl.Run, config: DrGrpoConfig) -> None:

@@ -10,8 +10,8 @@ import meshrl as rl
 
 
 class GpgConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ReinforceLoss = rl.ReinforceLoss(normalise="token-mean")
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def gpg(run: rl.Run, config: GpgConfig) -> None:

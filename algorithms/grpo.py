@@ -1,8 +1,7 @@
 """GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
 
 Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
-its group's; raise the probability of the better ones, within the clip. Each token of the batch weighs the same and
-there is no KL; the paper's objective is `loss.normalise = "sequence-mean"` and `loss.kl = 0.04`.
+its group's; raise the better ones, within the clip. The paper has `loss.normalise = "sequence-mean"`, `loss.kl = 0.04`.
 
     meshrl run grpo/quickstart
 """
@@ -11,11 +10,10 @@ import meshrl as rl
 
 
 class GrpoConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
     epochs: int = 1
-    minibatches: int = 1
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def grpo(run: rl.Run, config: GrpoConfig) -> None:

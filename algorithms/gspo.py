@@ -10,11 +10,10 @@ import meshrl as rl
 
 
 class GspoConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.SequenceLoss = rl.SequenceLoss()
     epochs: int = 1
-    minibatches: int = 4
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 4  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def gspo(run: rl.Run, config: GspoConfig) -> None:

@@ -10,10 +10,10 @@ import meshrl as rl
 
 
 class OnlineDpoConfig(rl.RolloutConfig):
-    sampling: rl.PairSampling = rl.PairSampling(n=4)
     loss: rl.PreferenceLoss = rl.PreferenceLoss()
     prompts: int = 64
     """Prompts a step; each has `sampling.n` completions, of which two are trained on."""
+    sampling: rl.PairSampling = rl.PairSampling(n=4)
 
 
 async def online_dpo(run: rl.Run, config: OnlineDpoConfig) -> None:

@@ -10,8 +10,8 @@ import meshrl as rl
 
 
 class OpoConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ReinforceLoss = rl.ReinforceLoss()
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def opo(run: rl.Run, config: OpoConfig) -> None:

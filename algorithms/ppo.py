@@ -13,7 +13,6 @@ import meshrl as rl
 
 class PpoConfig(rl.RolloutConfig):
     critic: rl.CriticConfig
-    sampling: rl.Sampling = rl.Sampling()
     gae: rl.Gae = rl.Gae()
     whiten: bool = True
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, anchor="trainer")
@@ -21,6 +20,7 @@ class PpoConfig(rl.RolloutConfig):
     epochs: int = 1
     minibatches: int = 2
     prompts: int = 512
+    sampling: rl.Sampling = rl.Sampling()
 
 
 async def ppo(run: rl.Run, config: PpoConfig) -> None:

@@ -10,9 +10,9 @@ import meshrl as rl
 
 
 class ReinforceConfig(rl.RolloutConfig):
-    sampling: rl.Sampling = rl.Sampling()
     loss: rl.ReinforceLoss = rl.ReinforceLoss()
     prompts: int = 512
+    sampling: rl.Sampling = rl.Sampling()
 
 
 async def reinforce(run: rl.Run, config: ReinforceConfig) -> None:

@@ -10,15 +10,13 @@ import meshrl as rl
 
 
 class ReinforcePpConfig(rl.RolloutConfig):
-    sampling: rl.Sampling = rl.Sampling()
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, anchor="trainer")
     """With `ahead` above 0 give it a `correction`: the trainer is the anchor, so that the ratio begins at 1."""
-    kl: float = 0.0
-    """The weight of the KL to the reference, which each token's reward is lowered by."""
+    kl: float = 0.0  # the weight of the KL to the reference, which each token's reward is lowered by
     epochs: int = 1
-    minibatches: int = 1
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
     prompts: int = 512
+    sampling: rl.Sampling = rl.Sampling()
 
 
 async def reinforce_pp(run: rl.Run, config: ReinforcePpConfig) -> None:

@@ -10,11 +10,10 @@ import meshrl as rl
 
 
 class ReinforcePpBaselineConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, kl_estimator="k2")
     epochs: int = 1
-    minibatches: int = 1
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
+    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def reinforce_pp_baseline(run: rl.Run, config: ReinforcePpBaselineConfig) -> None:

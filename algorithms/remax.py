@@ -12,11 +12,10 @@ import meshrl as rl
 
 
 class RemaxConfig(rl.RolloutConfig):
-    sampling: rl.Sampling = rl.Sampling()
     loss: rl.ReinforceLoss = rl.ReinforceLoss()
-    kl: float = 0.0
-    """The weight of the KL to the reference, which a reward is lowered by."""
+    kl: float = 0.0  # the weight of the KL to the reference, which a reward is lowered by
     prompts: int = 256
+    sampling: rl.Sampling = rl.Sampling()
 
 
 async def remax(run: rl.Run, config: RemaxConfig) -> None:

@@ -10,10 +10,9 @@ import meshrl as rl
 
 
 class RlooConfig(rl.RolloutConfig):
-    sampling: rl.GroupSampling = rl.GroupSampling()
     loss: rl.ReinforceLoss = rl.ReinforceLoss()
-    kl: float = 0.0
-    """The weight of the KL to the reference, which a reward is lowered by."""
+    kl: float = 0.0  # the weight of the KL to the reference, which a reward is lowered by
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
 async def rloo(run: rl.Run, config: RlooConfig) -> None:
