@@ -6,68 +6,33 @@ are replaced by others, each token weighs the same, and completions near the mos
     meshrl run dapo/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    ClippedLoss,
-    GroupSampling,
-    Metrics,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    Reward,
-    RewardConfig,
-    RewardModelConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Task,
-    TaskConfig,
-    evaluate,
-    evaluate_during,
-    group_advantages,
-    has_signal,
-    minibatches,
-    overlong_penalty,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class DapoConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RewardConfig | RewardModelConfig
-    reference: ReferenceConfig
-    """Used where `loss.kl` is above 0."""
-    sampling: GroupSampling = GroupSampling()
-    loss: ClippedLoss = ClippedLoss(clip=0.2, clip_high=0.28)
+class DapoConfig(rl.RolloutConfig):
+    loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, clip_high=0.28)
     overlong: int = 0
     """The last so many of `sampling.max_tokens` cost up to 1 of the reward; 0: they cost nothing."""
-    ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     epochs: int = 1
-    minibatches: int = 16
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
-    prompts: int = 64
-    """Prompts a step; each has `sampling.n` completions."""
-    steps: int = 400
+    minibatches: int = 16  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
-async def dapo(run: Run, config: DapoConfig) -> None:
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+async def dapo(run: rl.Run, config: DapoConfig) -> None:
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reward = await run.spawn(rl.Reward, config.reward)
+    reference = await run.spawn(rl.Reference, config.reference) if config.loss.kl else None
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    drawn = rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=has_signal)
-    async with drawn as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config, reward.score),
+        rl.rollouts(
+            sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score, keep=rl.has_signal
+        ) as stream,
+    ):
         async for step in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
@@ -76,18 +41,10 @@ async def dapo(run: Run, config: DapoConfig) -> None:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups", "loss_mask")
             lengths = [mask.sum() for mask in batch.loss_mask]
-            rewards = batch.rewards + overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
-            batch = batch.assign(advantages=group_advantages(rewards, batch.groups))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
-            metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
-            await publish(policy, stream)
+            rewards = batch.rewards + rl.overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
+            batch = batch.assign(advantages=rl.group_advantages(rewards, batch.groups))
+            parts = rl.minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            metrics = rl.Metrics.mean([await policy.update(part, config.loss) for part in parts])
+            await rl.publish(policy, stream)
             await run.record(metrics, batch)
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

@@ -6,35 +6,17 @@ teacher does: the reverse KL divergence on what the student itself writes. No re
     meshrl run distill/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReverseKl,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    TaskConfig,
-    TeacherConfig,
-    check_teacher,
-    evaluate,
-    evaluate_during,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class DistillConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    teacher: TeacherConfig
+class DistillConfig(rl.AlgorithmConfig):
+    task: rl.TaskConfig
+    policy: rl.PolicyConfig
+    sampler: rl.SamplerConfig
+    teacher: rl.TeacherConfig
     """A model of its own, with the policy's tokens."""
-    sampling: Sampling = Sampling()
-    loss: ReverseKl = ReverseKl()
+    sampling: rl.Sampling = rl.Sampling()
+    loss: rl.ReverseKl = rl.ReverseKl()
     ahead: int = 0
     """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
     prompts: int = 256
@@ -42,29 +24,22 @@ class DistillConfig(AlgorithmConfig):
     steps: int = 400
 
 
-async def distill(run: Run, config: DistillConfig) -> None:
-    check_teacher(config.policy, config.teacher)
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    teacher = await run.spawn(Reference, config.teacher)
+async def distill(run: rl.Run, config: DistillConfig) -> None:
+    rl.check_teacher(config.policy, config.teacher)
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    teacher = await run.spawn(rl.Reference, config.teacher)
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead) as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config),
+        rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead) as stream,
+    ):
         async for _ in run.steps(config.steps):
             batch = await teacher.logprobs(await anext(stream))
             metrics = await policy.update(batch, config.loss)
-            await publish(policy, stream)
+            await rl.publish(policy, stream)
             await run.record(metrics, batch)
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

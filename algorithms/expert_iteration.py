@@ -6,35 +6,16 @@ supervised fine-tuning on the policy's own best answers. A step that keeps none 
     meshrl run expert_iteration/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    CrossEntropy,
-    Metrics,
-    Policy,
-    PolicyConfig,
-    Reward,
-    RewardConfig,
-    RewardModelConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    TaskConfig,
-    evaluate,
-    evaluate_during,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class ExpertIterationConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RewardConfig | RewardModelConfig
-    sampling: Sampling = Sampling(n=8)
-    loss: CrossEntropy = CrossEntropy()
+class ExpertIterationConfig(rl.AlgorithmConfig):
+    task: rl.TaskConfig
+    policy: rl.PolicyConfig
+    sampler: rl.SamplerConfig
+    reward: rl.RewardConfig | rl.RewardModelConfig
+    sampling: rl.Sampling = rl.Sampling(n=8)
+    loss: rl.CrossEntropy = rl.CrossEntropy()
     at_least: float = 1.0
     """The reward from which on a completion is kept."""
     ahead: int = 0
@@ -44,30 +25,23 @@ class ExpertIterationConfig(AlgorithmConfig):
     steps: int = 400
 
 
-async def expert_iteration(run: Run, config: ExpertIterationConfig) -> None:
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reward = await run.spawn(Reward, config.reward)
+async def expert_iteration(run: rl.Run, config: ExpertIterationConfig) -> None:
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reward = await run.spawn(rl.Reward, config.reward)
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config, reward.score),
+        rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream,
+    ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             batch = await batch.load("rewards")
             kept = batch.select(batch.rewards >= config.at_least).drop("temperature")  # likelihood as at temperature 1
-            metrics = await policy.update(kept, config.loss) if len(kept) else Metrics.of()
-            await publish(policy, stream)
+            metrics = await policy.update(kept, config.loss) if len(kept) else rl.Metrics.of()
+            await rl.publish(policy, stream)
             await run.record(metrics, batch, kept=len(kept) / len(batch))
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

@@ -1,69 +1,34 @@
 """GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
 
 Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
-its group's; raise the probability of the better ones, within the clip. Each token of the batch weighs the same and
-there is no KL; the paper's objective is `loss.normalise = "sequence-mean"` and `loss.kl = 0.04`.
+its group's; raise the better ones, within the clip. The paper has `loss.normalise = "sequence-mean"`, `loss.kl = 0.04`.
 
     meshrl run grpo/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    ClippedLoss,
-    GroupSampling,
-    Metrics,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    Reward,
-    RewardConfig,
-    RewardModelConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Task,
-    TaskConfig,
-    evaluate,
-    evaluate_during,
-    group_advantages,
-    minibatches,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class GrpoConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RewardConfig | RewardModelConfig
-    reference: ReferenceConfig
-    """Used where `loss.kl` is above 0."""
-    sampling: GroupSampling = GroupSampling()
-    loss: ClippedLoss = ClippedLoss(clip=0.2)
-    ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+class GrpoConfig(rl.RolloutConfig):
+    loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
     epochs: int = 1
-    minibatches: int = 1
-    """Updates an epoch, each of about as many rows; from the second on, the clip acts at `ahead = 0` too."""
-    prompts: int = 64
-    """Prompts a step; each has `sampling.n` completions."""
-    steps: int = 400
+    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
-async def grpo(run: Run, config: GrpoConfig) -> None:
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+async def grpo(run: rl.Run, config: GrpoConfig) -> None:
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reward = await run.spawn(rl.Reward, config.reward)
+    reference = await run.spawn(rl.Reference, config.reference) if config.loss.kl else None
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config, reward.score),
+        rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream,
+    ):
         async for step in run.steps(config.steps):
             batch = await anext(stream)
             if config.loss.anchor == "trainer":
@@ -71,17 +36,9 @@ async def grpo(run: Run, config: GrpoConfig) -> None:
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups", "loss_mask")
-            batch = batch.assign(advantages=group_advantages(batch.rewards, batch.groups))
-            parts = minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
-            metrics = Metrics.mean([await policy.update(part, config.loss) for part in parts])
-            await publish(policy, stream)
+            batch = batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
+            parts = rl.minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
+            metrics = rl.Metrics.mean([await policy.update(part, config.loss) for part in parts])
+            await rl.publish(policy, stream)
             await run.record(metrics, batch)
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

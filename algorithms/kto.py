@@ -8,66 +8,39 @@ are clearly above or below what the policy gives completions at large; no pairs,
 
 import numpy as np
 
-from meshrl import (
-    AlgorithmConfig,
-    KtoLoss,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    TaskConfig,
-    evaluate,
-    evaluate_during,
-    labelled,
-    mismatched_kl,
-    publish,
-)
+import meshrl as rl
 
 
-class KtoConfig(AlgorithmConfig):
-    task: TaskConfig
+class KtoConfig(rl.AlgorithmConfig):
+    task: rl.TaskConfig
     """`task.answer` is the template of the completion, "{completion}" for example."""
     label: str = "label"
     """The row's key that says whether it is good, true or false; "": every second answer is made a bad one."""
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reference: ReferenceConfig
-    sampling: Sampling = Sampling()
-    loss: KtoLoss = KtoLoss()
+    policy: rl.PolicyConfig
+    sampler: rl.SamplerConfig
+    reference: rl.ReferenceConfig
+    sampling: rl.Sampling = rl.Sampling()
+    loss: rl.KtoLoss = rl.KtoLoss()
     rows: int = 64
     """Rows a step, good and bad."""
     steps: int = 200
 
 
-async def kto(run: Run, config: KtoConfig) -> None:
-    task = Task.load(config.task)
-    held_out = labelled(task.held_out, config.label)
+async def kto(run: rl.Run, config: KtoConfig) -> None:
+    task = rl.Task.load(config.task)
+    held_out = rl.labelled(task.held_out, config.label)
     held_out = held_out.select(held_out.row("desirable"))  # whose answers are right
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reference = await run.spawn(Reference, config.reference)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reference = await run.spawn(rl.Reference, config.reference)
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, held_out, config.sampling, policy=policy)
+    await rl.publish(policy, sampler)
     rows = task.batches(config.rows, run.seed)
-    async for _ in run.steps(config.steps):
-        batch = await policy.encode(labelled(next(rows), config.label))
-        kl = await mismatched_kl(policy, reference, batch)
-        batch = (await reference.logprobs(batch)).assign(kl=np.full(len(batch), kl, np.float32))
-        await run.record(await policy.update(batch, config.loss), mismatched_kl=kl)
-
-    await publish(policy, sampler)
-    after = await evaluate(sampler, held_out, config.sampling)
+    async with rl.held_out(run, sampler, held_out, config, policy=policy):
+        async for _ in run.steps(config.steps):
+            batch = await policy.encode(rl.labelled(next(rows), config.label))
+            kl = await rl.mismatched_kl(policy, reference, batch)
+            batch = (await reference.logprobs(batch)).assign(kl=np.full(len(batch), kl, np.float32))
+            await run.record(await policy.update(batch, config.loss), mismatched_kl=kl)
+        await rl.publish(policy, sampler)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

@@ -6,74 +6,35 @@ as it has tokens; raise the log-probability of the better completions. Keep `ahe
     meshrl run opo/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    GroupSampling,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    ReinforceLoss,
-    Reward,
-    RewardConfig,
-    RewardModelConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Task,
-    TaskConfig,
-    evaluate,
-    evaluate_during,
-    optimal_advantages,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class OpoConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RewardConfig | RewardModelConfig
-    reference: ReferenceConfig
-    """Used where `loss.kl` is above 0."""
-    sampling: GroupSampling = GroupSampling()
-    loss: ReinforceLoss = ReinforceLoss()
-    ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
-    prompts: int = 64
-    """Prompts a step; each has `sampling.n` completions."""
-    steps: int = 400
+class OpoConfig(rl.RolloutConfig):
+    loss: rl.ReinforceLoss = rl.ReinforceLoss()
+    sampling: rl.GroupSampling = rl.GroupSampling()
 
 
-async def opo(run: Run, config: OpoConfig) -> None:
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+async def opo(run: rl.Run, config: OpoConfig) -> None:
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reward = await run.spawn(rl.Reward, config.reward)
+    reference = await run.spawn(rl.Reference, config.reference) if config.loss.kl else None
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config, reward.score),
+        rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream,
+    ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups", "loss_mask")
             lengths = [mask.sum() for mask in batch.loss_mask]
-            advantages = optimal_advantages(batch.rewards, batch.groups, lengths)
+            advantages = rl.optimal_advantages(batch.rewards, batch.groups, lengths)
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
-            await publish(policy, stream)
+            await rl.publish(policy, stream)
             await run.record(metrics, batch)
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

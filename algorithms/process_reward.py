@@ -6,44 +6,32 @@ of another run's `[reward]`, which gives a text the score of its last step.
     meshrl run process_reward/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    Batch,
-    ProcessLoss,
-    RewardModel,
-    RewardTrainingConfig,
-    Run,
-    Task,
-    TaskConfig,
-    labelled_steps,
-    step_metrics,
-    with_labels,
-)
+import meshrl as rl
 
 
-class ProcessRewardConfig(AlgorithmConfig):
-    task: TaskConfig
+class ProcessRewardConfig(rl.AlgorithmConfig):
+    task: rl.TaskConfig
     completion: str = "completions"
     """The row's key of the steps, a list of texts; "": an answer's characters, in every second row a wrong one's."""
     labels: str = "labels"
     """The row's key of their labels: true, false, or the chance that a step is right."""
-    reward: RewardTrainingConfig
+    reward: rl.RewardTrainingConfig
     """Its model is a policy's, which is given a head, or one that judges already."""
-    loss: ProcessLoss = ProcessLoss()
+    loss: rl.ProcessLoss = rl.ProcessLoss()
     rows: int = 64
     """Texts a step of training."""
     steps: int = 200
 
 
-async def process_reward(run: Run, config: ProcessRewardConfig) -> None:
-    task = Task.load(config.task)
-    model = await run.spawn(RewardModel, config.reward)
+async def process_reward(run: rl.Run, config: ProcessRewardConfig) -> None:
+    task = rl.Task.load(config.task)
+    model = await run.spawn(rl.RewardModel, config.reward)
 
-    async def labelled(batch: Batch) -> Batch:
-        return await with_labels(await model.encode(labelled_steps(batch, config.completion, config.labels)))
+    async def labelled(batch: rl.Batch) -> rl.Batch:
+        return await rl.with_labels(await model.encode(rl.labelled_steps(batch, config.completion, config.labels)))
 
     async def held_out() -> dict[str, float]:
-        return await step_metrics(model, await labelled(task.held_out))
+        return await rl.step_metrics(model, await labelled(task.held_out))
 
     before = await run.once("before", held_out)
     rows = task.batches(config.rows, run.seed)

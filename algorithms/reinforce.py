@@ -6,72 +6,35 @@ log-probability of the whole completion by it. The simplest of all: no groups, n
     meshrl run reinforce/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    ReinforceLoss,
-    Reward,
-    RewardConfig,
-    RewardModelConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    TaskConfig,
-    batch_advantages,
-    evaluate,
-    evaluate_during,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class ReinforceConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RewardConfig | RewardModelConfig
-    reference: ReferenceConfig
-    """Used where `loss.kl` is above 0."""
-    sampling: Sampling = Sampling()
-    loss: ReinforceLoss = ReinforceLoss()
-    ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+class ReinforceConfig(rl.RolloutConfig):
+    loss: rl.ReinforceLoss = rl.ReinforceLoss()
     prompts: int = 512
-    steps: int = 400
+    sampling: rl.Sampling = rl.Sampling()
 
 
-async def reinforce(run: Run, config: ReinforceConfig) -> None:
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.loss.kl else None
+async def reinforce(run: rl.Run, config: ReinforceConfig) -> None:
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reward = await run.spawn(rl.Reward, config.reward)
+    reference = await run.spawn(rl.Reference, config.reference) if config.loss.kl else None
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config, reward.score),
+        rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream,
+    ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if reference:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards")
-            advantages = batch_advantages(batch.rewards)
+            advantages = rl.batch_advantages(batch.rewards)
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
-            await publish(policy, stream)
+            await rl.publish(policy, stream)
             await run.record(metrics, batch)
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

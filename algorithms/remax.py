@@ -8,83 +8,41 @@ is; raise the log-probability of the whole completion by it. The baseline is the
 
 import numpy as np
 
-from meshrl import (
-    AlgorithmConfig,
-    Batch,
-    Policy,
-    PolicyConfig,
-    Reference,
-    ReferenceConfig,
-    ReinforceLoss,
-    Reward,
-    RewardConfig,
-    RewardModelConfig,
-    Run,
-    Sampler,
-    SamplerConfig,
-    Sampling,
-    Task,
-    TaskConfig,
-    evaluate,
-    evaluate_during,
-    greedy_baseline,
-    kl_columns,
-    kl_metrics,
-    penalised_rewards,
-    publish,
-    rollouts,
-)
+import meshrl as rl
 
 
-class RemaxConfig(AlgorithmConfig):
-    task: TaskConfig
-    policy: PolicyConfig
-    sampler: SamplerConfig
-    reward: RewardConfig | RewardModelConfig
-    reference: ReferenceConfig
-    """Used where `kl` or `loss.kl` is above 0."""
-    sampling: Sampling = Sampling()
-    loss: ReinforceLoss = ReinforceLoss()
-    kl: float = 0.0
-    """The weight of the KL to the reference, which a reward is lowered by."""
-    ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+class RemaxConfig(rl.RolloutConfig):
+    loss: rl.ReinforceLoss = rl.ReinforceLoss()
+    kl: float = 0.0  # the weight of the KL to the reference, which a reward is lowered by
     prompts: int = 256
-    steps: int = 400
+    sampling: rl.Sampling = rl.Sampling()
 
 
-async def remax(run: Run, config: RemaxConfig) -> None:
-    task = Task.load(config.task)
-    policy = await run.spawn(Policy, config.policy)
-    sampler = await run.spawn(Sampler, config.sampler)
-    reward = await run.spawn(Reward, config.reward)
-    reference = await run.spawn(Reference, config.reference) if config.kl or config.loss.kl else None
+async def remax(run: rl.Run, config: RemaxConfig) -> None:
+    task = rl.Task.load(config.task)
+    policy = await run.spawn(rl.Policy, config.policy)
+    sampler = await run.spawn(rl.Sampler, config.sampler)
+    reward = await run.spawn(rl.Reward, config.reward)
+    reference = await run.spawn(rl.Reference, config.reference) if config.kl or config.loss.kl else None
 
-    async def score(batch: Batch) -> Batch:
-        return await greedy_baseline(sampler, await reward.score(batch), config.sampling, reward.score)
+    async def score(batch: rl.Batch) -> rl.Batch:
+        return await rl.greedy_baseline(sampler, await reward.score(batch), config.sampling, reward.score)
 
-    await publish(policy, sampler)
-    before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
-    evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
+    await rl.publish(policy, sampler)
     prompts = task.batches(config.prompts, run.seed)
-    async with rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=score) as stream:
+    async with (
+        rl.held_out(run, sampler, task.held_out, config, reward.score),
+        rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=score) as stream,
+    ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             if config.kl:
                 batch = await policy.logprobs(batch)
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await batch.load("rewards", "baseline", *kl_columns(config.kl))
-            advantages = penalised_rewards(batch, config.kl) - np.asarray(batch.row("baseline"), np.float32)
+            batch = await batch.load("rewards", "baseline", *rl.kl_columns(config.kl))
+            advantages = rl.penalised_rewards(batch, config.kl) - np.asarray(batch.row("baseline"), np.float32)
             metrics = await policy.update(batch.assign(advantages=advantages), config.loss)
-            await publish(policy, stream)
-            await run.record(metrics, batch, **kl_metrics(batch))
-
-    after = await evaluate(sampler, task.held_out, config.sampling)
+            await rl.publish(policy, stream)
+            await run.record(metrics, batch, **rl.kl_metrics(batch))
     await policy.save(str(run.folder / "model"))
-    run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
-    )

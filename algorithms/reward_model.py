@@ -6,55 +6,41 @@ answer of a row is the better one. What is saved is the `model` of another run's
     meshrl run reward_model/quickstart
 """
 
-from meshrl import (
-    AlgorithmConfig,
-    Batch,
-    BradleyTerryLoss,
-    RewardModel,
-    RewardTrainingConfig,
-    Run,
-    Task,
-    TaskConfig,
-    answer_pairs,
-    least_margins,
-    rejected_answers,
-    score_metrics,
-    with_scores,
-)
+import meshrl as rl
 
 
-class RewardModelRunConfig(AlgorithmConfig):
-    task: TaskConfig
+class RewardModelRunConfig(rl.AlgorithmConfig):
+    task: rl.TaskConfig
     """`task.answer` is the template of the better completion, "{chosen}" for example."""
     rejected: str = "{rejected}"
     """`str.format` template of the worse one; "": the answer with two neighbouring characters exchanged."""
     margin: str = ""
     """The row's key that says by how much the better one's score should be above the other's; "": by any."""
-    reward: RewardTrainingConfig
+    reward: rl.RewardTrainingConfig
     """Its model is a policy's, which is given a head, or one that judges already."""
-    loss: BradleyTerryLoss = BradleyTerryLoss()
+    loss: rl.BradleyTerryLoss = rl.BradleyTerryLoss()
     rows: int = 64
     """Pairs a step."""
     steps: int = 200
 
 
-async def reward_model(run: Run, config: RewardModelRunConfig) -> None:
-    task = Task.load(config.task)
-    model = await run.spawn(RewardModel, config.reward)
+async def reward_model(run: rl.Run, config: RewardModelRunConfig) -> None:
+    task = rl.Task.load(config.task)
+    model = await run.spawn(rl.RewardModel, config.reward)
 
-    async def scored(batch: Batch) -> Batch:
-        pairs = answer_pairs(batch, rejected_answers(batch, config.rejected))
-        pairs = pairs.assign(least_margins=least_margins(pairs, config.margin))
-        return await with_scores(model, await model.encode(pairs))
+    async def scored(batch: rl.Batch) -> rl.Batch:
+        pairs = rl.answer_pairs(batch, rl.rejected_answers(batch, config.rejected))
+        pairs = pairs.assign(least_margins=rl.least_margins(pairs, config.margin))
+        return await rl.with_scores(model, await model.encode(pairs))
 
     async def held_out() -> dict[str, float]:
-        return score_metrics(await scored(task.held_out))
+        return rl.score_metrics(await scored(task.held_out))
 
     before = await run.once("before", held_out)
     rows = task.batches(config.rows, run.seed)
     async for _ in run.steps(config.steps):
         pairs = await scored(next(rows))
-        await run.record(await model.update(pairs, config.loss), None, **score_metrics(pairs))
+        await run.record(await model.update(pairs, config.loss), None, **rl.score_metrics(pairs))
 
     after = await held_out()
     await model.save(str(run.folder / "model"))

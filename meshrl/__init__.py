@@ -20,7 +20,7 @@ from meshrl.errors import (
     RankFailed,
     ReplicasDisagree,
 )
-from meshrl.evaluation import evaluate, evaluate_during
+from meshrl.evaluation import evaluate, evaluate_during, held_out
 from meshrl.losses import (
     BradleyTerryLoss,
     CispoLoss,
@@ -120,7 +120,7 @@ from meshrl.roles import (
     with_scores,
 )
 from meshrl.rollout import Rollouts, greedy_baseline, has_signal, publish, rollout, rollouts
-from meshrl.run import AlgorithmConfig, EvaluationConfig, MeshConfig, Run, RunConfig
+from meshrl.run import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, Run, RunConfig
 from meshrl.tasks import Task, TaskConfig, answer_pairs, labelled, labelled_steps, least_margins, rejected_answers
 from meshrl.weights import Weights
 
@@ -193,6 +193,7 @@ __all__ = [
     "RewardModelConfig",
     "RewardTrainingConfig",
     "RoleConfig",
+    "RolloutConfig",
     "Rollouts",
     "Run",
     "RunConfig",
@@ -226,6 +227,7 @@ __all__ = [
     "greedy_baseline",
     "group_advantages",
     "has_signal",
+    "held_out",
     "kl_columns",
     "kl_metrics",
     "labelled",

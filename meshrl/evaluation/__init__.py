@@ -1,6 +1,6 @@
 """How good a model is: exact match and pass@k on held-out prompts, while it trains and after."""
 
-from meshrl.evaluation.judge import BesideSampling, evaluate, evaluate_during
+from meshrl.evaluation.judge import BesideSampling, evaluate, evaluate_during, held_out
 from meshrl.evaluation.offline import Question, evaluate_run
 
 __all__ = [
@@ -9,4 +9,5 @@ __all__ = [
     "evaluate",
     "evaluate_during",
     "evaluate_run",
+    "held_out",
 ]

@@ -7,11 +7,12 @@
 What is found goes to the run's `evaluations.jsonl`.
 """
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,6 +153,53 @@ async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
     right = [(await _matched(drawn)).rewards.mean(dtype=np.float64) for drawn in (greedy, sampled)]
     return {"greedy": float(right[0]), "sampled": float(right[1])}
+
+
+class Measured(Protocol):
+    """The configuration of an algorithm that samples."""
+
+    @property
+    def evaluation(self) -> EvaluationConfig | None:
+        """What is measured beside the steps."""
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the algorithm draws completions."""
+        ...
+
+
+@asynccontextmanager
+async def held_out(
+    run: Run,
+    sampler: Sampler,
+    prompts: Batch,
+    config: Measured,
+    score: Score | None = None,
+    *,
+    policy: Policy | None = None,
+) -> AsyncGenerator[None]:
+    """Measure the sampler on held-out prompts: before the block, beside the steps in it, and after it.
+
+    What `evaluate` finds before and after goes to summary.json as `exact_match_before`, `exact_match_after`, and
+    `exact_match_sampled_...`; in a run that goes on, before means before its first step. `evaluate_during` measures
+    beside the steps, where `config.evaluation` says so. A block that raises is not measured after. `score` and
+    `policy`: as of `evaluate_during`.
+
+        async with held_out(run, sampler, task.held_out, config, reward.score):
+            async for step in run.steps(config.steps):
+                ...
+    """
+    before = await run.once("before", lambda: evaluate(sampler, prompts, config.sampling))
+    evaluate_during(run, config.evaluation, sampler, prompts, config.sampling, score, policy=policy)
+    yield
+    after = await evaluate(sampler, prompts, config.sampling)
+    run.summary(
+        exact_match_before=before["greedy"],
+        exact_match_after=after["greedy"],
+        exact_match_sampled_before=before["sampled"],
+        exact_match_sampled_after=after["sampled"],
+    )
 
 
 async def _matched(rollouts: Batch) -> Batch:

@@ -5,7 +5,7 @@ events; checkpoints are what a run that was killed goes on from. `check` finds w
 `serve` gives a trained model to a server.
 """
 
-from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig
+from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig
 from meshrl.run.artifacts import newest_model, table_of
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
@@ -21,6 +21,7 @@ __all__ = [
     "Job",
     "Measurement",
     "MeshConfig",
+    "RolloutConfig",
     "Run",
     "RunConfig",
     "Steps",

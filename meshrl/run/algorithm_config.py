@@ -7,14 +7,18 @@ from typing import Final, Self, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from meshrl.config import Config
+from meshrl.rewards import RewardConfig
 from meshrl.roles import (
     ModelConfig,
     OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
     RewardModelConfig,
     RewardTrainingConfig,
     SamplerConfig,
     TeacherConfig,
 )
+from meshrl.tasks import TaskConfig
 
 
 class EvaluationConfig(Config):
@@ -94,6 +98,25 @@ class AlgorithmConfig(Config):
                 samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
                 filled[name] = {"model": policy["model"], **(adapters if samples else {}), **role}
         return filled
+
+
+class RolloutConfig(AlgorithmConfig):
+    """The base of a configuration whose policy learns from its own completions, which a reward judges.
+
+    An algorithm adds how they are drawn, `sampling`, and its `loss`; and it may give a key another default.
+    """
+
+    task: TaskConfig
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    reward: RewardConfig | RewardModelConfig
+    reference: ReferenceConfig
+    """Read where the algorithm compares with it: most do where the weight of a KL penalty is above 0."""
+    ahead: int = 0
+    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+    prompts: int = 64
+    """Prompts a step; each has `sampling.n` completions."""
+    steps: int = 400
 
 
 def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:

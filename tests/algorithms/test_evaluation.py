@@ -277,7 +277,8 @@ async def test_episodes_are_judged_by_their_own_rewards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_each_page_that_samples_has_it(name: str) -> None:
     page = SCRIPTS[name].read_text("utf-8")
-    assert ("    evaluate_during(run, config.evaluation, sampler, " in page) == ("run.spawn(Sampler, " in page)
+    measured = "rl.held_out(run, sampler, " in page or "rl.evaluate_during(run, config.evaluation, sampler, " in page
+    assert measured == ("run.spawn(rl.Sampler, " in page)
 
 
 def test_a_greedy_run_is_sampled_all_the_same() -> None:
