@@ -2,13 +2,14 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
@@ -41,6 +42,8 @@ from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
 from meshrl_torch.policy import TorchPolicy
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 CONFIG = PolicyConfig.model_validate({"model": MODEL, "backend": "fsdp", "optimizer": {"lr": 1e-2}})
@@ -94,10 +97,10 @@ async def until_it_fails(policy: Policy, batch: Batch) -> None:
         await policy.logprobs(batch)
 
 
-@pytest.fixture
-async def two(engine: RayEngine) -> Mesh:
+@pytest_asyncio.fixture(loop_scope="session")
+async def two(warm: Callable[[int], Awaitable[Mesh]]) -> Mesh:
     """Two ranks."""
-    return (await Mesh.reserve(engine, 2, Resources(cpus=0))).shape(dp=2)
+    return (await warm(2)).shape(dp=2)
 
 
 async def spawn(mesh: Mesh, **changes: object) -> Policy:
@@ -115,7 +118,11 @@ async def test_a_loss_that_fails_on_one_rank_leaves_the_weights_and_the_mesh_as_
     assert (await policy.weights()).version == 1
 
 
-async def test_after_a_death_the_ranks_meet_again_and_go_on_from_a_checkpoint(two: Mesh, tmp_path: Path) -> None:
+async def test_after_a_death_the_ranks_meet_again_and_go_on_from_a_checkpoint(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    engine = RayEngine()
+    two = (await Mesh.reserve(engine, 2, Resources(cpus=0))).shape(dp=2)
     policy = await spawn(two)
     await policy.update(rollouts(), ClippedLoss())
     await policy.checkpoint(str(tmp_path / "state"))
@@ -127,6 +134,7 @@ async def test_after_a_death_the_ranks_meet_again_and_go_on_from_a_checkpoint(tw
     await respawn(policy)
     await policy.restore(str(tmp_path / "state"))
     assert (await policy.update(rollouts(seed=1), ClippedLoss())).means() == wanted
+    await engine.close()
 
 
 @pytest.mark.parametrize(("shape", "replicate"), [({"dp": 2}, 1), ({"dp": 2}, 2), ({"dp": 1, "tp": 2}, 1)], ids=str)

@@ -5,8 +5,9 @@ One layout at a time is held in tests/conformance/test_megatron.py.
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -29,12 +30,10 @@ from meshrl import (
     Ragged,
     Reference,
     ReferenceConfig,
-    Resources,
     ValueLoss,
     endpoint,
     stop,
 )
-from meshrl.engines.ray import RayEngine
 from meshrl_hf.text import character_tokenizer
 from meshrl_megatron.critic import MegatronCritic
 from meshrl_megatron.options import MegatronConfig
@@ -44,7 +43,9 @@ from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.megatron]
+
+Warm: TypeAlias = Callable[[int], Awaitable[Mesh]]
 
 OPTIMIZER = {"lr": 0.03, "eps": 0.01, "weight_decay": 0.1, "max_grad_norm": 0.5}
 """With so large an epsilon a step is about as long as the gradient: rounding is not made a step of its own."""
@@ -119,14 +120,10 @@ class Witness(Actor):
         return np.array([sum(isinstance(each, ProcessGroup) for each in state)])
 
 
-async def reserved(engine: RayEngine, ranks: int) -> Mesh:
-    return await Mesh.reserve(engine, ranks, Resources(cpus=0))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_four_layouts_in_the_same_processes_compute_what_one_rank_does(engine: RayEngine, model: str) -> None:
-    four = await reserved(engine, 4)
+async def test_four_layouts_in_the_same_processes_compute_what_one_rank_does(warm: Warm, model: str) -> None:
+    four = await warm(4)
     config, frozen = policy_of(model), ReferenceConfig(model=model, backend="megatron")
     policies: list[Policy] = [
         await four.shape(dp=2, tp=2).spawn(MegatronPolicy, config),
@@ -209,9 +206,9 @@ def of_type(kind: str, folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_each_type_of_model_in_layouts_of_four_ranks_computes_what_one_rank_does(
-    engine: RayEngine, tmp_path: Path
+    warm: Warm, tmp_path: Path
 ) -> None:
-    four = await reserved(engine, 4)
+    four = await warm(4)
     for kind in SHAPES:
         folder = of_type(kind, tmp_path / kind)
         plain = TorchPolicy(policy_of(folder))
@@ -232,9 +229,9 @@ async def test_each_type_of_model_in_layouts_of_four_ranks_computes_what_one_ran
 
 
 async def test_what_two_ranks_wrote_that_split_matrices_a_pipeline_reads(
-    engine: RayEngine, model: str, tmp_path: Path
+    warm: Warm, model: str, tmp_path: Path
 ) -> None:
-    two = await reserved(engine, 2)
+    two = await warm(2)
     split = await two.shape(dp=1, tp=2).spawn(MegatronPolicy, policy_of(model))
     for seed in range(2):
         await split.update(rollouts(seed=seed), ClippedLoss())
@@ -248,8 +245,8 @@ async def test_what_two_ranks_wrote_that_split_matrices_a_pipeline_reads(
     await same_weights(pipeline, split, 1e-6)
 
 
-async def test_a_reference_takes_the_weights_of_a_policy_of_another_layout(engine: RayEngine, model: str) -> None:
-    two = await reserved(engine, 2)
+async def test_a_reference_takes_the_weights_of_a_policy_of_another_layout(warm: Warm, model: str) -> None:
+    two = await warm(2)
     policy = await two.shape(dp=1, tp=2).spawn(MegatronPolicy, policy_of(model))
     reference = await two.shape(dp=1, pp=2).spawn(MegatronReference, ReferenceConfig(model=model, backend="megatron"))
     batch = rollouts()
@@ -262,8 +259,8 @@ async def test_a_reference_takes_the_weights_of_a_policy_of_another_layout(engin
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
-async def test_several_stages_a_rank_and_recomputed_layers_leave_the_numbers(engine: RayEngine, model: str) -> None:
-    shaped = (await reserved(engine, 2)).shape(dp=1, pp=2)
+async def test_several_stages_a_rank_and_recomputed_layers_leave_the_numbers(warm: Warm, model: str) -> None:
+    shaped = (await warm(2)).shape(dp=1, pp=2)
     plain = TorchPolicy(policy_of(model))
     twice = MegatronConfig(virtual_stages=2)
     policies = [

@@ -1,19 +1,21 @@
 """A reward whose model is split over two processes: its scores are those of one rank."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from meshrl import Batch, DataError, Mesh, RankFailed, Resources, Reward, RewardModelConfig
-from meshrl.engines.ray import RayEngine
+from meshrl import Batch, DataError, Mesh, RankFailed, Reward, RewardModelConfig
 from meshrl_fsdp.reward import FsdpReward
 from meshrl_megatron.reward import MegatronReward
 from meshrl_torch.reward import TorchReward
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 11,
@@ -37,10 +39,10 @@ def rows(count: int) -> Batch:
     )
 
 
-@pytest.fixture
-async def two(engine: RayEngine) -> Mesh:
+@pytest_asyncio.fixture(loop_scope="session")
+async def two(warm: Callable[[int], Awaitable[Mesh]]) -> Mesh:
     """Two ranks."""
-    return await Mesh.reserve(engine, 2, Resources(cpus=0))
+    return await warm(2)
 
 
 LLAMA, QWEN3 = LlamaConfig(**SHAPE), Qwen3Config(**SHAPE)
