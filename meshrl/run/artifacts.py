@@ -50,7 +50,7 @@ def table_of(table: Mapping[str, object], name: str) -> Table:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _prompt(run: Path, model: str | NewModel) -> str:
+def sample_prompt(run: Path, model: str | NewModel) -> str:
     """One that the run was trained on, where it has kept some; else one that the model can read."""
     try:
         with (run / "samples.jsonl").open("rb") as samples:

@@ -4,14 +4,14 @@ from meshrl.data import Batch, Metrics
 from meshrl.losses import effective_sample_size
 
 
-def _corrected(metrics: Metrics) -> dict[str, float]:
+def corrected(metrics: Metrics) -> dict[str, float]:
     """What an importance-sampling correction leaves of the batch."""
     if "correction" in metrics and "correction_squared" in metrics and "effective_sample_size" not in metrics:
         return {"effective_sample_size": effective_sample_size(metrics)}
     return {}
 
 
-async def _statistics(batch: Batch) -> dict[str, float]:
+async def statistics(batch: Batch) -> dict[str, float]:
     """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there."""
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
     watched = ("rewards", "truncated", "reward_error", "staleness", "turns", *rewards)

@@ -17,7 +17,7 @@ from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources
 from meshrl.roles import RoleConfig, Stateful, check_axes, implementation
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
-from meshrl.run.batch_stats import _corrected, _statistics
+from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
@@ -214,8 +214,8 @@ class Run:
         step, seconds = self._step, clock() - self._step_began
         values = {
             **metrics.means(),
-            **_corrected(metrics),
-            **(await _statistics(batch) if batch is not None else {}),
+            **corrected(metrics),
+            **(await statistics(batch) if batch is not None else {}),
             **self._synced(),
             **numbers,
         }

@@ -16,7 +16,7 @@ from meshrl.roles import (
     backends_with,
     implementation,
 )
-from meshrl.run.artifacts import _newest, _newest_folder, _newest_source, _prompt, table_of
+from meshrl.run.artifacts import _newest, _newest_folder, _newest_source, sample_prompt, table_of
 
 _LOOKS: Final = 1.0
 """Seconds between two looks at the run's folder."""
@@ -59,7 +59,7 @@ def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, 
         "model": str(folder),
         "name": run.name,
         "dtype": policy.dtype,
-        "prompt": _prompt(run, policy.model),
+        "prompt": sample_prompt(run, policy.model),
         "chat": bool(sampler.get("chat", policy.chat)),
         "max_tokens": most if isinstance(most, int) else 16,
     }

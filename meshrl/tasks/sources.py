@@ -15,7 +15,7 @@ from meshrl.tasks.config import TaskConfig
 Row = dict[str, object]
 
 
-def _read(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
+def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
     source, _, name = config.source.partition(":")
     if source == "reasoning_gym":
         return _reasoning_gym(name, config.options, rows)

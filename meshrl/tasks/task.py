@@ -14,7 +14,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, did_you_mean
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
-from meshrl.tasks.sources import Row, _read
+from meshrl.tasks.sources import Row, read_rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Task:
     def load(cls, config: TaskConfig) -> "Task":
         """Read the source, drop repeated prompts, and set the held-out ones apart."""
         rows: dict[str, tuple[str, Row]] = {}
-        for where, row in _read(config):
+        for where, row in read_rows(config):
             prompt = fill(config.prompt, row, f"{where}: prompt")
             if prompt not in rows:
                 rows[prompt] = fill(config.answer, row, f"{where}: answer"), row
@@ -89,7 +89,7 @@ class Task:
 
 def check_task(config: TaskConfig) -> None:
     """Read the first row and fill both templates; DataError where that fails. Reads no more than that."""
-    where, row = next(iter(_read(config, rows=1)))
+    where, row = next(iter(read_rows(config, rows=1)))
     fill(config.prompt, row, f"{where}: prompt")
     fill(config.answer, row, f"{where}: answer")
 
