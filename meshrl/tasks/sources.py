@@ -16,6 +16,7 @@ Row = dict[str, object]
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
+    """Each row of a task's source, with where it stands; the first `rows` alone, where the source can read fewer."""
     source, _, name = config.source.partition(":")
     if source == "reasoning_gym":
         return _reasoning_gym(name, config.options, rows)
