@@ -41,7 +41,7 @@ test-fast: setup  ## the tests that start no process and no model, for the loop 
 
 test-bits: setup  ## the tests of equal bits, for each set of instructions that this processor has
 	for each in $(CAPABILITIES); do \
-		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m bits || exit 1; done
+		echo "ATEN_CPU_CAPABILITY=$$each" && ATEN_CPU_CAPABILITY=$$each $(TESTS) -m bits tests/algorithms tests/backends tests/environments tests/rollout || exit 1; done
 
 test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versions of the packages that it needs
 	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)

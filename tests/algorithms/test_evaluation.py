@@ -213,6 +213,7 @@ def outcome(folder: Path) -> tuple[list[dict[str, float]], bytes]:
     return lines(folder / "metrics.jsonl"), (folder / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.bits
 async def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) -> None:
     without = await trained(tmp_path, "without", torch_roles(tmp_path), ALONE, steps=5)
     every = {"every": 1, "n": 2}
@@ -223,6 +224,7 @@ async def test_training_has_the_same_bits_with_and_without_it(tmp_path: Path) ->
     assert not (without / "evaluations.jsonl").exists()
 
 
+@pytest.mark.bits
 async def test_an_asynchronous_run_is_replayed_beside_it(tmp_path: Path) -> None:
     chosen: dict[str, object] = {"steps": 5, "ahead": 2, "evaluation": {"every": 1, "n": 2}}
     first = await trained(tmp_path, "first", torch_roles(tmp_path), {**ALONE, "deterministic": True}, **chosen)

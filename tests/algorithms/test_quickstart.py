@@ -22,6 +22,7 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if name not in ("seconds", "step_s")} for line in lines]
 
 
+@pytest.mark.bits
 def test_the_quickstart_learns_and_a_seed_decides_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:

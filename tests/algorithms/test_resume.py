@@ -160,6 +160,7 @@ def outcome(folder: Path) -> dict[str, Sequence[object] | Mapping[str, object] |
     }
 
 
+@pytest.mark.bits
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", sorted(MORE))

@@ -23,7 +23,7 @@ from meshrl_megatron.options import MegatronConfig
 from meshrl_megatron.passes import Pipeline
 from meshrl_megatron.vocabulary import logprobs as of_chosen
 
-pytestmark = pytest.mark.megatron
+pytestmark = [pytest.mark.bits, pytest.mark.megatron]
 
 SIZES: Final[dict[str, Any]] = {
     "vocab_size": 11,

@@ -184,6 +184,7 @@ async def drive(
     return given, Batch.concat(places)
 
 
+@pytest.mark.bits
 async def test_a_replay_gives_the_same_bits_whenever_loads_come() -> None:
     versions = (1, 2, 3, 0, 4)
     given, record = await drive(await sampler(), (3, 2, 0, 25), list(zip((0, 9, 7, 8, 9), versions, strict=True)))

@@ -302,6 +302,7 @@ async def test_a_failed_save_leaves_the_old_folder(tmp_path: Path, monkeypatch: 
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.mark.bits
 async def test_the_same_seed_gives_the_same_bits() -> None:
     prints: list[str] = []
     for _ in range(2):

@@ -136,6 +136,7 @@ async def test_draws_do_not_depend_on_how_a_mesh_divides_the_rows() -> None:
     assert Batch.join(divided).tokens == whole.tokens
 
 
+@pytest.mark.bits
 async def test_seeds() -> None:
     sampling = Sampling(n=4, max_tokens=16)
     first, again = [await rollout(await sampler(), PROMPTS, sampling) for _ in range(2)]

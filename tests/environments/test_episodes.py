@@ -262,6 +262,7 @@ async def test_episodes_stream(games: str, tmp_path: Path, ahead: int, swap: Swa
     assert vars(module)["live"] == set()
 
 
+@pytest.mark.bits
 async def test_ahead_0_is_the_synchronous_run(games: str, tmp_path: Path) -> None:
     async with Run(RunConfig(folder=str(tmp_path))) as run:
         config = EnvironmentConfig(source=f"{games}:Count")

@@ -77,6 +77,7 @@ def groups(batches: list[Batch]) -> list[int]:
     return [label for batch in batches for label in dict.fromkeys(batch.groups.tolist())]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ranks", [1, 3])
 async def test_with_ahead_0_a_batch_is_that_of_the_plain_loop(ranks: int) -> None:
     async def spawned() -> tuple[LocalEngine, Sampler]:
@@ -313,6 +314,7 @@ def test_prompts_without_groups_are_refused() -> None:
         rollouts(FakeSampler(SAMPLER), (batch.drop("groups") for batch in prompts(2)), SAMPLING)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("swap", ["in_flight", "drain", "abort"])
 def test_a_run_that_follows_a_schedule_computes_the_same_bits(tmp_path: Path, swap: SwapMode, ranks: int) -> None:
