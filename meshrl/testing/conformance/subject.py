@@ -114,7 +114,7 @@ class Side:
 
     async def reward_model(self, **keys: object) -> RewardModel:
         """A fresh reward model, with a head whose scores are 0 unless `keys` name a judge."""
-        known = {name: value for name, value in self._keys.items() if name in RewardTrainingConfig.model_fields}
+        known = self._known(RewardTrainingConfig)
         return await self._role(RewardModel, RewardTrainingConfig, {"optimizer": OPTIMIZER, **known, **keys})
 
     async def reference(self, **keys: object) -> Reference:
@@ -123,7 +123,7 @@ class Side:
 
     async def sampler(self, **keys: object) -> Sampler:
         """A fresh sampler."""
-        known = {name: value for name, value in self._keys.items() if name in SamplerConfig.model_fields}
+        known = self._known(SamplerConfig)
         return await self._role(Sampler, SamplerConfig, {**known, **keys})
 
     async def spawn(self, create: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -132,6 +132,11 @@ class Side:
         if self._stack is not None:
             self._stack.push_async_callback(stop, actor)
         return actor
+
+    def _known(self, schema: type[ModelConfig]) -> Mapping[str, object]:
+        """Of the subject's keys those that a table has."""
+        known = {*schema.model_fields, *schema.open_tables()}
+        return {name: value for name, value in self._keys.items() if name in known}
 
     async def _role(self, role: Callable[..., R], schema: type[ModelConfig], table: Mapping[str, object]) -> R:
         config = schema.model_validate({"backend": self._backend, "model": self.model.folder, **table})
