@@ -82,6 +82,11 @@ class Handle:
     def __init__(self, deployment: Deployment) -> None:
         self._meshrl = deployment
 
+    @property  # type: ignore[misc]  # Python asks for it and never sets it
+    def __class__(self) -> type:
+        """The actor's: `isinstance(policy, Policy)` holds, as the type says that `spawn` is told to return."""
+        return self._meshrl.actor
+
     def __getattr__(self, name: str) -> "BoundEndpoint":
         if name.startswith("_"):  # what Python itself looks for is never an endpoint
             raise AttributeError(name)

@@ -1,5 +1,6 @@
 """Calls through a mesh: splitting, joining, views of ranks, and what goes wrong."""
 
+import copy
 from collections.abc import AsyncIterator
 from math import prod
 from typing import Any, Literal, cast
@@ -200,6 +201,16 @@ async def test_ranks_that_disagree_are_named(engine: Engine) -> None:
 async def test_a_handle_can_be_sent_to_another_actor(engine: Engine) -> None:
     one, other = await spawn(engine, 2), await spawn(engine, 2)
     assert (await (await one.call(other, make_batch(3))).load()).rewards.tolist() == [0, 2, 4]
+
+
+async def test_what_is_spawned_is_an_instance_of_its_class(engine: Engine) -> None:
+    mesh = (await reserve(engine, 2)).shape(dp=2, tp=1, pp=1)
+    worker, tall = await mesh.spawn(Worker), await mesh.spawn(Tall)
+    assert isinstance(worker, Worker)
+    assert isinstance(worker, Actor)
+    assert not isinstance(worker, Tall)
+    assert isinstance(at(tall, dp=0), Tall)
+    assert isinstance(copy.deepcopy(tall), Worker)
 
 
 async def test_two_layouts_live_in_the_same_ranks(engine: Engine) -> None:

@@ -33,6 +33,7 @@ async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path)
         policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
         critic = await run.spawn(Critic, CriticConfig(backend="fake", model="none", axes={"pp": 2, "dp": 2}))
         reference = await run.spawn(Reference, ReferenceConfig(backend="fake", model="none"))
+        assert isinstance(policy, Policy)
         assert [rank.axes for rank in ranks(policy)] == [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
         assert [rank.axes for rank in ranks(critic)] == [{"pp": pp, "dp": dp} for pp in range(2) for dp in range(2)]
         assert [rank.axes for rank in ranks(reference)] == [{"dp": dp} for dp in range(4)]
