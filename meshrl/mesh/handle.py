@@ -83,7 +83,7 @@ class Handle:
         self._meshrl = deployment
 
     @property  # type: ignore[misc]  # Python asks for it and never sets it
-    def __class__(self) -> type:
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The actor's: `isinstance(policy, Policy)` holds, as the type says that `spawn` is told to return."""
         return self._meshrl.actor
 
