@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextvars import Context
 
@@ -62,17 +61,37 @@ async def test_two_meshes_work_at_the_same_time(mesh: Mesh) -> None:
 _barriers: list[threading.Barrier] = []
 
 
+class Blocked:
+    """What blocks a rank's thread until a test says that it ends."""
+
+    def __init__(self) -> None:
+        self.begins, self.ends = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.begins.set()
+        assert self.ends.wait(60)
+
+    async def reached(self) -> None:
+        """Wait until a rank is blocked, in no thread of its own."""
+        async with asyncio.timeout(60):
+            while not self.begins.is_set():  # noqa: ASYNC110 -- a thread sets it
+                await asyncio.sleep(0.001)
+
+
 async def test_a_stop_that_is_cancelled_goes_on(mesh: Mesh) -> None:
+    blocked = Blocked()
+
     class Busy(Actor):
         @endpoint
         async def work(self) -> None:
-            time.sleep(0.2)  # noqa: ASYNC251 -- a rank may block its own thread
+            blocked.wait()  # a rank may block its own thread
 
     busy = await mesh.spawn(Busy)
     call = asyncio.create_task(busy.work())
-    await asyncio.sleep(0.01)
+    await blocked.reached()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stop(busy), 0.02)
+    blocked.ends.set()
     with contextlib.suppress(MeshStopped):
         await call
     with pytest.raises(MeshStopped):
@@ -90,15 +109,18 @@ async def test_threads_follow_the_resources_and_never_exceed_the_free_cores() ->
 
 
 async def test_cancelling_spawn_leaves_no_thread() -> None:
+    blocked = Blocked()
+
     class Slow(Actor):
         def __init__(self) -> None:
-            time.sleep(0.2)
+            blocked.wait()
 
     engine = LocalEngine()
     before = threading.active_count()
     spawning = asyncio.create_task((await Mesh.reserve(engine, 2)).spawn(Slow))
-    await asyncio.sleep(0.05)
+    await blocked.reached()
     spawning.cancel()
+    blocked.ends.set()
     with pytest.raises(asyncio.CancelledError):
         await spawning
     assert threading.active_count() == before

@@ -79,10 +79,12 @@ async def test_what_is_taken_is_waited_for(engine: RayEngine, capsys: pytest.Cap
     shelf = Resources(cpus=0, custom={"shelf": 2})
     first = await Mesh.reserve(engine, 1, shelf)
     second = asyncio.create_task(Mesh.reserve(engine, 1, shelf))
-    await asyncio.sleep(1.5)
+    said = ""
+    async with asyncio.timeout(60):
+        while "waiting for ranks to start" not in said:  # where it goes is the command line's to say
+            await asyncio.sleep(0.05)
+            said += "".join(capsys.readouterr())
     assert not second.done()
-    said = capsys.readouterr()
-    assert "waiting for ranks to start" in said.out + said.err, "where it goes is the command line's to say"
     await first.stop()
     probe = await (await second).spawn(Probe)
     assert await probe.threads() == 1

@@ -148,12 +148,17 @@ async def shared(model: Model, python: str | None, ray_cluster: None) -> AsyncIt
     await engine.close()
 
 
+async def has_begun(sampler: Shared) -> None:
+    """Wait until what was asked for before is being drawn: a row of one token, asked for after it, has ended then."""
+    await rollout(sampler, PROMPTS.select([0]), Sampling(max_tokens=1))
+
+
 async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: Model) -> None:
     made, _ = model
     other = network(bool(made.config.tie_word_embeddings), seed=1)
     assert completions(await rollout(shared, PROMPTS, GREEDY)) == greedy(made)
     running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
-    await asyncio.sleep(0.15)
+    await has_begun(shared)
     places = await shared.load(weights(other, 2))
     assert set(places.row("rank").tolist()) == {0}
     assert versions_of(await running) == {0, 2}
@@ -162,7 +167,7 @@ async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: M
     for row in told(batch):
         np.testing.assert_allclose(row.logprobs[row.new], logprobs(other, row.tokens)[row.new[1:]], atol=1e-4)
     running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
-    await asyncio.sleep(0.15)
+    await has_begun(shared)
     await shared.abort()
     with pytest.raises(DataError, match="were aborted"):
         await running
@@ -174,7 +179,7 @@ async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: S
     own = [each for each in engine.children() if "Worker" in each.name()]
     assert len(own) == 2
     running = asyncio.create_task(rollout(shared, PROMPTS, LONG))
-    await asyncio.sleep(0.1)
+    await has_begun(shared)
     died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
     own[1].kill()
     with pytest.raises(RankFailed, match=died):
