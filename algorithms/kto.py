@@ -38,9 +38,11 @@ async def kto(run: rl.Run, config: KtoConfig) -> None:
     rows = task.batches(config.rows, run.seed)
     async with rl.held_out(run, sampler, held_out, config, policy=policy):
         async for _ in run.steps(config.steps):
-            batch = await policy.encode(rl.labelled(next(rows), config.label))
-            kl = await rl.mismatched_kl(policy, reference, batch)
-            batch = (await reference.logprobs(batch)).assign(kl=np.full(len(batch), kl, np.float32))
+            batch = rl.labelled(next(rows), config.label)
+            others = await policy.logprobs(await policy.encode(rl.mismatched(batch)))
+            kl = await rl.reference_point(await reference.logprobs(others))
+            batch = await reference.logprobs(await policy.encode(batch))
+            batch = batch.assign(kl=np.full(len(batch), kl, np.float32))
             await run.record(await policy.update(batch, config.loss), mismatched_kl=kl)
         await rl.publish(policy, sampler)
     await policy.save(str(run.folder / "model"))

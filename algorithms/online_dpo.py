@@ -32,7 +32,8 @@ async def online_dpo(run: rl.Run, config: OnlineDpoConfig) -> None:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             pairs = rl.best_and_worst(await batch.load("rewards", "groups"))
-            pairs = await rl.with_margins(policy, reference, pairs)
+            pairs = await reference.logprobs(await policy.logprobs(pairs))
+            pairs = await rl.preference_columns(pairs)
             metrics = await policy.update(pairs, config.loss)
             await rl.publish(policy, stream)
             await run.record(metrics, batch, **rl.pair_metrics(pairs))

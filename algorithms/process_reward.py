@@ -31,7 +31,7 @@ async def process_reward(run: rl.Run, config: ProcessRewardConfig) -> None:
         return await rl.with_labels(await model.encode(rl.labelled_steps(batch, config.completion, config.labels)))
 
     async def held_out() -> dict[str, float]:
-        return await rl.step_metrics(model, await labelled(task.held_out))
+        return await rl.step_score_metrics(await model.token_scores(await labelled(task.held_out)))
 
     before = await run.once("before", held_out)
     rows = task.batches(config.rows, run.seed)

@@ -31,7 +31,7 @@ async def reward_model(run: rl.Run, config: RewardModelRunConfig) -> None:
     async def scored(batch: rl.Batch) -> rl.Batch:
         pairs = rl.answer_pairs(batch, rl.rejected_answers(batch, config.rejected))
         pairs = pairs.assign(least_margins=rl.least_margins(pairs, config.margin))
-        return await rl.with_scores(model, await model.encode(pairs))
+        return await rl.score_columns(await model.token_scores(await model.encode(pairs)))
 
     async def held_out() -> dict[str, float]:
         return rl.score_metrics(await scored(task.held_out))

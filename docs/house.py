@@ -7,14 +7,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "meshrl"
 ROOMS = (
-    ("mesh", "report", "deprecated"),
+    ("mesh", "report"),
     ("data",),
     ("engines", "weights", "losses", "objectives", "tasks"),
     ("roles",),
     ("rewards", "rollout"),
     ("environments",),
     ("run",),
-    ("evaluation", "simulation"),
+    ("deprecated", "evaluation", "simulation"),
     ("testing",),
 )
 """The rooms by level: each imports from levels below it alone."""

@@ -81,10 +81,15 @@ from meshrl.objectives import (
     pair_margins,
     pair_metrics,
     penalised_rewards,
+    preference_columns,
+    reference_point,
     rescaled_advantages,
     rewards_to_go,
+    score_columns,
     score_metrics,
+    step_score_metrics,
     whiten,
+    with_labels,
 )
 from meshrl.rewards import RewardConfig, overlong_penalty
 from meshrl.roles import (
@@ -111,17 +116,21 @@ from meshrl.roles import (
     Sampling,
     TeacherConfig,
     check_teacher,
-    mismatched_kl,
     options_of,
-    step_metrics,
-    with_labels,
-    with_margins,
     with_options,
-    with_scores,
 )
 from meshrl.rollout import Rollouts, greedy_baseline, has_signal, publish, rollout, rollouts
 from meshrl.run import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, Run, RunConfig
-from meshrl.tasks import Task, TaskConfig, answer_pairs, labelled, labelled_steps, least_margins, rejected_answers
+from meshrl.tasks import (
+    Task,
+    TaskConfig,
+    answer_pairs,
+    labelled,
+    labelled_steps,
+    least_margins,
+    mismatched,
+    rejected_answers,
+)
 from meshrl.weights import Weights
 
 __all__ = [
@@ -236,29 +245,30 @@ __all__ = [
     "leave_one_out",
     "log_ratios",
     "minibatches",
-    "mismatched_kl",
+    "mismatched",
     "optimal_advantages",
     "options_of",
     "overlong_penalty",
     "pair_margins",
     "pair_metrics",
     "penalised_rewards",
+    "preference_columns",
     "publish",
     "ranks",
+    "reference_point",
     "rejected_answers",
     "rescaled_advantages",
     "respawn",
     "rewards_to_go",
     "rollout",
     "rollouts",
+    "score_columns",
     "score_metrics",
-    "step_metrics",
+    "step_score_metrics",
     "stop",
     "whiten",
     "with_labels",
-    "with_margins",
     "with_options",
-    "with_scores",
 ]
 
 deprecated.install()

@@ -19,7 +19,7 @@ BASE = ("errors", "config", "events", "log", "user_code")
 """What every room may use: files directly in the package, of which each may use the others."""
 
 ROOMS = {
-    "deprecated": "",  # the one table of old places and names: it loads what it names when that is asked for
+    "deprecated": "data objectives roles tasks",
     "mesh": "",
     "report": "",
     "data": "mesh",

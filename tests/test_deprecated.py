@@ -6,7 +6,17 @@ from importlib import import_module
 
 import pytest
 
-from meshrl.deprecated import ELSEWHERE, MOVED, RENAMED
+from meshrl import (
+    Batch,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardTrainingConfig,
+    answer_pairs,
+    preference_columns,
+    score_columns,
+)
+from meshrl.deprecated import ELSEWHERE, MOVED, RENAMED, passes
+from meshrl.testing import FakePolicy, FakeReference, FakeRewardModel
 
 PUBLIC = {
     "actor": "Actor endpoint is_endpoint Together free_cores Rank rank_context current_rank",
@@ -136,3 +146,18 @@ def test_other_modules_are_not_found() -> None:
         import_module("meshrl.nothing")
     with pytest.raises(ModuleNotFoundError):
         import_module("actor")
+
+
+async def test_passes_of_before_do_what_pages_do_themselves() -> None:
+    policy, reference = FakePolicy(PolicyConfig(model="none")), FakeReference(ReferenceConfig(model="none"))
+    rows = answer_pairs(Batch.of(prompt=["1+1=", "2+2="], answer=["2", "4"]), ["3", "5"])
+    encoded = await policy.encode(rows)
+    expected = await preference_columns(await reference.logprobs(await policy.logprobs(encoded)))
+    assert (await passes.with_margins(policy, reference, encoded)).row("margins").tolist() == (
+        expected.row("margins").tolist()
+    )
+    assert await passes.mismatched_kl(policy, reference, rows) == 0.0
+    model = FakeRewardModel(RewardTrainingConfig(model="none"))
+    pairs = await model.encode(rows)
+    scored = await score_columns(await model.token_scores(pairs))
+    assert (await passes.with_scores(model, pairs)).row("margins").tolist() == scored.row("margins").tolist()

@@ -10,6 +10,11 @@ import pytest
 import meshrl
 
 PUBLIC = [
+    "mismatched",
+    "preference_columns",
+    "reference_point",
+    "score_columns",
+    "step_score_metrics",
     "CP",
     "DP",
     "EP",
@@ -127,11 +132,9 @@ PUBLIC = [
     "best_and_worst",
     "labelled",
     "log_ratios",
-    "mismatched_kl",
     "pair_margins",
     "pair_metrics",
     "rejected_answers",
-    "with_margins",
     "KtoLoss",
     "PreferenceLoss",
     "BradleyTerryLoss",
@@ -141,9 +144,7 @@ PUBLIC = [
     "labelled_steps",
     "least_margins",
     "score_metrics",
-    "step_metrics",
     "with_labels",
-    "with_scores",
 ]
 
 

@@ -32,9 +32,9 @@ class PreferenceLoss(NearReference):
     """The loss of pairs: DPO (arXiv:2305.18290), with label smoothing where told, IPO (arXiv:2310.12036) or a hinge.
 
     The mean over pairs of a function of the margin, `log pi(w)/ref(w) - log pi(l)/ref(l)`, for the preferred row w and
-    the other l, summed over their learned tokens. Reads `logprobs`, `margins` and `preferred`, which `with_margins`
-    and `answer_pairs` or `best_and_worst` make. `preferred` is 1 and -1 for the rows of a pair; where it is 0 in both,
-    neither is preferred: the loss is 0 there, and nothing is learned.
+    the other l, summed over their learned tokens. Reads `logprobs`, `margins` and `preferred`: `preference_columns`,
+    and `answer_pairs` or `best_and_worst`, make them. `preferred` is 1 and -1 for the rows of a pair; where it is 0 in
+    both, neither is preferred: the loss is 0 there, and nothing is learned.
 
     Each row moves the margin by its own log-probs, from where it was when `margins` was computed. Before the policy has
     changed the gradient is exactly that of the pairs' mean loss, however rows are divided; so compute `margins` anew

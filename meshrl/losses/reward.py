@@ -21,10 +21,10 @@ class BradleyTerryLoss(SequenceNormalised):
     """The loss of pairs of texts: the better one's score r_w is to be above the other's, r_l.
 
     The mean over pairs of `bradley_terry` and, where `centre` is above 0, of `centre * (r_w + r_l)^2`. Reads
-    `token_scores`, `margins`, `least_margins`, `pair_sums` and `preferred`, which `with_scores` makes of pairs. Where
+    `token_scores`, `margins`, `least_margins`, `pair_sums` and `preferred`, which `score_columns` makes of pairs. Where
     `preferred` is 0 in both rows, neither is preferred: the loss is 0 there, and nothing is learned.
 
-    Each row moves the margin and the sum by its own score, from where they were when `with_scores` computed them.
+    Each row moves the margin and the sum by its own score, from where they were when `score_columns` computed them.
     Before the model has changed the gradient is exactly that of the pairs' mean loss, however rows are divided; so call
     it before each update. The diagnostic `drift`, how far a score is from `token_scores`, is 0 then but for rounding.
     """

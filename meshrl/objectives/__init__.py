@@ -16,9 +16,17 @@ from meshrl.objectives.advantages import (
     with_advantages,
 )
 from meshrl.objectives.minibatch import minibatches
-from meshrl.objectives.preferences import best_and_worst, log_ratios, pair_margins, pair_means, pair_metrics
+from meshrl.objectives.preferences import (
+    best_and_worst,
+    log_ratios,
+    pair_margins,
+    pair_means,
+    pair_metrics,
+    preference_columns,
+    reference_point,
+)
 from meshrl.objectives.reference_kl import kl_columns, kl_metrics, penalised_rewards
-from meshrl.objectives.reward_scores import score_metrics
+from meshrl.objectives.reward_scores import score_columns, score_metrics, step_score_metrics, with_labels
 
 __all__ = [
     "Gae",
@@ -36,9 +44,14 @@ __all__ = [
     "pair_means",
     "pair_metrics",
     "penalised_rewards",
+    "preference_columns",
+    "reference_point",
     "rescaled_advantages",
     "rewards_to_go",
+    "score_columns",
     "score_metrics",
+    "step_score_metrics",
     "whiten",
     "with_advantages",
+    "with_labels",
 ]

@@ -1,10 +1,14 @@
 """Preferences: pairs of completions of which one is better, and completions that are labelled good or bad."""
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshrl.data import Batch
 from meshrl.errors import DataError
+
+_READ: Final = ("logprobs", "reference_logprobs", "loss_mask")
 
 
 def best_and_worst(batch: Batch) -> Batch:
@@ -63,8 +67,35 @@ def pair_margins(log_ratios: ArrayLike, groups: ArrayLike, preferred: ArrayLike)
     return margins.astype(np.float64, copy=False)[pair]
 
 
+async def preference_columns(batch: Batch) -> Batch:
+    """Pairs with `log_ratios` and `margins` (float32, one a row), which `PreferenceLoss` reads: before each update.
+
+    The batch has `logprobs`, `reference_logprobs`, `loss_mask`, `groups` and `preferred`. DataError where its rows are
+    no pairs, or one has nothing to learn.
+    """
+    batch = await batch.load(*_READ, "groups", "preferred")
+    learned = np.array([mask.any() for mask in batch.loss_mask], np.bool_)
+    if not learned.all():
+        raise DataError(
+            f"row {int(np.flatnonzero(~learned)[0])} of the pairs has no learned token: `loss_mask` is False in all of "
+            "it; leave its pair out"
+        )
+    ratios = log_ratios(batch)
+    margins = pair_margins(ratios, batch.groups, batch.row("preferred"))
+    return batch.assign(log_ratios=ratios.astype(np.float32), margins=margins.astype(np.float32))
+
+
+async def reference_point(batch: Batch) -> float:
+    """An estimate of the policy's KL from the reference, in nats, as KTO takes it: never below 0.
+
+    The mean log-ratio of rows that `mismatched` has made, with `logprobs`, `reference_logprobs` and `loss_mask`. KTO
+    (arXiv:2402.01306), the estimate of its reference point.
+    """
+    return max(0.0, float(log_ratios(await batch.load(*_READ)).mean()))
+
+
 def pair_metrics(batch: Batch) -> dict[str, float]:
-    """What `with_margins` found: means over pairs in which one is preferred; NaN where there are none.
+    """What `preference_columns` found: means over pairs in which one is preferred; NaN where there are none.
 
     `margin`; `accuracy`, how often it is above 0; `chosen_log_ratio` and `rejected_log_ratio`. All before the update.
     """

@@ -1,12 +1,88 @@
 """What a reward model's losses read of pairs of texts and of texts in steps, and how well its scores tell them."""
 
-from meshrl.data import Batch
-from meshrl.objectives.preferences import pair_means
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import DataError
+from meshrl.objectives.preferences import pair_margins, pair_means
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
-    """What `with_scores` found: means over pairs in which one is preferred; NaN where there are none.
+    """What `score_columns` found: means over pairs in which one is preferred; NaN where there are none.
 
     `margin`; `accuracy`, how often it is above 0; `chosen_score` and `rejected_score`. All before the update.
     """
     return pair_means(batch, "scores", "score")
+
+
+async def score_columns(batch: Batch) -> Batch:
+    """Pairs with what `BradleyTerryLoss` reads: before each update.
+
+    The batch has `token_scores`, `loss_mask`, `groups` and `preferred`. Adds, one a row, float32: `scores`, the text's
+    own; `margins`, the preferred text's score less the other's; `pair_sums`, both together; and `least_margins`, 0,
+    unless the batch has them. DataError where its rows are no pairs, or one has not one score.
+    """
+    batch = await batch.load("token_scores", "loss_mask", "groups", "preferred")
+    counts = np.array([int(np.count_nonzero(mask)) for mask in batch.loss_mask], np.int64)
+    if (counts != 1).any():
+        row = int(np.flatnonzero(counts != 1)[0])
+        raise DataError(
+            f"row {row} of the pairs is scored at {counts[row]} tokens, and a text of a pair has one score: encode "
+            "pairs from `prompt` and `completion`, without `steps`"
+        )
+    scores = np.asarray(batch.ragged("token_scores").values, np.float64)[np.asarray(batch.loss_mask.values, np.bool_)]
+    margins = pair_margins(scores, batch.groups, batch.row("preferred"))
+    _, pair = np.unique(batch.groups, return_inverse=True)
+    sums = np.bincount(pair, scores)[pair] if len(batch) else scores
+    if "least_margins" not in batch:
+        batch = batch.assign(least_margins=np.zeros(len(batch), np.float32))
+    return batch.assign(
+        scores=scores.astype(np.float32), margins=margins.astype(np.float32), pair_sums=sums.astype(np.float32)
+    )
+
+
+async def with_labels(batch: Batch) -> Batch:
+    """The batch with `labels`, float32 by token: each row's `step_labels` at the tokens where `loss_mask` is True.
+
+    0 at the others. DataError where a row has not as many labels as such tokens.
+    """
+    batch = await batch.load("loss_mask", "step_labels")
+    mask = np.asarray(batch.loss_mask.values, np.bool_)
+    told = [cast("Sequence[float]", each) for each in batch.objects("step_labels")] if len(batch) else []
+    for row, (places, own) in enumerate(zip(batch.loss_mask, told, strict=True)):
+        if np.count_nonzero(places) != len(own):
+            raise DataError(
+                f"row {row} is scored at {np.count_nonzero(places)} tokens and has {len(own)} labels: encode it from "
+                "`steps`, with a label for each"
+            )
+    labels = np.zeros(len(mask), np.float32)
+    labels[mask] = [float(label) for row in told for label in row]
+    return batch.assign(labels=Ragged(labels, batch.loss_mask.offsets))
+
+
+async def step_score_metrics(batch: Batch) -> dict[str, float]:
+    """How well `token_scores` tell right steps from wrong ones: a batch that `with_labels` has made; NaN without such.
+
+    `accuracy`, how often its score is above 0 where the label is above 1/2, and below 0 elsewhere: one of 0, as a new
+    head gives, is on neither side; `right_score` and `wrong_score`, the mean scores of both kinds; `solved`, how often
+    all steps of a text are told so.
+    """
+    batch = await batch.load("token_scores", "loss_mask", "labels")
+    mask = np.asarray(batch.loss_mask.values, np.bool_)
+    scores = np.asarray(batch.ragged("token_scores").values, np.float64)[mask]
+    right = np.asarray(batch.ragged("labels").values, np.float64)[mask] > 0.5
+    told = np.where(right, scores > 0, scores < 0)
+    row = np.repeat(np.arange(len(batch)), batch.loss_mask.lengths)[mask]
+    missed = np.bincount(row[~told], minlength=len(batch))
+    found = {
+        "accuracy": told,
+        "right_score": scores[right],
+        "wrong_score": scores[~right],
+        "solved": missed[np.unique(row)] == 0,
+    }
+    return {name: float(values.mean()) if len(values) else float("nan") for name, values in found.items()}

@@ -25,9 +25,7 @@ from meshrl.roles.config import (
     with_options,
 )
 from meshrl.roles.generate_calls import GenerateCalls
-from meshrl.roles.preference_passes import mismatched_kl, with_margins
 from meshrl.roles.registry import BackendOptions, Models, backends, backends_with, class_for, implementation, models_of
-from meshrl.roles.reward_passes import step_metrics, with_labels, with_scores
 from meshrl.roles.sampling import GroupSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
 from meshrl.roles.tokens import check_teacher
@@ -69,12 +67,7 @@ __all__ = [
     "chosen_options",
     "class_for",
     "implementation",
-    "mismatched_kl",
     "models_of",
     "options_of",
-    "step_metrics",
-    "with_labels",
-    "with_margins",
     "with_options",
-    "with_scores",
 ]

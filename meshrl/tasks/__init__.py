@@ -8,7 +8,7 @@ too.
 from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import CursorState, DataCursor, data_cursor
-from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, rejected_answers
+from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row
 from meshrl.tasks.steps import labelled_steps, least_margins
 from meshrl.tasks.task import Task, check_task, fill
@@ -27,6 +27,7 @@ __all__ = [
     "labelled",
     "labelled_steps",
     "least_margins",
+    "mismatched",
     "rejected_answers",
     "verifiers",
 ]

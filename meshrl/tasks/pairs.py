@@ -65,6 +65,12 @@ def labelled(batch: Batch, label: str) -> Batch:
     return batch.assign(completion=batch.objects("answer"), desirable=np.array(labels, np.bool_))
 
 
+def mismatched(batch: Batch) -> Batch:
+    """Each `prompt` with the next row's `completion`, and the last with the first's: these two columns alone."""
+    texts = batch.objects("completion")
+    return batch.only("prompt").assign(completion=[*texts[1:], *texts[:1]])
+
+
 def corrupted(answer: str, key: str) -> str:
     """The answer with two neighbouring characters that differ exchanged, which ones is decided by `key`.
 

@@ -8,7 +8,17 @@ from typing import cast
 import numpy as np
 import pytest
 
-from meshrl import Batch, DataError, MeshConfig, Run, RunConfig, labelled_steps, least_margins, with_labels, with_scores
+from meshrl import (
+    Batch,
+    DataError,
+    MeshConfig,
+    Run,
+    RunConfig,
+    labelled_steps,
+    least_margins,
+    score_columns,
+    with_labels,
+)
 from meshrl.config import validate
 from meshrl.mesh import INLINE_BYTES
 from meshrl.roles import RewardTrainingConfig
@@ -106,13 +116,13 @@ async def test_pairs_that_are_none_are_refused() -> None:
     model = FakeRewardModel(RewardTrainingConfig(model="none"))
     pairs = Batch.of(prompt=["a", "a"], completion=["b", "c"], answer=["b", "b"], groups=np.zeros(2, np.int64))
     encoded = await model.encode(pairs.assign(preferred=np.array([1, -1], np.int8)))
-    scored = await with_scores(model, encoded)
+    scored = await score_columns(await model.token_scores(encoded))
     assert not scored.row("least_margins").any()
     with pytest.raises(DataError, match="a pair is two rows of one group"):
-        await with_scores(model, encoded.assign(preferred=np.array([1, 1], np.int8)))
+        await score_columns(await model.token_scores(encoded.assign(preferred=np.array([1, 1], np.int8))))
     steps = await model.encode(pairs.assign(steps=[("b", "c"), ("c",)], preferred=np.array([1, -1], np.int8)))
     with pytest.raises(DataError, match="row 0 of the pairs is scored at 2 tokens, and a text of a pair has one score"):
-        await with_scores(model, steps)
+        await score_columns(await model.token_scores(steps))
     with pytest.raises(DataError, match="row 1 is scored at 1 tokens and has 2 labels"):
         await with_labels(steps.assign(step_labels=[(1.0, 0.0), (1.0, 0.0)]))
 

@@ -24,7 +24,7 @@ from meshrl import (
     RewardModel,
     RewardModelConfig,
     RewardTrainingConfig,
-    with_scores,
+    score_columns,
 )
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.reward_model import FsdpRewardModel
@@ -86,7 +86,13 @@ def table(model: object, **changes: object) -> RewardTrainingConfig:
 
 
 async def learned(model: RewardModel) -> dict[str, float]:
-    return dict((await model.update(await with_scores(model, await model.encode(PAIRS)), BradleyTerryLoss())).means())
+    return dict(
+        (
+            await model.update(
+                await score_columns(await model.token_scores(await model.encode(PAIRS))), BradleyTerryLoss()
+            )
+        ).means()
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))

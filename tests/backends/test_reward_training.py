@@ -25,9 +25,9 @@ from meshrl import (
     RewardModel,
     RewardModelConfig,
     RewardTrainingConfig,
+    score_columns,
     score_metrics,
     with_labels,
-    with_scores,
 )
 from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.reward import FsdpReward
@@ -123,7 +123,7 @@ async def test_scores_are_those_at_each_learned_token(policy_folder: str, budget
 
 async def test_a_text_is_scored_where_reward_judges_it_and_steps_where_they_end(policy_folder: str) -> None:
     made = judging(policy_folder)
-    scored = await with_scores(made, await made.encode(PAIRS))
+    scored = await score_columns(await made.token_scores(await made.encode(PAIRS)))
     rewards = (await made.score(PAIRS)).rewards
     np.testing.assert_allclose(floats(scored.row("scores")), rewards, atol=1e-6)
     encoded = await made.encode(STEPS)
@@ -134,7 +134,7 @@ async def test_a_text_is_scored_where_reward_judges_it_and_steps_where_they_end(
 async def test_a_policys_folder_is_given_a_head_whose_scores_are_zero(policy_folder: str) -> None:
     made = TorchRewardModel(table(policy_folder))
     assert not (await made.score(PAIRS)).rewards.any()
-    batch = await with_scores(made, await made.encode(PAIRS.drop("least_margins")))
+    batch = await score_columns(await made.token_scores(await made.encode(PAIRS.drop("least_margins"))))
     told = await made.update(batch, BradleyTerryLoss())
     assert told["loss"] == pytest.approx(np.log(2) * 7 / 8)  # one pair of eight prefers neither
     assert told["tokens"] == len(batch.tokens.values)
@@ -144,7 +144,7 @@ async def test_a_policys_folder_is_given_a_head_whose_scores_are_zero(policy_fol
 @pytest.mark.parametrize("budget", [16384, 12], ids=["one micro-batch", "several"])
 async def test_an_update_has_the_gradient_of_the_pairs(policy_folder: str, budget: int) -> None:
     made = judging(policy_folder, micro_batch_tokens=budget)
-    batch = await with_scores(made, await made.encode(PAIRS))
+    batch = await score_columns(await made.token_scores(await made.encode(PAIRS)))
     rows = torch.stack([row[-1] for row in by_row(made._judge, batch)])
     total = torch.zeros(())
     for pair in range(8):
@@ -167,10 +167,10 @@ async def test_a_reward_model_learns_pairs_and_steps(policy_folder: str) -> None
     labelled = await with_labels(await steps.encode(STEPS))
     losses: list[float] = []
     for _ in range(30):
-        scored = await with_scores(pairs, await pairs.encode(PAIRS.drop("least_margins")))
+        scored = await score_columns(await pairs.token_scores(await pairs.encode(PAIRS.drop("least_margins"))))
         await pairs.update(scored, BradleyTerryLoss())
         losses.append((await steps.update(labelled, ProcessLoss()))["loss"])
-    scored = await with_scores(pairs, await pairs.encode(PAIRS.drop("least_margins")))
+    scored = await score_columns(await pairs.token_scores(await pairs.encode(PAIRS.drop("least_margins"))))
     assert score_metrics(scored)["accuracy"] > 0.8
     assert losses[0] == pytest.approx(np.log(2))
     assert losses[-1] < 0.3
@@ -182,7 +182,7 @@ async def test_what_is_saved_judges_as_the_model_did(
 ) -> None:
     made = backend(table(policy_folder))
     for _ in range(3):
-        await made.update(await with_scores(made, await made.encode(PAIRS)), BradleyTerryLoss())
+        await made.update(await score_columns(await made.token_scores(await made.encode(PAIRS))), BradleyTerryLoss())
     expected = (await made.score(PAIRS)).rewards
     assert np.abs(expected).max() > 0.01
     folder = str(tmp_path / "model")
@@ -204,7 +204,11 @@ async def test_fsdp_learns_as_torch_does(policy_folder: str) -> None:
     own, plain = FsdpRewardModel(table(policy_folder)), TorchRewardModel(table(policy_folder))
     for batch in (PAIRS, PAIRS.select(np.arange(4, 10))):
         told = [
-            (await each.update(await with_scores(each, await each.encode(batch)), BradleyTerryLoss())).means()
+            (
+                await each.update(
+                    await score_columns(await each.token_scores(await each.encode(batch))), BradleyTerryLoss()
+                )
+            ).means()
             for each in (own, plain)
         ]
         assert told[0] == pytest.approx(told[1], rel=1e-4, abs=1e-6)
@@ -219,7 +223,9 @@ async def test_a_restored_model_goes_on_to_the_bit(
     policy_folder: str, backend: type[TorchRewardModel | FsdpRewardModel], tmp_path: Path
 ) -> None:
     async def goes_on(model: RewardModel) -> tuple[Mapping[str, float], bytes]:
-        told = await model.update(await with_scores(model, await model.encode(PAIRS)), BradleyTerryLoss())
+        told = await model.update(
+            await score_columns(await model.token_scores(await model.encode(PAIRS))), BradleyTerryLoss()
+        )
         return told.means(), (await model.score(PAIRS)).rewards.tobytes()
 
     made = backend(table(policy_folder))
@@ -240,7 +246,7 @@ async def test_what_a_reward_model_refuses(policy_folder: str, tmp_path: Path) -
         await made.update(batch, CrossEntropy())
     with pytest.raises(DataError, match="no column `token_scores`"):
         await made.update(batch, BradleyTerryLoss())
-    scored = await with_scores(made, batch)
+    scored = await score_columns(await made.token_scores(batch))
     short = scored.assign(token_scores=Ragged.of([[0.0]] * 16, np.float32))
     with pytest.raises(DataError, match="row 0 has 8 tokens and 1 in `token_scores`"):
         await made.update(short, BradleyTerryLoss())
@@ -263,7 +269,7 @@ async def test_a_gradient_that_is_not_finite_names_what_a_reward_model_reads(
     policy_folder: str, backend: type[TorchRewardModel | FsdpRewardModel]
 ) -> None:
     made = backend(table(policy_folder))
-    scored = await with_scores(made, await made.encode(PAIRS))
+    scored = await score_columns(await made.token_scores(await made.encode(PAIRS)))
     wrong = scored.assign(margins=np.full(len(scored), np.nan, np.float32))
     with pytest.raises(ModelError, match=r"its norm is nan.*Look for `margins`.*scores.*optimizer\.lr"):
         await made.update(wrong, BradleyTerryLoss())

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl import Batch, NewModel, OptimizerConfig, PolicyConfig, PreferenceLoss, Ragged, ReferenceConfig, with_margins
+from meshrl import (
+    Batch,
+    NewModel,
+    OptimizerConfig,
+    PolicyConfig,
+    PreferenceLoss,
+    Ragged,
+    ReferenceConfig,
+    preference_columns,
+)
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.packing import learned, micro_batches
 from meshrl_hf.scoring import predicted
@@ -44,7 +53,7 @@ def pairs(count: int = 10) -> Batch:
 async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches() -> None:
     reference = TorchReference(ReferenceConfig(model=MODEL, seed=2))
     plain = policy(1000)
-    batch = await with_margins(plain, reference, pairs())
+    batch = await preference_columns(await reference.logprobs(await plain.logprobs(pairs())))
 
     rows = learned(batch.tokens, batch.loss_mask)  # all rows at once, through which torch differentiates
     (micro,) = micro_batches(batch.tokens, rows, batch.loss_mask, 1000)
@@ -72,7 +81,7 @@ async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches
 
 async def test_drift_tells_that_margins_are_of_an_older_policy() -> None:
     reference, trainer = TorchReference(ReferenceConfig(model=MODEL, seed=2)), policy(1000)
-    batch = await with_margins(trainer, reference, pairs())
+    batch = await preference_columns(await reference.logprobs(await trainer.logprobs(pairs())))
     fast = PolicyConfig(model=MODEL, seed=1, optimizer=OptimizerConfig(lr=1e-2))
     trainer = TorchPolicy(fast)
     drifts = [(await trainer.update(batch, PreferenceLoss(beta=BETA)))["drift"] for _ in range(3)]

@@ -31,7 +31,7 @@ from meshrl import (
     ValueLoss,
     publish,
     rollout,
-    with_scores,
+    score_columns,
 )
 from meshrl.cli import app
 from meshrl.data import Source
@@ -257,7 +257,7 @@ async def margins_that_are_nan() -> None:
     )
     async with Run(RunConfig()) as run:
         judge = await run.spawn(RewardModel, RewardTrainingConfig(model=TINY))
-        await judge.update(await with_scores(judge, await judge.encode(pairs)), BradleyTerryLoss())
+        await judge.update(await score_columns(await judge.token_scores(await judge.encode(pairs))), BradleyTerryLoss())
 
 
 async def value_head_of_another_model() -> None:

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl import Batch, with_scores
+from meshrl import Batch, score_columns
 from meshrl.config import validate
 from meshrl.data import Ragged
 from meshrl.errors import ConfigError, DataError
@@ -59,7 +59,7 @@ def slopes(equation: Callable[[Floats], float], at: Floats) -> Floats:
 
 
 def pairs_of(scores: Floats) -> dict[str, Floats]:
-    """What `with_scores` computes."""
+    """What `score_columns` computes."""
     _, pair = np.unique(GROUPS, return_inverse=True)
     return {
         "token_scores": scores,
@@ -105,12 +105,14 @@ async def test_what_with_scores_makes_of_pairs_gives_llama_2s_loss(centre: float
     mask = Ragged.of([[False, False, True]] * 8, np.bool_)
     pairs = Batch.of(groups=GROUPS.copy(), preferred=PREFERRED.copy(), loss_mask=mask, least_margins=LEAST.copy())
     model = Scores(RewardTrainingConfig(model="none"))
-    scored = await with_scores(model, pairs)
+    scored = await score_columns(await model.token_scores(pairs))
     other = [3, 2, 1, 0, 5, 4, 7, 6]
     assert scored.row("scores").tolist() == pytest.approx(SCORES.tolist())
     assert scored.row("pair_sums").tolist() == pytest.approx((SCORES + SCORES[other]).tolist())
     assert scored.row("margins").tolist() == pytest.approx((PREFERRED * (SCORES - SCORES[other])).tolist())
-    assert (await with_scores(model, pairs.drop("least_margins"))).row("least_margins").tolist() == [0.0] * 8
+    assert (await score_columns(await model.token_scores(pairs.drop("least_margins")))).row(
+        "least_margins"
+    ).tolist() == [0.0] * 8
 
     apart = [SCORES[chosen] - SCORES[rejected] - LEAST[chosen] for chosen, rejected in PAIRS]
     sums = [SCORES[chosen] + SCORES[rejected] for chosen, rejected in PAIRS]

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import PolicyConfig, ReferenceConfig
+from meshrl import PolicyConfig, ReferenceConfig, mismatched, preference_columns, reference_point
 from meshrl.config import validate
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError, DataError
 from meshrl.losses import PreferenceLoss, token_weights
 from meshrl.objectives import best_and_worst, log_ratios, pair_margins, pair_metrics
-from meshrl.roles import PairSampling, mismatched_kl, with_margins
+from meshrl.roles import PairSampling
 from meshrl.tasks import answer_pairs, corrupted, labelled, rejected_answers
 from meshrl.testing import FakePolicy, FakeReference
 
@@ -115,16 +115,23 @@ def test_pairs_need_two_completions_a_prompt() -> None:
 
 async def test_margins_and_what_is_told_of_them() -> None:
     policy, reference = FakePolicy(PolicyConfig(model="none")), FakeReference(ReferenceConfig(model="none"))
-    pairs = await with_margins(policy, reference, await policy.encode(answer_pairs(SUMS, ["3", "4", "7"])))
+    pairs = await preference_columns(
+        await reference.logprobs(await policy.logprobs(await policy.encode(answer_pairs(SUMS, ["3", "4", "7"]))))
+    )
     assert pairs.row("margins").tolist() == [0.0] * 6
     pairs = pairs.assign(margins=np.array([2, 2, 0, 0, -1, -1]), log_ratios=np.array([3, 1, 9, 9, 1, 2]))
     expected = {"margin": 0.5, "accuracy": 0.5, "chosen_log_ratio": 2.0, "rejected_log_ratio": 1.5}
     assert pair_metrics(pairs) == expected
     assert np.isnan(list(pair_metrics(pairs.select([2, 3])).values())).all()
-    assert await mismatched_kl(policy, reference, labelled(SUMS, "good")) == 0.0
+    assert (
+        await reference_point(
+            await reference.logprobs(await policy.logprobs(await policy.encode(mismatched(labelled(SUMS, "good")))))
+        )
+        == 0.0
+    )
     masked = pairs.assign(loss_mask=Ragged(np.zeros(len(pairs.tokens.values), np.bool_), pairs.tokens.offsets))
     with pytest.raises(DataError, match="row 0 of the pairs has no learned token"):
-        await with_margins(policy, reference, masked)
+        await preference_columns(await reference.logprobs(await policy.logprobs(masked)))
 
 
 class Telling(FakePolicy):
@@ -156,9 +163,16 @@ async def test_the_reference_point_is_of_each_prompt_with_the_next_rows_completi
     told = {(prompt, text): -9.0 for prompt in ("p", "q", "r") for text in ("one", "two", "three")}
     told |= {("p", "two"): 2.5, ("q", "three"): -1.0, ("r", "one"): 0.75}
     reference = Silent(ReferenceConfig(model="none"))
-    assert await mismatched_kl(Telling(told), reference, rows) == pytest.approx((2.5 - 1.0 + 0.75) / 3)
+    assert await reference_point(
+        await reference.logprobs(await Telling(told).logprobs(await Telling(told).encode(mismatched(rows))))
+    ) == pytest.approx((2.5 - 1.0 + 0.75) / 3)
     told["q", "three"] = -7.0
-    assert await mismatched_kl(Telling(told), reference, rows) == 0.0
+    assert (
+        await reference_point(
+            await reference.logprobs(await Telling(told).logprobs(await Telling(told).encode(mismatched(rows))))
+        )
+        == 0.0
+    )
 
 
 class Known(FakePolicy):
@@ -191,7 +205,7 @@ async def test_margins_and_the_loss_of_them_are_dpos_of_the_learned_tokens() -> 
     batch = Batch.of(
         groups=np.array([4, 1, 1, 4, 6, 6]), preferred=np.array([-1, 1, -1, 1, 1, -1], np.int8), loss_mask=mask
     )
-    pairs = await with_margins(Known(columns[0]), KnownReference(columns[1]), batch)
+    pairs = await preference_columns(await KnownReference(columns[1]).logprobs(await Known(columns[0]).logprobs(batch)))
     ratios = [
         sum(float(p) - float(q) for p, q, learned in zip(*row, strict=True) if learned)
         for row in zip(*columns, mask, strict=True)
@@ -220,6 +234,8 @@ async def test_a_margin_is_of_the_preferred_row_less_the_other() -> None:
     told = {("1+1=", "2"): -1.0, ("1+1=", "3"): -4.0, ("2+2=", "4"): -2.0, ("2+2=", "5"): -0.5}
     told |= {("3+3=", "6"): -3.0, ("3+3=", "7"): -3.25}
     policy = Telling(told)
-    pairs = await with_margins(policy, Silent(ReferenceConfig(model="none")), await policy.encode(pairs))
+    pairs = await preference_columns(
+        await Silent(ReferenceConfig(model="none")).logprobs(await policy.logprobs(await policy.encode(pairs)))
+    )
     assert pairs.row("margins").tolist() == pytest.approx([3.0, 3.0, -1.5, -1.5, 0.25, 0.25])
     assert pairs.row("log_ratios").tolist() == pytest.approx(list(told.values()))

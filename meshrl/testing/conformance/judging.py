@@ -7,7 +7,8 @@ import numpy as np
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError, MeshrlError
 from meshrl.losses import BradleyTerryLoss, ClippedLoss, ProcessLoss
-from meshrl.roles import RewardModel, with_labels, with_scores
+from meshrl.objectives import score_columns, with_labels
+from meshrl.roles import RewardModel
 from meshrl.testing.conformance.compare import (
     alike,
     close,
@@ -100,7 +101,7 @@ async def what_a_reward_model_refuses(trial: Trial) -> None:
 
 
 async def _learned(model: RewardModel, batch: Batch, loss: BradleyTerryLoss) -> Metrics:
-    return await model.update(await with_scores(model, await model.encode(batch)), loss)
+    return await model.update(await score_columns(await model.token_scores(await model.encode(batch))), loss)
 
 
 async def _goes_on(model: RewardModel) -> tuple[dict[str, float], bytes]:
