@@ -167,6 +167,7 @@ async def test_a_run_that_goes_on_has_each_evaluation_once(tmp_path: Path) -> No
     assert [line["step"] for line in whole] == [0, 2, 4, 6, 8]
     with patch.object(FakePolicy, "update", dying), pytest.raises(RankFailed, match="dead"):
         await ran("killed")
+    assert "exact_match_after" not in json.loads((tmp_path / "killed" / "summary.json").read_text("utf-8"))
     assert lines(tmp_path / "killed" / "evaluations.jsonl") == whole[:3]
     assert await ran("killed", resume=True) == whole
 
