@@ -1,6 +1,7 @@
 """The rooms that the README and the tour print are those of the code."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -31,3 +32,14 @@ def test_a_room_lies_above_all_that_it_imports_from() -> None:
     assert level.keys() == ROOMS.keys() - {"cli"}
     for room, allowed in ROOMS.items():
         assert all(level[other] < level.get(room, len(level)) for other in allowed.split()), room
+
+
+def test_the_picture_is_that_of_the_imports() -> None:
+    assert house().PICTURE.read_text("utf-8") == house().picture(), "run python docs/house.py"
+
+
+def test_the_way_of_a_call_is_read_in_an_hour() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text("utf-8")
+    part = tour.partition("## Read in this order")[2].partition("\n## ")[0]
+    files = re.findall(r"^\| `(meshrl/.*?)`", part, re.MULTILINE)
+    assert sum(len((ROOT / file).read_text("utf-8").splitlines()) for file in files) < 2000

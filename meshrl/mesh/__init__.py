@@ -10,8 +10,9 @@ from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoi
 from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, OnSpan, Request, Resources, Slot
 from meshrl.mesh.handle import at, each, parts, ranks, respawn, routed, stop
 from meshrl.mesh.mesh import Mesh
+from meshrl.mesh.partition import lightest
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
-from meshrl.mesh.scatter import lightest, plan_of
+from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Bytes, Segment, pool, sweep
 

@@ -1,10 +1,8 @@
 """Splitting a call's values over ranks and joining what the ranks return."""
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import repeat
 from typing import cast
 
 import numpy as np
@@ -51,32 +49,6 @@ def plan_of(owners: Rows, parts: int) -> list[Rows]:
     """For each part, the rows that it owns, ascending, from which part owns each row."""
     ends = np.cumsum(np.bincount(owners, minlength=parts))[:-1]
     return np.split(np.argsort(owners, kind="stable"), ends)
-
-
-def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:
-    """Which part takes each row, int64[rows]: the costliest row first, each to the part that is the lightest by then.
-
-    `costs`: int64[rows]; `loads`, int64[parts]: what each part has already. Of the parts that are given rows none then
-    exceeds the lightest by more than one row's cost (Graham 1969, LPT). Ties go to the part of fewest rows, then to the
-    first. `homes`, int64[rows], -1 for none: a row goes to this part as long as that exceeds the lightest by `slack` at
-    most, and then adds its own cost.
-    """
-    parts = len(loads)
-    order = np.argsort(-costs, kind="stable")
-    # Of each part one number, which orders by load, then rows, then place: a heap of tuples is half as fast.
-    unit = parts * (len(costs) + 1)
-    now = [load * unit + part for part, load in enumerate(loads.tolist())]
-    heap = sorted(now)
-    taken: list[int] = []
-    for cost, home in zip(costs[order].tolist(), repeat(-1) if homes is None else homes[order].tolist(), strict=False):
-        while (first := heap[0]) != now[first % parts]:  # the part has been given more since
-            heapq.heapreplace(heap, now[first % parts])
-        part = home if home >= 0 and now[home] // unit - first // unit <= slack else first % parts
-        now[part] += cost * unit + parts
-        taken.append(part)
-    owners = np.empty(len(costs), np.int64)
-    owners[order] = taken
-    return owners
 
 
 def take(value: object, rows: Rows) -> object:

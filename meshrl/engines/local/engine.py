@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from typing import cast
 
 from meshrl.engines.isolation import isolated
-from meshrl.engines.local.rank_thread import LocalMember, LocalRef, LocalSlot, Reply, Work, answer
+from meshrl.engines.local.rank_thread import LocalMember, LocalSlot, Reply, Work, answer
+from meshrl.engines.local.refs import LocalRef
 from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import INLINE_BYTES, Member, OnSpan, Rank, Ref, Request, Resources, Slot, free_cores, put_large

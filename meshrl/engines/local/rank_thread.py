@@ -3,39 +3,20 @@
 import asyncio
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
-import numpy as np
-
-from meshrl.data import Column, frozen, private
 from meshrl.engines.isolation import sendable
 from meshrl.engines.local.event_loop import RankLoop
 from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import MeshStopped, RankFailed
-from meshrl.mesh import OnSpan, Rank, Ref, Request, rank_context, resolve
+from meshrl.mesh import OnSpan, Rank, Request, rank_context, resolve
 
 _ENGINES = str(Path(__file__).parents[1])
-
-
-class LocalRef(Ref):
-    """A value that ranks of this process share. It is not copied: nobody can write it."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-        if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
-            self.value = frozen(value.copy())
-        elif type(value) is dict:  # columns
-            self.value = {name: private(column) for name, column in cast("dict[str, Column]", value).items()}
-
-    @classmethod
-    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The values. Python values in them, which could be written, are copied where a column is put together."""
-        return [each.value for each in cast("Sequence[LocalRef]", held)]
 
 
 class LocalSlot:
