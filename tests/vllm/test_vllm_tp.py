@@ -39,7 +39,7 @@ PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 Model: TypeAlias = "tuple[PreTrainedModel, str]"
 """A network, and its folder."""
 GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
-LONG = Sampling(max_tokens=200, n=16, ignore_eos=True)
+LONG = Sampling(max_tokens=100, n=16, ignore_eos=True)
 """Of more rows than slots: while the last ones wait, a call that follows finds them running."""
 
 
