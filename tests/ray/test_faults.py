@@ -181,36 +181,40 @@ async def test_an_exception_that_cannot_be_pickled_arrives_as_text(mesh: Mesh) -
     assert await probe.add() == 1
 
 
-def groups() -> int:
-    """Placement groups that are not removed."""
-    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
-
-
-def processes() -> int:
-    """Ranks' processes of this test's cluster."""
-    found = 0
+def present() -> set[object]:
+    """The placement groups of this test's cluster, and the processes of its ranks."""
+    found: set[object] = set()
+    for name, group in ray.util.placement_group_table().items():
+        if group["state"] != "REMOVED":
+            found.add(name)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            found += "".join(process.cmdline()[:1]).startswith("ray::RankProcess")
+            if "".join(process.cmdline()[:1]).startswith("ray::RankProcess"):
+                found.add(process.pid)
     return found
 
 
-async def nothing_is_left(*pids: int) -> bool:
+@pytest.fixture
+def before(ray_cluster: None) -> set[object]:
+    """What was there before the test: other tests on this cluster keep ranks for the whole session."""
+    return present()
+
+
+async def nothing_is_left(before: set[object], *pids: int) -> bool:
     for _ in range(200):
-        if not processes() and not groups() and not any(map(psutil.pid_exists, pids)):
+        if present() <= before and not any(map(psutil.pid_exists, pids)):
             return True
         await asyncio.sleep(0.05)
     return False
 
 
-async def test_a_mesh_leaves_nothing_behind(engine: RayEngine) -> None:
+async def test_a_mesh_leaves_nothing_behind(engine: RayEngine, before: set[object]) -> None:
     mesh = await Mesh.reserve(engine, 2, NO_CORE)
     probe = await mesh.spawn(Probe)
     pids = await pids_of(probe)
     call = asyncio.create_task(probe.hang())
     await probe.add()
-    assert groups() == 1
-    assert all(map(psutil.pid_exists, pids))
+    assert set(pids) < present() - before
     await mesh.stop()
     with pytest.raises(MeshStopped):
         await call
@@ -220,7 +224,7 @@ async def test_a_mesh_leaves_nothing_behind(engine: RayEngine) -> None:
         await respawn(probe)
     with pytest.raises(MeshStopped, match="its mesh is stopped"):
         await mesh.spawn(Probe)
-    assert await nothing_is_left(*pids)
+    assert await nothing_is_left(before, *pids)
     await mesh.stop()
 
 
@@ -230,7 +234,7 @@ def stored() -> float:
     return float(total - free)
 
 
-async def test_a_run_that_ends_by_a_death_leaves_nothing_behind(ray_cluster: None, tmp_path: Path) -> None:
+async def test_a_run_that_ends_by_a_death_leaves_nothing_behind(before: set[object], tmp_path: Path) -> None:
     pids: list[int] = []
 
     async def train() -> None:
@@ -243,20 +247,20 @@ async def test_a_run_that_ends_by_a_death_leaves_nothing_behind(ray_cluster: Non
 
     with pytest.raises(RankDied):
         await train()
-    assert await nothing_is_left(*pids)
+    assert await nothing_is_left(before, *pids)
     until = time.monotonic() + 10
     while stored() > 1_000_000:
         assert time.monotonic() < until, "the batch had 8 MB"
         await asyncio.sleep(0.1)
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine) -> None:
+async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine, before: set[object]) -> None:
     reserving = asyncio.create_task(Mesh.reserve(engine, 2, NO_CORE))
     await asyncio.sleep(0.1)
     reserving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reserving
-    assert await nothing_is_left()
+    assert await nothing_is_left(before)
 
 
 class Starts(Probe):
