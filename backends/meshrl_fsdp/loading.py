@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl.roles import ModelConfig, PolicyConfig, RewardModelConfig, RewardTrainingConfig, options_of
+from meshrl.roles import ModelConfig, PolicyConfig, options_of
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.world import World
 from meshrl_hf.boxes import Boxes
-from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load, outline
-from meshrl_hf.lora import adapt, own_name
+from meshrl_hf.loading import GENERATOR, Kind, load, outline
+from meshrl_hf.lora import own_name, prepare
 from meshrl_hf.model import LanguageModel, check_packing
 from meshrl_hf.reward_head import ScoreModel
 from meshrl_hf.reward_training import kind_of, with_score
@@ -26,30 +26,27 @@ _NETWORK: Final = "parts.0."
 """What stands before the names of a model's parameters in a `Root`."""
 
 
-def load_sharded(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> Sharded:
-    """The model that a role's table names, on the ranks of its mesh: all call it at the same time."""
+def load_sharded(config: ModelConfig, rank: Rank) -> Sharded:
+    """The model that a role's table names, on the ranks of its mesh: all call it at the same time.
+
+    A policy's has its adapters.
+    """
+    layout = options_of(config, FsdpConfig)
     world = World.of(rank, layout)
-    model, folder = _model(world, config)
-    return _spread(model, folder, world, config, layout)
-
-
-def load_sharded_policy(config: PolicyConfig, rank: Rank) -> Sharded:
-    """The same for a policy, with its adapters."""
-    world = World.of(rank, options_of(config, FsdpConfig))
-    if config.lora and world.tensors.size() > 1:
+    lora = config.lora if isinstance(config, PolicyConfig) else None
+    if lora and world.tensors.size() > 1:
         raise ConfigError(
             "the backend 'fsdp' has no adapters on a mesh with an axis tp: take tp = 1, or leave lora out"
         )
     model, folder = _model(world, config)
-    world.agree(lambda: adapt(model, config.lora, config.seed))
-    if config.activation_checkpointing:
-        model.network.activation_checkpointing_enable({"use_reentrant": False})
-        model.network.train(True)  # what transformers asks for; its dropout is zero
-    return _spread(model, folder, world, config, options_of(config, FsdpConfig))
+    if isinstance(config, PolicyConfig):
+        world.agree(lambda: prepare(model, config))
+    return _spread(model, folder, world, config, layout)
 
 
-def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
+def load_sharded_valued(config: ModelConfig, rank: Rank) -> tuple[ValueModel, Sharded]:
     """The same for a critic."""
+    layout = options_of(config, FsdpConfig)
     world = World.of(rank, layout)
     model, folder = _model(world, config)
     kept: list[ValueModel] = []
@@ -58,24 +55,16 @@ def load_sharded_valued(config: ModelConfig, layout: FsdpConfig, rank: Rank) -> 
     return valued, _spread(model, folder, world, config, layout, [valued.head])
 
 
-def load_sharded_judge(config: RewardModelConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
-    """The same for a reward."""
-    world = World.of(rank, options_of(config, FsdpConfig))
-    model, folder = _model(world, config, JUDGE)
-    kept: list[ScoreModel] = []
-    world.agree(lambda: kept.append(ScoreModel(model, config)))
-    return kept[0], _spread(model, folder, world, config, options_of(config, FsdpConfig))
-
-
-def load_sharded_learner(config: RewardTrainingConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
-    """The same for a reward model that is trained."""
-    world = World.of(rank, options_of(config, FsdpConfig))
+def load_sharded_judge(config: ModelConfig, rank: Rank) -> tuple[ScoreModel, Sharded]:
+    """The same for a reward, and for a reward model that is trained."""
+    layout = options_of(config, FsdpConfig)
+    world = World.of(rank, layout)
     kinds: list[Kind] = []
     world.agree(lambda: kinds.append(kind_of(config)))
     model, folder = _model(world, config, kinds[0])
     kept: list[ScoreModel] = []
     world.agree(lambda: kept.append(with_score(model, config)))
-    return kept[0], _spread(kept[0].model, folder, world, config, options_of(config, FsdpConfig))
+    return kept[0], _spread(kept[0].model, folder, world, config, layout)
 
 
 def _model(world: World, config: ModelConfig, kind: Kind = GENERATOR) -> tuple[LanguageModel, Path | None]:

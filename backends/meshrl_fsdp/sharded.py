@@ -16,6 +16,7 @@ from meshrl.errors import ModelError
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.world import World
 from meshrl_hf.model import LanguageModel
+from meshrl_hf.scoring import Passes, Predict, one_by_one
 
 _STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _SHARED: Final = "replicated_with_grad_allreduce"
@@ -58,6 +59,14 @@ class Sharded:
             if not done:
                 self.reshard()
         return result
+
+    def predicting(self, predict: Predict) -> Predict:
+        """What computes the same with the model."""
+        return lambda batch, micro: self(partial(predict, batch, micro))
+
+    def passes(self, predict: Predict, budget: int) -> Passes:
+        """Those of what `predict` says, without gradients."""
+        return Passes(self.model, one_by_one(self.predicting(predict)), budget, self.world)
 
     def reshard(self) -> None:
         """Free all whole parameters, which would not change with the shards."""

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshrl.errors import ConfigError
-from meshrl.roles import LoraConfig
+from meshrl.roles import LoraConfig, PolicyConfig
 from meshrl_hf.model import LanguageModel
 
 T = TypeVar("T", bound=Tensor)
@@ -20,6 +20,14 @@ T = TypeVar("T", bound=Tensor)
 _NAME: Final = "default"
 _BASE: Final = ".base_layer."
 _ADAPTER: Final = ".lora_"
+
+
+def prepare(model: LanguageModel, config: PolicyConfig) -> None:
+    """Make a model, in place, what a policy trains: with its adapters, and checkpoints of its activations if asked."""
+    adapt(model, config.lora, config.seed)
+    if config.activation_checkpointing:
+        model.network.activation_checkpointing_enable({"use_reentrant": False})
+        model.network.train(True)  # what transformers asks for; its dropout is zero
 
 
 def adapt(model: LanguageModel, config: LoraConfig | None, seed: int) -> None:

@@ -12,8 +12,7 @@ from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import ModelError
 from meshrl.weights import Probe, Weights
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.ranks import SINGLE_RANK, RankGroup
-from meshrl_hf.scoring import PredictAll, logprobs
+from meshrl_hf.scoring import Passes, PredictAll, logprobs
 
 _ROWS: Final = 4
 _TOKENS: Final = 16
@@ -23,23 +22,22 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.25}
 """By the sampler's dtype: how far apart policy and sampler may be on average."""
 
 
-def probe(
-    model: LanguageModel, predict: PredictAll, version: int, budget: int, peers: RankGroup = SINGLE_RANK
-) -> Probe | None:
+def probe(passes: Passes, version: int) -> Probe | None:
     """What a model says of tokens that hang on the version alone: every rank at the same time.
 
     None where a model reads so few that there is nothing to predict.
     """
+    model = passes.model
     length = min(_TOKENS, model.max_tokens - 1)
     if length < _FEWEST:
         return None
     tokens = np.random.default_rng(version).integers(0, model.known, (_ROWS, length), np.int32)
-    return Probe(tokens, _logprobs(model, predict, tokens, budget, peers))
+    return Probe(tokens, _logprobs(passes, tokens))
 
 
 def difference(model: LanguageModel, predict: PredictAll, asked: Probe) -> float:
     """How far a model is from a probe: the mean of the absolute differences of log-probs."""
-    return apart(asked, _logprobs(model, predict, asked.tokens, asked.tokens.size, SINGLE_RANK))
+    return apart(asked, _logprobs(Passes(model, predict, asked.tokens.size), asked.tokens))
 
 
 def apart(asked: Probe, logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
@@ -64,12 +62,8 @@ def check(weights: Weights, found: float, dtype: str) -> None:
 
 
 def _logprobs(
-    model: LanguageModel,
-    predict: PredictAll,
-    tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
-    budget: int,
-    peers: RankGroup,
+    passes: Passes, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     batch = Batch.of(tokens=Ragged.of(tokens, np.int32))
-    values = logprobs(model, predict, batch, budget, Source("sampler"), peers).values
+    values = logprobs(passes, batch, Source("sampler")).values
     return values.reshape(tokens.shape)[:, 1:].astype(np.float32)

@@ -7,7 +7,6 @@ from typing import Final, NamedTuple, TypeVar, cast
 import torch.distributed as dist
 
 from meshrl.errors import ConfigError, DataError, MeshrlError, ModelError
-from meshrl.mesh import CollectiveActor
 from meshrl_hf.packing import IDLE, MicroBatch
 
 T = TypeVar("T")
@@ -100,16 +99,6 @@ class SingleRank(RankGroup):
 
 
 SINGLE_RANK: Final = SingleRank()
-
-
-class Spread(CollectiveActor):
-    """Base of the roles whose ranks meet in each call."""
-
-    _world: RankGroup
-
-    def agree(self, work: Callable[[], T]) -> list[T]:
-        """As `RankGroup.agree`."""
-        return self._world.agree(work)
 
 
 class Failed(NamedTuple):

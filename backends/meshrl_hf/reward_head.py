@@ -11,12 +11,10 @@ from torch.nn.functional import linear
 from meshrl import log
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, ModelError
-from meshrl.roles import ModelConfig, RewardModelConfig
-from meshrl_hf.loading import JUDGE, load
+from meshrl.roles import ModelConfig
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, Split, ends, micro_batches
-from meshrl_hf.ranks import SINGLE_RANK, RankGroup
-from meshrl_hf.scoring import PredictAll, score
+from meshrl_hf.packing import MicroBatch, ends
+from meshrl_hf.scoring import Passes, score
 from meshrl_hf.text import encode_completions, encode_dialogues, encode_prompts, texts_of
 
 
@@ -51,14 +49,7 @@ class ScoreModel:
         bias = cast("Tensor | None", self.head.bias)
         return linear(hidden.float(), self.head.weight.float(), None if bias is None else bias.float())[:, 0]
 
-    def score(
-        self,
-        predict: PredictAll,
-        batch: Batch,
-        budget: int,
-        peers: RankGroup = SINGLE_RANK,
-        split: Split = micro_batches,
-    ) -> Batch:
+    def score(self, passes: Passes, batch: Batch) -> Batch:
         """Add `rewards` and `reward_error` from the texts `prompt` and `completion`, by the model's own tokenizer.
 
         With `chat` they are two messages in its template; without, the tokens that a policy's `encode` gives. A
@@ -67,9 +58,9 @@ class ScoreModel:
         longer than the model takes or whose score is not finite gets reward 0, and `reward_error` says why.
         """
         read: list[tuple[Ragged, NDArray[np.int64], dict[int, str]]] = []
-        peers.agree(lambda: read.append(self._read(batch)))
+        passes.ranks.agree(lambda: read.append(self._read(batch)))
         tokens, shared, errors = read[0]
-        values = score(predict, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None, budget, peers, split)
+        values = score(passes, Batch.of(tokens=tokens), lambda: ends(tokens, shared), None)
         rewards = np.zeros(len(batch), np.float32)
         judged = np.flatnonzero(tokens.lengths)
         rewards[judged] = values[tokens.offsets[judged + 1] - 1]
@@ -155,11 +146,6 @@ class ScoreModel:
         if errors and not self._told:
             self._told = True
             log.warning("a row cannot be judged; it gets reward 0", rows=len(errors), error=next(iter(errors.values())))
-
-
-def load_reward_model(config: RewardModelConfig) -> ScoreModel:
-    """The judge that a role's table names."""
-    return ScoreModel(load(config, JUDGE), config)
 
 
 def _shared(prompts: Sequence[str], rows: Sequence[list[int]]) -> NDArray[np.int64]:

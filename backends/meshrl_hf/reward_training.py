@@ -13,20 +13,19 @@ from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Loss, check_predicts
 from meshrl.roles import ModelConfig, NewModel, RewardModelConfig
-from meshrl_hf import training
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import GENERATOR, JUDGE, Kind, load
 from meshrl_hf.model import LanguageModel, ready
-from meshrl_hf.packing import Rows, Split, learned, micro_batches
-from meshrl_hf.ranks import SINGLE_RANK, RankGroup
+from meshrl_hf.packing import Rows, learned
 from meshrl_hf.reward_head import ScoreModel
-from meshrl_hf.scoring import Predict, PredictAll, score
+from meshrl_hf.scoring import Passes, score
 from meshrl_hf.text import encode_prompts, encode_texts, end_token, texts_of
+from meshrl_hf.trainable import Trainable
 
 _CLASSIFIER: Final = "ForSequenceClassification"
 
 
-def load_learner(config: ModelConfig) -> ScoreModel:
+def load_judge(config: ModelConfig) -> ScoreModel:
     """The judge that a role's table names, or a generator with a head whose scores are 0."""
     kind = kind_of(config)
     return with_score(load(config, kind), config)
@@ -110,60 +109,35 @@ def _texts(steps: Sequence[object]) -> list[list[str]]:
     return [[str(each) for each in cast("Sequence[object]", own)] for own in steps]
 
 
-def token_scores(
-    judge: ScoreModel,
-    predict: PredictAll,
-    batch: Batch,
-    budget: int,
-    peers: RankGroup = SINGLE_RANK,
-    split: Split = micro_batches,
-) -> Batch:
+def token_scores(judge: ScoreModel, passes: Passes, batch: Batch) -> Batch:
     """Add `token_scores`: the score at each token where `loss_mask` is True, 0 at the others."""
     kept: list[Batch] = []
-    peers.agree(lambda: kept.append(_read_after(judge, batch, ())))
+    passes.ranks.agree(lambda: kept.append(_read_after(judge, batch, ())))
     after = kept[0]
     tokens, mask = after.tokens, after.loss_mask
 
     def rows() -> Rows:
         return learned(tokens, mask)
 
-    values = score(predict, after, rows, mask, budget, peers, split)
+    values = score(passes, after, rows, mask)
     return batch.assign(token_scores=Ragged(np.delete(values, tokens.offsets[:-1]), batch.tokens.offsets))
 
 
-async def step(
-    judge: ScoreModel,
-    optimizer: training.Steps,
-    predict: Predict,
-    batch: Batch,
-    loss: Loss,
-    budget: int,
-    peers: RankGroup = SINGLE_RANK,
-) -> Metrics:
-    """One step, as `training.step`, which raises what this does.
+async def step(judge: ScoreModel, model: Trainable, batch: Batch, loss: Loss) -> Metrics:
+    """One step, as the model's own, and its errors.
 
-    DataError, too, where the loss is not of scores, or the batch lacks a column that it reads.
+    DataError, too, on all ranks, where the loss is not of scores, or the batch lacks a column that it reads.
     """
-    ready = prepared(judge, batch, loss, peers)
-    told = await training.step(optimizer, predict, ready, loss, budget, lambda: None, peers)
-    return counted(told, batch, peers)
-
-
-def prepared(judge: ScoreModel, batch: Batch, loss: Loss, peers: RankGroup) -> Batch:
-    """What a step computes of the batch, as a policy's step does of its tokens. DataError, on all ranks, as `step`."""
+    ranks = model.passes.ranks
     kept: list[Batch] = []
 
     def prepare() -> None:
         check_predicts(loss, "scores")
         kept.append(_read_after(judge, batch, loss.columns))
 
-    peers.agree(prepare)
-    return kept[0]
-
-
-def counted(told: Metrics, batch: Batch, peers: RankGroup) -> Metrics:
-    """The metrics of a step with the batch's own number of tokens, where it was of what `prepared` gave."""
-    return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / peers.size)})
+    ranks.agree(prepare)
+    told = await model.step(kept[0], loss, lambda: None)
+    return Metrics({**told.entries, "tokens": (len(batch.tokens.values), 1 / ranks.size)})  # the batch's own
 
 
 def _read_after(judge: ScoreModel, batch: Batch, names: Sequence[str]) -> Batch:

@@ -1,6 +1,7 @@
 """Log-probabilities of given tokens, for the policy and the reference alike."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +20,18 @@ Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 PredictAll: TypeAlias = Callable[[Batch, list[MicroBatch]], Iterator[Tensor]]
 """The same of micro-batches in their order, which a pipeline may compute together."""
 Values: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How a role's ranks run its model over a batch."""
+
+    model: LanguageModel
+    predict: PredictAll
+    budget: int
+    """Tokens of a micro-batch, at most."""
+    ranks: RankGroup = SINGLE_RANK
+    split: Split = micro_batches
 
 
 def one_by_one(predict: Predict) -> PredictAll:
@@ -69,48 +82,31 @@ def _tensor(values: Array) -> Tensor:
 
 
 @torch.no_grad()
-def score(
-    predict: PredictAll,
-    batch: Batch,
-    rows: Callable[[], Rows],
-    learn: Ragged | None,
-    budget: int,
-    peers: RankGroup = SINGLE_RANK,
-    split: Split = micro_batches,
-) -> Values:
+def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged | None) -> Values:
     """What a model says of each target of the rows, float32[tokens of the batch]; 0 for the other tokens.
 
-    `rows`, called once, raises where this rank's rows do not fit; then all ranks raise. `predict` is given as many
-    micro-batches on each rank.
+    `rows`, called once, raises where this rank's rows do not fit; then all ranks raise. Each rank makes as many passes.
     """
     micros: list[MicroBatch] = []
 
     def share() -> Share:
-        micros.extend(split(batch.tokens, rows(), learn, budget))
+        micros.extend(passes.split(batch.tokens, rows(), learn, passes.budget))
         return Share(len(micros))
 
     values = np.zeros(len(batch.tokens.values), np.float32)
-    padded = peers.total(share).padded(micros)
-    for micro, said in zip(padded, predict(batch, padded), strict=True):
+    padded = passes.ranks.total(share).padded(micros)
+    for micro, said in zip(padded, passes.predict(batch, padded), strict=True):
         values[micro.target] = said.cpu().numpy()
     return values
 
 
-def logprobs(
-    model: LanguageModel,
-    predict: PredictAll,
-    batch: Batch,
-    budget: int,
-    source: Source,
-    peers: RankGroup = SINGLE_RANK,
-    split: Split = micro_batches,
-) -> Ragged:
+def logprobs(passes: Passes, batch: Batch, source: Source) -> Ragged:
     """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row."""
     tokens = batch.tokens
     mask = batch.loss_mask if "loss_mask" in batch else None
 
     def rows() -> Rows:
-        check_readable(model, batch)
+        check_readable(passes.model, batch)
         return whole(tokens, mask)
 
-    return Ragged(score(predict, batch, rows, None, budget, peers, split), tokens.offsets, source=source)
+    return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)

@@ -1,7 +1,7 @@
 """What a checkpoint keeps of a model in training: its tensors, its optimizer's moments, and the number of its steps."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshrl_hf.numbers import Numbers, another, opened
 from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.writing import Writing
 
 _TENSORS: Final = "state.safetensors"
 """`model/NAME`, a tensor of the model; `exp_avg/NAME` and the like, what AdamW keeps of a parameter."""
@@ -18,7 +19,7 @@ _TENSORS: Final = "state.safetensors"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """A model in training, on one rank: what `copied` keeps, `read` puts back, to the bit. Nothing is pickled."""
+    """A model in training, on one rank: what `write` keeps, `read` puts back, to the bit. Nothing is pickled."""
 
     role: str
     """Whose state it is, for messages."""
@@ -27,9 +28,13 @@ class TrainingState:
     parameters: Mapping[str, nn.Parameter]
     """What the optimizer steps over, by name."""
     optimizer: Optimizer
+    _writing: Writing = field(default_factory=Writing)
 
-    def copied(self, folder: str) -> Callable[[], None]:
-        """Copy the state as it is now; what writes the copy, two files, into a folder that is made where it is not."""
+    def write(self, folder: str, wait: bool) -> None:
+        """Copy the state as it is now. A thread writes the copy, two files in a folder that it makes.
+
+        `wait` changes nothing: only `written` waits for the files.
+        """
         own = {f"model/{name}": tensor for name, tensor in self.tensors.items()} | dict(self._moments())
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in own.items()}
         numbers = Numbers(self.role, self.optimizer.steps)
@@ -40,7 +45,11 @@ class TrainingState:
             save_file(copies, path / _TENSORS)
             numbers.write(path)
 
-        return write
+        self._writing.begin(write)
+
+    async def written(self) -> None:
+        """Wait until the last copy is written. Raises what went wrong."""
+        await self._writing.written()
 
     def read(self, folder: str) -> None:
         """Take what was written; ModelError, and nothing taken, where it is of another role or model."""

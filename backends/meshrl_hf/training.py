@@ -13,9 +13,9 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics, Ragged
 from meshrl.errors import DataError
 from meshrl.losses import Loss, Predicts, token_weights
-from meshrl_hf.packing import IDLE, MicroBatch, Split, check_first, learned, micro_batches
-from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
-from meshrl_hf.scoring import Predict, spread
+from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned
+from meshrl_hf.ranks import RankGroup, Share
+from meshrl_hf.scoring import Passes, Predict, spread
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
 """The metrics of the step itself."""
@@ -23,6 +23,9 @@ _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
 
 class Steps(Protocol):
     """What a step needs of an optimizer."""
+
+    steps: int
+    """Made so far."""
 
     @property
     def lr(self) -> float:
@@ -42,21 +45,16 @@ class Steps(Protocol):
 
 
 async def step(
-    optimizer: Steps,
-    predict: Predict,
-    batch: Batch,
-    loss: Loss,
-    budget: int,
-    check: Callable[[], object],
-    peers: RankGroup = SINGLE_RANK,
+    optimizer: Steps, passes: Passes, predict: Predict, batch: Batch, loss: Loss, check: Callable[[], object]
 ) -> Metrics:
-    """One step on the rows of all ranks, in micro-batches of at most `budget` tokens, as many on each rank.
+    """One step on the rows of all ranks, pass by pass, as many on each rank; `predict` keeps what gradients need.
 
     `check` raises where this rank's rows do not fit. Where peers allow it, the step may be cancelled between two
     micro-batches. Then, and where it raises, no weight has changed. DataError if there is nothing to learn or the loss
     names a metric as the step does, ModelError if the gradient is not finite.
     """
-    ready = prepared(batch, loss, budget, check, peers)
+    peers = passes.ranks
+    ready = prepared(passes, batch, loss, check)
     optimizer.forget()  # what an update left behind that failed half-way
     for micro in ready.micros:
         ready.judge(predict(batch, micro), micro, peers).backward()
@@ -74,15 +72,8 @@ class Prepared:
     """As many on each rank."""
 
 
-def prepared(
-    batch: Batch,
-    loss: Loss,
-    budget: int,
-    check: Callable[[], object],
-    peers: RankGroup = SINGLE_RANK,
-    split: Split = micro_batches,
-) -> Prepared:
-    """What `step` computes: micro-batches of at most `budget` tokens, and the loss that weighs them together.
+def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], object]) -> Prepared:
+    """What `step` computes: micro-batches, and the loss that weighs them together.
 
     DataError, on all ranks, if there is nothing to learn; what `check` raises on one rank, all raise.
     """
@@ -93,14 +84,14 @@ def prepared(
         check()
         rows, count = learnable(tokens, mask)
         if count:
-            micros.extend(split(tokens, learned(tokens, mask), mask, budget))
+            micros.extend(passes.split(tokens, learned(tokens, mask), mask, passes.budget))
         return Share(len(micros), count, rows)
 
-    total = peers.total(share)
+    total = passes.ranks.total(share)
     if not total.tokens:
         raise DataError(
             f"nothing to learn: `loss_mask` is False for all {len(mask.values)} tokens of {len(mask)} rows"
-            f"{', and on the other ranks' if peers.size > 1 else ''}; leave such a batch out"
+            f"{', and on the other ranks' if passes.ranks.size > 1 else ''}; leave such a batch out"
         )
     weights = token_weights(mask, loss.normalise, tokens=total.tokens, rows=total.rows, constant=loss.constant)
     return Prepared(Judge(batch, loss, weights), total.padded(micros))

@@ -16,9 +16,8 @@ from meshrl_hf.checkpoint import VALUE_HEAD
 from meshrl_hf.files import folder_of
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel
-from meshrl_hf.packing import MicroBatch, Rows, Split, check_first, learned, micro_batches
-from meshrl_hf.ranks import SINGLE_RANK, RankGroup
-from meshrl_hf.scoring import PredictAll, score
+from meshrl_hf.packing import MicroBatch, Rows, check_first, learned
+from meshrl_hf.scoring import Passes, score
 
 
 @dataclass(frozen=True)
@@ -41,23 +40,16 @@ class ValueModel:
         return cast("Tensor", self.head(hidden.float()))[:, 0]
 
 
-def values(
-    model: LanguageModel,
-    predict: PredictAll,
-    batch: Batch,
-    budget: int,
-    peers: RankGroup = SINGLE_RANK,
-    split: Split = micro_batches,
-) -> Ragged:
+def values(passes: Passes, batch: Batch) -> Ragged:
     """The value of the state that each learned token was drawn from, ragged float32; 0 for the others."""
     tokens, mask = batch.tokens, batch.loss_mask
 
     def rows() -> Rows:
         check_first(tokens, mask)
-        model.check_rows(batch)
+        passes.model.check_rows(batch)
         return learned(tokens, mask)
 
-    return Ragged(score(predict, batch, rows, mask, budget, peers, split), tokens.offsets)
+    return Ragged(score(passes, batch, rows, mask), tokens.offsets)
 
 
 def load_valued(config: ModelConfig) -> ValueModel:

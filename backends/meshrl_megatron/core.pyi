@@ -10,41 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = [
-    "MLP",
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "MLPSubmodules",
-    "MoELayer",
-    "MoESubmodules",
-    "ModuleSpec",
-    "OptimizerConfig",
-    "P2PCommunicator",
-    "PackedSeqParams",
-    "ProcessGroupCollection",
-    "RowParallelLinear",
-    "SelfAttention",
-    "SelfAttentionSubmodules",
-    "SequentialMLP",
-    "TopKRouter",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "TransformerLayer",
-    "TransformerLayerSubmodules",
-    "VocabParallelEmbedding",
-    "clip_grad_by_total_norm_fp32",
-    "copy_to_tensor_model_parallel_region",
-    "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
-    "get_bias_dropout_add",
-    "get_forward_backward_func",
-    "get_megatron_optimizer",
-    "quiet",
-    "set_tensor_model_parallel_attributes",
-]
-
 _Item = TypeVar("_Item")
 _Add: TypeAlias = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 

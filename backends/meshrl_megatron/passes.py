@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshrl.data import Batch
 from meshrl_hf.packing import MicroBatch
-from meshrl_hf.scoring import spread
+from meshrl_hf.scoring import Passes, spread
 from meshrl_megatron.balance import Balance
 from meshrl_megatron.core import P2PCommunicator, get_forward_backward_func, quiet
 from meshrl_megatron.model import Model
@@ -29,10 +29,15 @@ class Pipeline:
     def __init__(self, stages: Sequence[nn.Module], model: Model, *, valued: bool) -> None:
         """`stages`: the model's, or what Megatron has wrapped around them."""
         self._stages, self._config, self._world, self._valued = list(stages), model.config, model.world, valued
-        self.split: Final = Balance.of(model.shape, model.world.grid.sizes["pp"] * len(stages))
+        self._words = model.words
+        self._split: Final = Balance.of(model.shape, model.world.grid.sizes["pp"] * len(stages))
         pp = model.world.grid.sizes["pp"]
         self._several = pp > 1
         self._schedule = get_forward_backward_func(pp_size=pp, vp_size=len(stages) if len(stages) > 1 else None)
+
+    def passes(self, budget: int) -> Passes:
+        """Its passes, with micro-batches of at most so many tokens."""
+        return Passes(self._words, self, budget, self._world, self._split)
 
     def __call__(self, batch: Batch, micros: Sequence[MicroBatch]) -> Iterator[Tensor]:
         """What the model says of each micro-batch's targets, float32[targets], on every rank."""

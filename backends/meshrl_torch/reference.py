@@ -1,32 +1,24 @@
-"""The reference of the torch backend: a frozen model."""
+"""The reference of the torch backend."""
 
 from functools import partial
 
-import torch
-
-from meshrl.data import Batch, Source
-from meshrl.mesh import current_rank
-from meshrl.roles import Reference, ReferenceConfig
+from meshrl.roles import ReferenceConfig
 from meshrl.weights import Weights
 from meshrl_hf.loading import load
-from meshrl_hf.scoring import logprobs, one_by_one, predicted
+from meshrl_hf.roles import FrozenReference
+from meshrl_hf.scoring import Passes, one_by_one, predicted
+from meshrl_hf.trainable import own_rank
 from meshrl_hf.transfer import import_weights
 
 
-class TorchReference(Reference):
+class TorchReference(FrozenReference):
     """A whole model on each rank."""
 
     def __init__(self, config: ReferenceConfig) -> None:
-        torch.set_num_threads(current_rank().threads)
-        self._config = config
-        self._model = load(config)
-
-    async def logprobs(self, batch: Batch) -> Batch:
-        """Add `reference_logprobs`."""
-        predict = one_by_one(partial(predicted, self._model))
-        values = logprobs(self._model, predict, batch, self._config.micro_batch_tokens, Source("reference"))
-        return batch.assign(reference_logprobs=values)
+        own_rank()
+        model = load(config)
+        super().__init__(Passes(model, one_by_one(partial(predicted, model)), config.micro_batch_tokens))
 
     async def load(self, weights: Weights) -> None:
         """Copy the weights in place."""
-        import_weights(self._model.tensors(), weights)
+        import_weights(self._passes.model.tensors(), weights)

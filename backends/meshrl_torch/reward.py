@@ -1,22 +1,16 @@
-"""The reward of the torch backend: a frozen model that judges."""
+"""The reward of the torch backend."""
 
-import torch
-
-from meshrl.data import Batch
-from meshrl.mesh import current_rank
-from meshrl.roles import Reward, RewardModelConfig
-from meshrl_hf.reward_head import load_reward_model
-from meshrl_hf.scoring import one_by_one
+from meshrl.roles import RewardModelConfig
+from meshrl_hf.reward_training import load_judge
+from meshrl_hf.roles import FrozenReward
+from meshrl_hf.scoring import Passes, one_by_one
+from meshrl_hf.trainable import own_rank
 
 
-class TorchReward(Reward):
+class TorchReward(FrozenReward):
     """A whole model on each rank."""
 
     def __init__(self, config: RewardModelConfig) -> None:
-        torch.set_num_threads(current_rank().threads)
-        self._budget = config.micro_batch_tokens
-        self._judge = load_reward_model(config)
-
-    async def score(self, batch: Batch) -> Batch:
-        """Add `rewards` and `reward_error`; a completion that was cut short is judged as one that ends there."""
-        return self._judge.score(one_by_one(self._judge.predicted), batch, self._budget)
+        own_rank()
+        judge = load_judge(config)
+        super().__init__(judge, Passes(judge.model, one_by_one(judge.predicted), config.micro_batch_tokens))

@@ -66,18 +66,13 @@ def take(value: object, rows: Rows) -> object:
 
 def gather(parts: Sequence[object], plan: Plan | None) -> object:
     """Join one value a rank into one, rows in the order of the sharded argument."""
-    _check_alike(parts)
-    first = parts[0]
-    if first is None:
-        return None
-    if isinstance(first, Mapping):
-        return {key: gather([cast("Mapping[str, object]", part)[key] for part in parts], plan) for key in first}
-    if isinstance(first, list | tuple):
-        lists = cast("Sequence[Sequence[object]]", parts)
-        return type(first)(gather(values, plan) for values in zip(*lists, strict=True))
-    if isinstance(first, np.ndarray):
-        return _gather_arrays(cast("Sequence[Array]", parts), plan)
-    return cast("type[Joinable]", type(first)).join(cast("Sequence[Joinable]", parts), plan)
+
+    def leaf(values: Sequence[object]) -> object:
+        if isinstance(values[0], np.ndarray):
+            return _gather_arrays(cast("Sequence[Array]", values), plan)
+        return cast("type[Joinable]", type(values[0])).join(cast("Sequence[Joinable]", values), plan)
+
+    return _reduce(parts, leaf)
 
 
 def mean(parts: Sequence[object]) -> object:

@@ -123,7 +123,7 @@ def built(folder: Path, dtype: str) -> Model:
 def scored(model: Model, batch: Batch) -> Tensor:
     """The log-probs of all tokens."""
     pipeline = Pipeline(model.stages, model, valued=False)
-    found = logprobs(model.words, pipeline, batch, 1000, Source.trainer(0), model.world, pipeline.split)
+    found = logprobs(pipeline.passes(1000), batch, Source.trainer(0))
     return torch.from_numpy(found.values.copy())
 
 

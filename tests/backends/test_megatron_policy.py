@@ -11,6 +11,7 @@ from torch import Tensor
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.spread_state import MOMENTS
+from meshrl_megatron.optimizer import Trained
 from meshrl_megatron.policy import MegatronPolicy
 
 pytestmark = pytest.mark.megatron
@@ -43,8 +44,10 @@ def rollouts(seed: int = 0) -> Batch:
 
 def states(policy: MegatronPolicy) -> list[Mapping[str, Tensor]]:
     """What AdamW keeps of each parameter."""
-    (optimizer,) = policy._trained._optimizer.chained_optimizers
-    return [optimizer.optimizer.state[shard] for shard in policy._trained._shards()]
+    trained = policy._trainable.optimizer
+    assert isinstance(trained, Trained)
+    (optimizer,) = trained._optimizer.chained_optimizers
+    return [optimizer.optimizer.state[shard] for shard in trained._shards()]
 
 
 async def after_two(folder: Path) -> MegatronPolicy:

@@ -73,7 +73,7 @@ def policy(**changes: object) -> TorchPolicy:
 
 
 def model_of(made: TorchPolicy | TorchReference) -> LanguageModel:
-    return made._model
+    return made._passes.model
 
 
 def floats(array: np.ndarray[Any, Any]) -> NDArray[np.float32]:

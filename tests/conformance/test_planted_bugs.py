@@ -18,6 +18,7 @@ from meshrl.roles import registry
 from meshrl.testing import PromiseBroken
 from meshrl.testing.conformance import CHECKS, Harness, Subject, name_of
 from meshrl_hf import checkpoint
+from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.transfer import copy_into
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
@@ -62,6 +63,12 @@ class NormalisesByRank(TorchPolicy):
         return await super().update(batch.assign(share=share), Scaled(loss))
 
 
+def adamw(policy: TorchPolicy) -> torch.optim.AdamW:
+    optimizer = policy._trainable.optimizer
+    assert isinstance(optimizer, Optimizer)
+    return optimizer._adamw
+
+
 class ClipsByShard(TorchPolicy):
     """As if two ranks clipped the gradient of their halves of the parameters, each by the norm of its half."""
 
@@ -74,7 +81,7 @@ class ClipsByShard(TorchPolicy):
             for half in (parameters[::2], parameters[1::2]):
                 torch.nn.utils.clip_grad_norm_(half, config.optimizer.max_grad_norm or 1)
 
-        self._optimizer._adamw.register_step_pre_hook(clip)
+        adamw(self).register_step_pre_hook(clip)
 
 
 class ExportsBeforeTheUpdate(TorchPolicy):
@@ -137,7 +144,7 @@ class CountsRefusedUpdates(TorchPolicy):
         try:
             return await super().update(batch, loss)
         except DataError:
-            self._optimizer.steps += 1
+            self._trainable.optimizer.steps += 1
             raise
 
 
@@ -166,7 +173,7 @@ class Open(asyncio.Lock):
 class UpdatesTwoAtOnce(TorchPolicy):
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
-        self._updating = Open()
+        self._trainable.turn = Open()
 
 
 class RoundsDifferently(TorchPolicy):
@@ -196,7 +203,7 @@ class ForgetsMoments(TorchPolicy):
 
     async def restore(self, folder: str) -> None:
         await super().restore(folder)
-        self._optimizer._adamw.state.clear()
+        adamw(self).state.clear()
 
 
 class SavesNoHead(TorchCritic):
@@ -213,7 +220,7 @@ class TakesWhatItRefuses(TorchReference):
     """Looks at the weights after it has copied them."""
 
     async def load(self, weights: Weights) -> None:
-        for name, tensor in self._model.tensors().items():
+        for name, tensor in self._passes.model.tensors().items():
             if name in weights.tensors and tensor.shape == weights.tensors[name].shape:
                 copy_into(tensor, weights.tensors[name])
         await super().load(weights)

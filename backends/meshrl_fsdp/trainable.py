@@ -1,0 +1,69 @@
+"""A model in training that is spread over the ranks."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshrl.data import Batch, Metrics
+from meshrl.losses import Loss
+from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig
+from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.sharded import Sharded, gathered
+from meshrl_fsdp.state import ShardedState
+from meshrl_hf import checkpoint, training
+from meshrl_hf.lora import published
+from meshrl_hf.scoring import Predict
+from meshrl_hf.trainable import Trainable
+
+
+class Sharding(Trainable):
+    """A model whose parameters and optimizer, float32, are sharded; it computes in the dtype of its table."""
+
+    def __init__(
+        self,
+        config: PolicyConfig | CriticConfig | RewardTrainingConfig,
+        sharded: Sharded,
+        predict: Predict,
+        parameters: Mapping[str, nn.Parameter],
+        role: str,
+        head: nn.Linear | None = None,
+    ) -> None:
+        """`parameters`: what is trained. `head`: a critic's, which is none of the model's own."""
+        self._adapted = config if isinstance(config, PolicyConfig) and config.lora else None
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._sharded, self._head = sharded, head
+        self._predict = sharded.predicting(predict)
+        optimizer = ShardedOptimizer(config.optimizer, sharded, list(parameters.values()))
+        passes = sharded.passes(predict, config.micro_batch_tokens)
+        super().__init__(passes, optimizer, ShardedState(role, sharded, parameters, optimizer))
+
+    async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
+        """One optimizer step on the rows of all ranks."""
+        return await training.step(self.optimizer, self.passes, self._predict, batch, loss, check)
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's share, in the table's dtype: about as many bytes as the others'."""
+        sharded, adapted = self._sharded, self._adapted
+        tensors = published(sharded.whole(), adapted.lora).items() if adapted else sharded.tensors()
+        loads = [0] * dist.get_world_size()
+        for name, tensor in tensors:
+            lightest = loads.index(min(loads))
+            loads[lightest] += tensor.numel()
+            if lightest == sharded.world.number:
+                yield name, tensor.to(self._dtype)
+
+    def save(self, folder: str) -> None:
+        """Write a Hugging Face folder in the dtype of the table, or the adapters as peft does: the first rank does."""
+        model, world = self.passes.model, self._sharded.world
+        tensors = {name: tensor.to(self._dtype) for name, tensor in self._sharded.whole().items()}
+        head = {name: gathered(each).cpu() for name, each in self._head.named_parameters()} if self._head else None
+
+        def write() -> None:
+            if self._adapted:
+                checkpoint.write_adapters(model, folder, tensors, self._adapted)
+            else:
+                checkpoint.write(model, folder, head, tensors)
+
+        world.first(write)

@@ -1,0 +1,65 @@
+"""A whole model in training, on one rank."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from meshrl.data import Batch, Metrics
+from meshrl.errors import ContractError
+from meshrl.losses import Loss
+from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig
+from meshrl_hf import checkpoint, training
+from meshrl_hf.lora import published
+from meshrl_hf.model import LanguageModel
+from meshrl_hf.optimizer import Optimizer
+from meshrl_hf.scoring import Passes, Predict, one_by_one
+from meshrl_hf.state import TrainingState
+from meshrl_hf.trainable import Trainable, own_rank
+
+
+class OneRank(Trainable):
+    """A model in float32 (or bfloat16, its optimizer too), whose updates let other calls in between micro-batches."""
+
+    def __init__(
+        self,
+        config: PolicyConfig | CriticConfig | RewardTrainingConfig,
+        model: LanguageModel,
+        predict: Predict,
+        parameters: Mapping[str, nn.Parameter],
+        role: str,
+        head: nn.Linear | None = None,
+    ) -> None:
+        """`parameters`: what is trained. `head`: a critic's, which is none of the model's own."""
+        self._adapted = config if isinstance(config, PolicyConfig) and config.lora else None
+        self._predict, self._head = predict, head
+        own = {} if head is None else dict(head.named_parameters(prefix="value_head"))
+        kept = parameters if self._adapted else {**model.tensors(), **own}
+        optimizer = Optimizer(config.optimizer, list(parameters.values()))
+        state = TrainingState(role, kept, parameters, optimizer)
+        super().__init__(
+            Passes(model, one_by_one(predict), config.micro_batch_tokens), optimizer, state, asyncio.Lock()
+        )
+
+    async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
+        """One optimizer step, which may be cancelled between micro-batches and then changes no weight."""
+        return await training.step(self.optimizer, self.passes, self._predict, batch, loss, check)
+
+    def published(self) -> Iterable[tuple[str, Tensor]]:
+        """All tensors, or as `lora.sync` says."""
+        return published(self.passes.model.tensors(), self._adapted.lora if self._adapted else None).items()
+
+    def save(self, folder: str) -> None:
+        """Write a Hugging Face folder, or the adapters as peft does, whole or not at all."""
+        model = self.passes.model
+        if self._adapted:
+            checkpoint.write_adapters(model, folder, model.tensors(), self._adapted)
+        else:
+            checkpoint.write(model, folder, self._head.state_dict() if self._head else None)
+
+
+def check_alone(role: str, mesh: str) -> None:
+    """ContractError where the mesh of this name in the run's table has several ranks. Gives torch its threads."""
+    rank = own_rank()
+    if rank.size > 1:
+        raise ContractError(f"{role} trains on one rank, and its mesh has {rank.size}: set run.meshes.{mesh}.ranks = 1")
