@@ -111,7 +111,7 @@ class Trained:
         """Sum the gradients over the ranks, and divide by nothing: losses are of the global batch."""
         finalize_model_grads(stages, None, pg_collection, force_all_reduce)
 
-    # What follows is what a checkpoint keeps: `meshrl_megatron.state.Tensors`.
+    # What follows is what a checkpoint keeps.
 
     def names(self) -> Sequence[str]:
         """This rank's parameters, in an order that all ranks of its stage share."""
@@ -126,7 +126,7 @@ class Trained:
         return self._model.pieces(self._held[name])
 
     def is_writer(self, name: str) -> bool:
-        """Whether this rank writes it: one of those that hold the same."""
+        """Whether this rank writes it: exactly one of those that hold the same."""
         return self._model.tells(self._held[name])
 
     def parameter(self, name: str) -> Tensor:
@@ -147,7 +147,7 @@ class Trained:
         return whole.view(parameter.shape)
 
     def begin(self, steps: int) -> None:
-        """Go on after this many steps, with moments that are to be filled in."""
+        """Go on after this many steps, with moments that are taken next; after 0 there are none."""
         self.steps = steps
         for each in self._optimizer.chained_optimizers:
             each.optimizer.state.clear()

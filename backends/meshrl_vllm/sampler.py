@@ -5,7 +5,7 @@ import tempfile
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, DataError, ModelError
 from meshrl.mesh import current_rank
-from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of
+from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of, places_of
 from meshrl.weights import Entry, Weights
 from meshrl_hf import checkpoint
 from meshrl_hf.files import folder_of
@@ -162,7 +162,7 @@ class VllmSampler(Sampler):
         Where they arrived and the engine computes something else than the policy, it is ended.
         """
         if self._lends:
-            return _places({}, 0)
+            return places_of({}, 0)
         async with self._loading:
             began = time.monotonic()
             self._listen()
@@ -269,7 +269,7 @@ class VllmSampler(Sampler):
         self._begun_at_load, self._beside = self._begun, 0
         numbered = [number for number in self._calls if number >= 0]
         steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}
-        arriving.end(_places(steps, self._loads, **found))
+        arriving.end(places_of(steps, self._loads, **found))
         self._loads += 1
 
     def _tell_way(self, weights: Weights, seconds: float) -> None:
@@ -300,17 +300,6 @@ class VllmSampler(Sampler):
 
 def _part(name: str, entry: Entry) -> messages.Part:
     return messages.Part(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)
-
-
-def _places(steps: Mapping[int, int], load: int, **found: float) -> Batch:
-    """What `load` returns: by call, how many steps the engine had made."""
-    return Batch.of(
-        rank=np.full(len(steps), current_rank().index),
-        load=np.full(len(steps), load),
-        call=np.array(list(steps), np.int64),
-        steps=np.array(list(steps.values()), np.int64),
-        **{name: np.full(len(steps), value) for name, value in found.items()},
-    )
 
 
 def _finished(call: _Call, words: Words, done: Sequence[Done]) -> Finished:

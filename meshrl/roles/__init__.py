@@ -24,7 +24,7 @@ from meshrl.roles.config import (
     options_of,
     with_options,
 )
-from meshrl.roles.generate_calls import GenerateCalls
+from meshrl.roles.generate_calls import GenerateCalls, places_of
 from meshrl.roles.registry import BackendOptions, Models, backends, backends_with, class_for, implementation, models_of
 from meshrl.roles.sampling import GroupSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
@@ -69,5 +69,6 @@ __all__ = [
     "implementation",
     "models_of",
     "options_of",
+    "places_of",
     "with_options",
 ]

@@ -13,7 +13,7 @@ What every sampler needs, whatever it decodes with:
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -212,12 +212,18 @@ class GenerateCalls:
 
     def _places(self) -> Batch:
         steps = {number: call.steps for number, call in self._running.items() if call.steps >= 0} | {self._begun: -1}
-        return Batch.of(
-            rank=np.full(len(steps), current_rank().index),
-            load=np.full(len(steps), self._interruptions),
-            call=np.array(list(steps)),
-            steps=np.array(list(steps.values())),
-        )
+        return places_of(steps, self._interruptions)
+
+
+def places_of(steps: Mapping[int, int], load: int, **found: float) -> Batch:
+    """What `load` returns: by call, how many steps it had made; and what was found of the load, as a column each."""
+    return Batch.of(
+        rank=np.full(len(steps), current_rank().index),
+        load=np.full(len(steps), load),
+        call=np.array(list(steps), np.int64),
+        steps=np.array(list(steps.values()), np.int64),
+        **{name: np.full(len(steps), value) for name, value in found.items()},
+    )
 
 
 def _place(places: dict[int, int], call: int) -> float:

@@ -71,8 +71,8 @@ def test_where_torch_has_a_gpu_nothing_is_rewritten(monkeypatch: pytest.MonkeyPa
 
 def test_checkers_see_the_names_that_there_are() -> None:
     module = Path(cpu.__file__).with_name("core.py")
-    defined = [each for each in ast.parse(module.with_suffix(".pyi").read_text()).body if hasattr(each, "name")]
-    seen = {str(each.name) for each in defined if not str(each.name).startswith("_")}
+    defined = ast.parse(module.with_suffix(".pyi").read_text()).body
+    seen = {each.name for each in defined if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name[0] != "_"}
     (names,) = (
         node.value
         for node in ast.parse(module.read_text()).body

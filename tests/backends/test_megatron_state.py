@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
-from typing import Final, TypeVar, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -22,6 +22,9 @@ from meshrl_hf.ranks import RankGroup
 from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.naming import Piece, Place, Shape, pieces
 from meshrl_megatron.state import State
+
+if TYPE_CHECKING:
+    from meshrl_megatron.optimizer import Trained
 
 T = TypeVar("T")
 SHAPE: Final = Shape(hidden=16, heads=4, groups=4, head_dim=4, ffn=24, vocabulary=11, tied=True)
@@ -152,7 +155,7 @@ def together(ranks: list[Held], work: Callable[[State], None], role: str = "poli
     meeting = Barrier(len(ranks))
 
     def run(number: int) -> None:
-        work(State(role, ranks[number], Pretended(len(ranks), (number,), outcomes, meeting), body))
+        work(State(role, cast("Trained", ranks[number]), Pretended(len(ranks), (number,), outcomes, meeting), body))
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(run, range(len(ranks))))
@@ -180,7 +183,7 @@ def test_what_one_layout_writes_any_other_reads(
     def write(state: State) -> None:
         state.write(str(tmp_path), wait)
         if not wait:
-            for tensors in cast("Held", state._tensors).kept.values():
+            for tensors in cast("Held", state._trained).kept.values():
                 for tensor in tensors.values():
                     tensor.zero_()  # a copy is written
         asyncio.run(state.written())
