@@ -11,15 +11,22 @@ from meshrl.run.jobs import shipped_scripts
 CONFIGS = shipped_configs()
 
 
-@pytest.fixture
-def saved_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder in which each configuration has run: one may start from the model that another saved."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One in which each configuration has run: one may start from the model that another saved."""
+    made = tmp_path_factory.mktemp("runs")
     for path in CONFIGS.values():
         run = load_job(path, [], RunConfig).run
-        model = tmp_path / run.folder / run.name / "model"
+        model = made / run.folder / run.name / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text("{}", "utf-8")
+    return made
+
+
+@pytest.fixture
+def saved_models(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Where one stands: in that folder."""
+    monkeypatch.chdir(folder)
 
 
 @pytest.mark.usefixtures("saved_models")

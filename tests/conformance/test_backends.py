@@ -1,15 +1,14 @@
 """The backends that train, against the suite that each of them must pass."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-import pytest_asyncio
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from meshrl import ClippedLoss, Mesh, RankFailed
+from meshrl import ClippedLoss, RankFailed
 from meshrl.losses import TokenLoss
 from meshrl.testing.conformance import (
     CHECKS,
@@ -30,48 +29,6 @@ from meshrl.testing.conformance import (
 from meshrl.testing.conformance.compare import close
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-SUBJECTS = [
-    Subject("torch"),
-    Subject("torch", engine="ray"),
-    Subject("fsdp", {"dp": 2}, "ray"),
-    Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"replicate": 2}}),
-    Subject("fsdp", {"dp": 1, "tp": 2}, "ray"),
-]
-
-
-@pytest_asyncio.fixture(loop_scope="session", scope="module", params=SUBJECTS, ids=str)
-async def harness(request: pytest.FixtureRequest, warm: Callable[[int], Awaitable[Mesh]]) -> AsyncGenerator[Harness]:
-    subject: Subject = request.param
-    async with Harness(subject, warm if subject.engine == "ray" else None) as made:
-        yield made
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=name_of)
-async def test_a_backend_conforms(harness: Harness, check: Check) -> None:
-    await harness.run(check)
-
-
-@pytest.mark.parametrize("check", REWARD_MODEL, ids=name_of)
-async def test_a_reward_model_conforms(harness: Harness, check: Check) -> None:
-    await harness.run(check)
-
-
-async def test_adapters(harness: Harness) -> None:
-    if "tp" not in harness.subject.axes:
-        await harness.run(numbers.low_rank_adapters)
-        return
-    async with harness.trial() as trial:
-        with pytest.raises(RankFailed, match="no adapters on a mesh with an axis tp"):
-            await trial.own.policy(lora={"rank": 4})
-
-
-WITH_GROUPS = [*numbers.POLICY[3:5], numbers.uneven_rows, *CRITIC[:2], *REFERENCE, state.weights, state.saving]
-
-
-@pytest.mark.parametrize("check", WITH_GROUPS, ids=name_of)
-async def test_a_backend_conforms_with_grouped_queries(harness: Harness, grouped: str, check: Check) -> None:
-    await harness.run(check, grouped)
 
 
 WITHOUT_A_MODEL = [
@@ -118,10 +75,6 @@ async def a_loss_that_raises(trial: Trial) -> None:
     await trial.standard(policy)
 
 
-async def test_a_loss_that_raises_leaves_no_rank_waiting(harness: Harness) -> None:
-    await harness.run(a_loss_that_raises)
-
-
 async def log_probs_of_transformers(trial: Trial) -> None:
     """`logprobs` are what transformers computes, one row at a time."""
     (batch,) = await trial.batches(1)
@@ -136,6 +89,71 @@ async def log_probs_of_transformers(trial: Trial) -> None:
     close("log-probs", scored.ragged("logprobs").values, np.concatenate(expected), trial.tolerance)
 
 
-@pytest.mark.parametrize("model", ["small", "grouped"])
-async def test_log_probs_are_those_of_transformers(harness: Harness, grouped: str, model: str) -> None:
-    await harness.run(log_probs_of_transformers, grouped if model == "grouped" else None)
+async def adapters(trial: Trial) -> None:
+    """A policy with adapters trains as one rank does, or says that its layout has none."""
+    if "tp" not in trial.subject.axes:
+        await numbers.low_rank_adapters(trial)
+        return
+    with pytest.raises(RankFailed, match="no adapters on a mesh with an axis tp"):
+        await trial.own.policy(lora={"rank": 4})
+
+
+OWN: Sequence[Check] = [adapters, a_loss_that_raises, log_probs_of_transformers]
+GROUPED: Sequence[Check] = [
+    *numbers.POLICY[3:5],
+    numbers.uneven_rows,
+    *CRITIC[:2],
+    *REFERENCE,
+    state.weights,
+    state.saving,
+    log_probs_of_transformers,
+]
+"""What is asked with fewer heads of keys than of queries, and a head of the model's own."""
+
+LAYOUT: Sequence[Check] = [
+    *numbers.POLICY[:3],
+    numbers.micro_batches,
+    numbers.uneven_rows,
+    *CRITIC,
+    *REFERENCE,
+    adapters,
+    state.weights,
+    state.saving,
+    state.the_same_bits,
+    checkpoints.a_policy_goes_on,
+    checkpoints.a_critic_goes_on,
+]
+"""What hangs on how a model is divided, where a layout of as many ranks is asked everything."""
+
+TRAVELS: Sequence[Check] = [
+    numbers.POLICY[0],
+    state.weights,
+    state.saving,
+    state.a_cancelled_update,
+    state.calls_at_once,
+    state.roles_side_by_side,
+    checkpoints.a_policy_goes_on,
+    judging.a_reward_model_goes_on,
+]
+"""What another engine may change for a backend that is asked everything on this one."""
+
+ALL: Sequence[Check] = [*CHECKS, *REWARD_MODEL, *OWN]
+ASKED: Sequence[tuple[Subject, Sequence[Check], Sequence[Check]]] = [
+    (Subject("torch"), ALL, GROUPED),
+    (Subject("torch", engine="ray"), TRAVELS, ()),
+    (Subject("fsdp", {"dp": 2}, "ray"), ALL, ()),
+    (Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"replicate": 2}}), LAYOUT, ()),
+    (Subject("fsdp", {"dp": 1, "tp": 2}, "ray"), [*LAYOUT, *REWARD_MODEL, *OWN[1:]], GROUPED),
+]
+"""By subject: what it is asked of the suite's model, and of another."""
+CASES = [
+    pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}")
+    for subject, small, grouped in ASKED
+    for model, checks in (("small", small), ("grouped", grouped))
+    for check in checks
+]
+
+
+@pytest.mark.parametrize(("harness", "model", "check"), CASES, indirect=["harness"])
+async def test_a_backend_conforms(harness: Harness, grouped: str, model: str, check: Check) -> None:
+    await harness.run(check, grouped if model == "grouped" else None)

@@ -56,7 +56,7 @@ FEW: Sequence[Check] = [
     state.saving,
     checkpoints.a_policy_goes_on,
 ]
-"""What is asked of four ranks, whose start alone takes most of the time."""
+"""What is asked of four ranks, whose start alone takes most of the time, and of states that are not split."""
 
 GROUPED: Sequence[Check] = [
     numbers.POLICY[3],
@@ -82,7 +82,7 @@ def asked(subject: Subject, checks: Iterable[Check], grouped: Iterable[Check] = 
 CASES = [
     *asked(ONE, (*CHECKS, *REWARD_MODEL), GROUPED),
     *asked(SPLIT, (*CHECKS, *REWARD_MODEL), GROUPED),
-    *asked(WHOLE_STATES, LAYOUT),
+    *asked(WHOLE_STATES, FEW),
     *asked(PIPELINE, (*LAYOUT, *REWARD_MODEL), GROUPED),
     *asked(DATA, LAYOUT),
     *asked(CONTEXT, LAYOUT, GROUPED),

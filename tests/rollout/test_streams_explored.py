@@ -196,7 +196,7 @@ async def deaths(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("scenario", "seeds"), [(small, 8000), (anything, 1700), (deaths, 300)])
+@pytest.mark.parametrize(("scenario", "seeds"), [(small, 2400), (anything, 600), (deaths, 200)])
 def test_the_stream_keeps_its_promises_under_any_schedule(scenario: Scenario, seeds: int) -> None:
     explore(scenario, seeds=seeds, workers=2)
 
