@@ -22,16 +22,6 @@ def records(name: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
 
 
-FOUR = (
-    "run.meshes.main.ranks=4",
-    "run.meshes.main.cpus=0",
-    "policy.axes={dp=2, tp=2}",
-    "critic.axes={dp=2, pp=2}",
-    "reference.axes={dp=4}",
-)
-"""As the quickstart, on four processes."""
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_layouts_train_in_the_same_processes(
@@ -43,16 +33,10 @@ def test_three_layouts_train_in_the_same_processes(
     assert warm[-1]["loss"] < warm[0]["loss"] - 0.2
 
     run("ppo/quickstart-megatron", "prompts=8", "steps=5")
-    check(records("quickstart-megatron"), 5)
     for saved in "model", "critic":
         assert Path("runs/quickstart-megatron", saved, "model.safetensors").exists()
-
-    run("ppo/quickstart-megatron", "prompts=8", "steps=2", "run.name=four", *FOUR)
-    check(records("four"), 2)
-
-
-def check(steps: list[dict[str, float]], count: int) -> None:
-    assert len(steps) == count
+    steps = records("quickstart-megatron")
+    assert len(steps) == 5
     assert all(math.isfinite(value) for step in steps for value in step.values())
     assert max(step["sampler_difference"] for step in steps) < 1e-5
     assert {"reward", "kl", "critic_loss", "critic_explained_variance"} <= set(steps[0])

@@ -121,7 +121,6 @@ LAYOUT: Sequence[Check] = [
     state.saving,
     state.the_same_bits,
     checkpoints.a_policy_goes_on,
-    checkpoints.a_critic_goes_on,
 ]
 """What hangs on how a model is divided, where a layout of as many ranks is asked everything."""
 
