@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from meshrl import RankFailed, Resources
+from meshrl import RankFailed
 from meshrl.testing.conformance import (
     CHECKS,
     REWARD_MODEL,
@@ -29,7 +29,6 @@ WHOLE_STATES = Subject("megatron", {"dp": 1, "tp": 2}, "ray", {"megatron": {"seq
 PIPELINE = Subject("megatron", {"dp": 1, "pp": 2}, "ray")
 DATA = Subject("megatron", {"dp": 2}, "ray")
 CONTEXT = Subject("megatron", {"dp": 1, "cp": 2}, "ray")
-FOUR = Subject("megatron", {"dp": 1, "pp": 2, "tp": 2}, "ray", resources=Resources(cpus=0))
 
 LAYOUT: Sequence[Check] = [
     *numbers.POLICY[:3],
@@ -56,7 +55,7 @@ FEW: Sequence[Check] = [
     state.saving,
     checkpoints.a_policy_goes_on,
 ]
-"""What is asked of four ranks, whose start alone takes most of the time, and of states that are not split."""
+"""What is asked of states that are not split. tests/ray/test_megatron.py asks layouts of four ranks."""
 
 GROUPED: Sequence[Check] = [
     numbers.POLICY[3],
@@ -71,12 +70,8 @@ GROUPED: Sequence[Check] = [
 
 def asked(subject: Subject, checks: Iterable[Check], grouped: Iterable[Check] = ()) -> list[object]:
     """Of one subject, all together: so its processes are started once."""
-    marks = [pytest.mark.slow] if subject is FOUR else []
     cases = [("small", check) for check in checks] + [("grouped", check) for check in grouped]
-    return [
-        pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}", marks=marks)
-        for model, check in cases
-    ]
+    return [pytest.param(subject, model, check, id=f"{subject}-{model}-{name_of(check)}") for model, check in cases]
 
 
 CASES = [
@@ -86,7 +81,6 @@ CASES = [
     *asked(PIPELINE, (*LAYOUT, *REWARD_MODEL), GROUPED),
     *asked(DATA, LAYOUT),
     *asked(CONTEXT, LAYOUT, GROUPED),
-    *asked(FOUR, FEW),
 ]
 
 

@@ -30,10 +30,12 @@ from meshrl import (
     Ragged,
     Reference,
     ReferenceConfig,
+    Resources,
     ValueLoss,
     endpoint,
     stop,
 )
+from meshrl.testing.conformance import Check, Harness, Subject, checkpoints, name_of, numbers, state
 from meshrl_hf.text import character_tokenizer
 from meshrl_megatron.critic import MegatronCritic
 from meshrl_megatron.options import MegatronConfig
@@ -153,6 +155,23 @@ async def test_four_layouts_in_the_same_processes_compute_what_one_rank_does(war
     for policy in policies[:2]:
         await same_weights(policy, policies[2], 1e-5)
     assert (await (await four.spawn(Witness)).groups()).tolist() == [0] * 4
+
+
+FOUR = Subject("megatron", {"dp": 1, "pp": 2, "tp": 2}, "ray", resources=Resources(cpus=0))
+KEPT = [
+    numbers.uneven_rows,
+    numbers.critic_updates,
+    numbers.a_reference_takes_weights,
+    state.weights,
+    state.saving,
+    checkpoints.a_policy_goes_on,
+]
+
+
+@pytest.mark.parametrize("harness", [pytest.param(FOUR, id=str(FOUR))], indirect=True)
+@pytest.mark.parametrize("check", KEPT, ids=name_of)
+async def test_a_layout_of_four_ranks_conforms(harness: Harness, check: Check) -> None:
+    await harness.run(check)
 
 
 SHAPES = {
