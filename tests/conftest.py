@@ -26,12 +26,17 @@ settings.load_profile("meshrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes: whatever asks for a cluster, by a fixture or as its engine."""
+    """Mark what starts processes: whatever asks for a cluster, by a fixture or as its engine.
+
+    Files that have such tests, or slow ones, come first: so no worker is left alone with a long one at the end.
+    """
     for item in items:
         drawn = getattr(item, "callspec", None)
         engine = drawn.params.get("engine") if drawn else None
         if "ray_cluster" in getattr(item, "fixturenames", ()) or engine == "ray":
             item.add_marker(pytest.mark.process)
+    long = {item.path for item in items if any(map(item.get_closest_marker, ("process", "slow")))}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)
