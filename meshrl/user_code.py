@@ -66,7 +66,7 @@ class FirstErrors:
 
 
 def load_name(what: str, name: str, shipped: Collection[str], is_one: Callable[[object], bool]) -> object:
-    """What `file.py:name` or `package.module:name` is; ConfigError, that says `what` it should be, where it is nothing.
+    """The object that `file.py:name` or `package.module:name` names; ConfigError, with `what` it should be, if none.
 
     `shipped` and those that `is_one` are what a misspelt name may have meant.
     """

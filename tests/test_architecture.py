@@ -94,6 +94,11 @@ def door(module: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "engines" else parts[0]
 
 
+def is_exported(name: str, room: str) -> bool:
+    """Whether an imported name is in the `__all__` of a room, not one of its modules; a file of `BASE` exports all."""
+    return room in BASE or name.removeprefix(f"meshrl.{room}.") in importlib.import_module(f"meshrl.{room}").__all__
+
+
 def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split(".")[1:])
 
@@ -119,8 +124,8 @@ def test_a_module_imports_from_the_rooms_that_its_own_may_use_by_their_doors(mod
         assert other != "__init__", f"meshrl.{module} imports {name} from the package's front door"
         assert library(other) in allowed, f"meshrl.{module} imports {name}: {room} may use {sorted(allowed)}"
         assert not is_private(name), f"meshrl.{module} imports {name}, which is private to {library(other)}"
-        assert name.removeprefix(f"meshrl.{door(other)}").count(".") <= 1, (
-            f"meshrl.{module} imports {name}: import it from meshrl.{door(other)}"
+        assert is_exported(name, door(other)), (
+            f"meshrl.{module} imports {name}, which meshrl.{door(other)} does not export"
         )
 
 
@@ -148,7 +153,7 @@ def test_a_room_says_what_it_is_for_and_what_it_exports(room: str) -> None:
     tree = ast.parse((ROOT / "meshrl" / room / "__init__.py").read_text("utf-8"))
     assert ast.get_docstring(tree)
     exported = importlib.import_module(f"meshrl.{room}")
-    for name in getattr(exported, "__all__", ()):
+    for name in exported.__all__:
         assert hasattr(exported, name), f"meshrl.{room}.{name}"
 
 
@@ -172,6 +177,8 @@ def test_a_backend_sees_the_core_itself_and_what_is_shared(module: str) -> None:
         assert library(name) in seen or not library(name).startswith("meshrl"), name
         assert library(core_module(name) or "") not in ("cli", "run"), name
         assert not is_private(name), f"{path.name}: {name} is private"
+        if (other := core_module(name)) and other != "__init__":
+            assert is_exported(name, door(other)), f"{path.name}: meshrl.{door(other)} does not export {name}"
 
 
 @pytest.mark.parametrize("module", sorted(modules("algorithms")))

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
 
+__all__ = ["MOVED", "RENAMED", "install", "old_names"]
+
 MOVED: Final = {
     "actor": "mesh.actor",
     "advantages": "objectives.advantages",

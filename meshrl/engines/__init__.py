@@ -2,3 +2,5 @@
 
 Import the engine that is meant: `meshrl.engines.local` or `meshrl.engines.ray`; this package itself loads neither.
 """
+
+__all__: list[str] = []

@@ -11,8 +11,8 @@ from meshrl.mesh.sharding import Rows
 def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:
     """Which part takes each row, int64[rows]: the costliest row first, each to the part that is the lightest by then.
 
-    `costs`: int64[rows]; `loads`, int64[parts]: what each part has already. Of the parts that are given rows none then
-    exceeds the lightest by more than one row's cost (Graham 1969, LPT). Ties go to the part of fewest rows, then to the
+    `costs`: int64[rows]; `loads`, int64[parts]: what each part has already. A part that is given rows ends at most one
+    row's cost above the lightest (Graham 1969, LPT). Ties go to the part of fewest rows, then to the
     first. `homes`, int64[rows], -1 for none: a row goes to this part as long as that exceeds the lightest by `slack` at
     most, and then adds its own cost.
     """

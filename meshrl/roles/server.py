@@ -1,4 +1,4 @@
-"""A server over HTTP: what a backend implements that can give a trained model to one, and what it is told."""
+"""An HTTP server for a trained model: what a backend implements, and its configuration."""
 
 from abc import ABC, abstractmethod
 from typing import Literal

@@ -30,12 +30,13 @@ async def newest_model(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[
 
     ConfigError where there is neither; ModelError where it is no whole model.
     """
-    source, folder = await _newest_source(run, policy, scratch)
+    source, folder = await newest_source(run, policy, scratch)
     return source.path, folder
 
 
-async def _newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path]:
-    found = await _newest_folder(run, policy, scratch)
+async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path]:
+    """Where a run's newest model is from, and its folder; ConfigError where it has none."""
+    found = await newest_folder(run, policy, scratch)
     if found is None:
         raise ConfigError(
             f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
@@ -60,7 +61,7 @@ def sample_prompt(run: Path, model: str | NewModel) -> str:
     return str(line.get("prompt", model.characters[0] if isinstance(model, NewModel) else "Hello"))
 
 
-def _newest(run: Path) -> _Source | None:
+def newest(run: Path) -> _Source | None:
     """What it wrote last; None where nothing is there."""
     checkpoint, model = newest_checkpoint(run), run / "model"
     files = [model / "config.json", model / "adapter_config.json", *([checkpoint / "run.json"] if checkpoint else [])]
@@ -72,9 +73,9 @@ def _newest(run: Path) -> _Source | None:
     return max(found, key=lambda source: source.at, default=None)
 
 
-async def _newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path] | None:
+async def newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path] | None:
     """The newest model, and a Hugging Face folder of it; None where there is none."""
-    while (source := _newest(run)) is not None:
+    while (source := newest(run)) is not None:
         try:
             folder = source.path if source.path.name == "model" else await _written(policy, source.path, scratch)
         except (MeshrlError, OSError):

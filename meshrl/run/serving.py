@@ -16,7 +16,7 @@ from meshrl.roles import (
     backends_with,
     implementation,
 )
-from meshrl.run.artifacts import _newest, _newest_folder, _newest_source, sample_prompt, table_of
+from meshrl.run.artifacts import newest, newest_folder, newest_source, sample_prompt, table_of
 
 _LOOKS: Final = 1.0
 """Seconds between two looks at the run's folder."""
@@ -30,7 +30,7 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
     table = load_toml(run / "config.toml")
     policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
     with tempfile.TemporaryDirectory(prefix="meshrl-serve-") as scratch:
-        source, folder = await _newest_source(run, policy, Path(scratch))
+        source, folder = await newest_source(run, policy, Path(scratch))
         config = _server_config(run, table, policy, folder, address)
         server = implementation(Server, config.backend)(config)
         try:
@@ -39,9 +39,9 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
             while True:
                 await asyncio.sleep(_LOOKS)
                 server.check()
-                if not address.follow or _newest(run) == source:
+                if not address.follow or newest(run) == source:
                     continue
-                if found := await _newest_folder(run, policy, Path(scratch)):
+                if found := await newest_folder(run, policy, Path(scratch)):
                     source, folder = found
                     await server.load(str(folder), source.path.name)
                     say(f"{source.path} is served")

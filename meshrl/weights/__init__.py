@@ -1,7 +1,7 @@
 """A model's weights on their way from what trains to what samples.
 
 Tensors travel by name in buckets of shared memory; each is known by a fingerprint, so that a sampler can prove what
-it has. `delta` sends what has changed alone.
+it has. `delta` sends only what changed.
 """
 
 from meshrl.weights.bucket import Bucket, Entry

@@ -29,11 +29,6 @@ MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, 
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
-
-
-@pytest.fixture(autouse=True)
 def _choose_again() -> Iterator[None]:
     attention.packed_kernel.cache_clear()
     yield

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.errors import ConfigError, ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
@@ -19,11 +18,6 @@ from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def policy(**changes: object) -> FsdpPolicy:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from meshrl import Batch, ClippedLoss, LoraConfig, NewModel, PolicyConfig, Ragged, SamplerConfig, Sampling, rollout
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl.run import AlgorithmConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_torch.policy import TorchPolicy
@@ -21,11 +20,6 @@ from meshrl_torch.sampler import TorchSampler
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 LORA = LoraConfig(rank=4, alpha=8)
 Backend = type[TorchPolicy] | type[FsdpPolicy]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged
-from meshrl.mesh import Rank, rank_context
 from meshrl_hf.spread_state import MOMENTS
 from meshrl_megatron.optimizer import Trained
 from meshrl_megatron.policy import MegatronPolicy
@@ -18,11 +17,6 @@ pytestmark = pytest.mark.megatron
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 OPTIMIZER = {"lr": 0.03, "eps": 0.01, "max_grad_norm": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def made(**keys: object) -> MegatronPolicy:

@@ -26,7 +26,6 @@ from meshrl import (
     RewardTrainingConfig,
     score_columns,
 )
-from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.reward_model import FsdpRewardModel
 from meshrl_hf.text import character_tokenizer
 from meshrl_megatron.reward import MegatronReward
@@ -61,11 +60,6 @@ PAIRS = Batch.of(
     groups=np.repeat(np.arange(4), 2),
     preferred=np.array([1, -1, -1, 1, 1, -1, 0, 0], np.int8),
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ValueLoss
 from meshrl.errors import ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp.critic import FsdpCritic
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_hf.ranks import RankGroup
@@ -210,11 +209,6 @@ def test_before_the_first_step_there_are_no_moments(tmp_path: Path) -> None:
     assert not other.kept["exp_avg"]
 
 
-@pytest.fixture
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
-
-
 def rollouts() -> Batch:
     rng = np.random.default_rng(0)
     tokens = Ragged.of([rng.integers(2, 11, 7) for _ in range(6)], np.int32)
@@ -228,7 +222,6 @@ def rollouts() -> Batch:
     )
 
 
-@pytest.mark.usefixtures("_one_thread")
 async def test_the_backend_fsdp_reads_and_writes_the_same(tmp_path: Path) -> None:
     source, target = (FsdpPolicy(PolicyConfig(model=MODEL, seed=seed)) for seed in range(2))
     await source.update(rollouts(), ClippedLoss())
@@ -249,7 +242,6 @@ async def test_the_backend_fsdp_reads_and_writes_the_same(tmp_path: Path) -> Non
         np.testing.assert_array_equal(one, two)
 
 
-@pytest.mark.usefixtures("_one_thread")
 async def test_a_critic_has_the_names_of_the_backend_fsdp(tmp_path: Path) -> None:
     critic = FsdpCritic(CriticConfig(model=MODEL))
     await critic.update(rollouts(), ValueLoss())

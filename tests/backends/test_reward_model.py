@@ -22,7 +22,6 @@ from transformers import (
 
 from meshrl import Batch, PolicyConfig, Reward, RewardModelConfig
 from meshrl.errors import DataError, ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl_fsdp import loading
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.reward import FsdpReward
@@ -66,11 +65,6 @@ ROWS = Batch.of(
     completion=["", "de", "d", "hhhhhhhhhh", "a", "de", "f", "abcdefgh" * 3],
 )
 """Groups of a prompt, one row twice, one row of its prompt alone, and texts without a character."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def save(folder: Path, config: PretrainedConfig, auto: Any = AutoModelForSequenceClassification) -> str:

@@ -56,11 +56,6 @@ STEPS = Batch.of(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
-
-
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A policy's folder, far from its initialisation."""

@@ -9,18 +9,12 @@ import torch
 
 from meshrl import Batch, NewModel, PolicyConfig, Ragged, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError
-from meshrl.mesh import Rank, rank_context
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=64)
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "bad>", "c"])
 PREFIX = ("tokens", "loss_mask", "sampler_logprobs", "versions")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 _made: dict[int, Weights] = {}

@@ -32,11 +32,6 @@ from meshrl_torch.policy import TorchPolicy
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
-
-
 def critic(*, seed: int | None = 0, **changes: object) -> TorchCritic:
     """A critic, far from its initialisation unless `seed` is None."""
     made = TorchCritic(CriticConfig.model_validate({"model": MODEL, **changes}))

@@ -29,17 +29,11 @@ from transformers import (
 
 from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig
 from meshrl.errors import ConfigError, ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel, ready
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 @pytest.fixture

@@ -58,11 +58,6 @@ SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient: weights differ by what gradients do."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
-
-
 def policy(**changes: object) -> TorchPolicy:
     made = TorchPolicy(PolicyConfig.model_validate({"model": MODEL, **changes}))
     with torch.no_grad():  # far from the initialisation, where all log-probs are about equal

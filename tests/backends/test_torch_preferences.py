@@ -14,7 +14,6 @@ from meshrl import (
     ReferenceConfig,
     preference_columns,
 )
-from meshrl.mesh import Rank, rank_context
 from meshrl_hf.packing import learned, micro_batches
 from meshrl_hf.scoring import predicted
 from meshrl_torch.policy import TorchPolicy
@@ -24,11 +23,6 @@ MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, 
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With a large eps AdamW's first step is nearly the gradient."""
 BETA = 0.5
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def policy(budget: int) -> TorchPolicy:

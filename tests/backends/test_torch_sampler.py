@@ -13,7 +13,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 
 from meshrl import Batch, NewModel, PolicyConfig, Sampler, SamplerConfig, Sampling, Weights
 from meshrl.errors import DataError, ModelError
-from meshrl.mesh import Rank, rank_context
 from meshrl.weights import Bucket
 from meshrl_hf.rollouts import Rollouts
 from meshrl_hf.seeds import key
@@ -25,11 +24,6 @@ from meshrl_torch.sampler import TorchSampler
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=64)
 PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "bad>", "c"], groups=np.arange(10, 15))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def policy(**changes: object) -> TorchPolicy:

@@ -11,7 +11,7 @@ from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, 
 from meshrl.data import Source
 from meshrl.errors import DataError
 from meshrl.losses import Correction, effective_sample_size
-from meshrl.mesh import Array, Rank, rank_context
+from meshrl.mesh import Array
 from meshrl_hf.scoring import spread
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
@@ -19,11 +19,6 @@ from meshrl_torch.reference import TorchReference
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 SGD = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)
 """With so large an epsilon Adam's first step is nearly the gradient."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def policy(micro_batch_tokens: int = 1000) -> TorchPolicy:

@@ -11,15 +11,9 @@ from torch import Tensor
 from meshrl import Batch, ClippedLoss, CrossEntropy, NewModel, PolicyConfig, Ragged, ValueLoss
 from meshrl.errors import DataError, ModelError
 from meshrl.losses import Normalise, Predicts, TokenLoss
-from meshrl.mesh import Rank, rank_context
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    rank_context.set(Rank(threads=1))
 
 
 def policy(**changes: object) -> TorchPolicy:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,7 +76,8 @@ class Probe(Actor):
             raise
 
     @endpoint
-    async def block(self) -> None:
+    async def block(self, begun: str) -> None:
+        Path(f"{begun}-{current_rank().index}").touch()
         time.sleep(1000)  # noqa: ASYNC251 -- as a collective does whose peer is gone
 
     @endpoint
@@ -142,11 +143,25 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: Mesh, tmp_path: P
     assert await other.add() == 6
 
 
-async def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_its_mesh(mesh: Mesh) -> None:
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never held")
+
+
+async def blocked(probe: Probe, folder: Path) -> asyncio.Task[None]:
+    """A call in which every rank waits for good."""
+    call = asyncio.create_task(probe.block(str(folder / "begun")))
+    await until(lambda: len(list(folder.glob("begun-*"))) == 2)
+    return call
+
+
+async def test_a_rank_that_waits_for_a_dead_one_does_not_hold_up_its_mesh(mesh: Mesh, tmp_path: Path) -> None:
     probe = await mesh.spawn(Probe)
     pids = await pids_of(probe)
-    call = asyncio.create_task(probe.block())
-    await asyncio.sleep(0.3)
+    call = await blocked(probe, tmp_path)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RankDied):
         await asyncio.wait_for(call, 5)
@@ -214,7 +229,7 @@ async def test_a_mesh_leaves_nothing_behind(engine: RayEngine, before: set[objec
     pids = await pids_of(probe)
     call = asyncio.create_task(probe.hang())
     await probe.add()
-    assert set(pids) < present() - before
+    await until(lambda: set(pids) < present() - before)  # the title of a process is not whole while it is written
     await mesh.stop()
     with pytest.raises(MeshStopped):
         await call
@@ -256,7 +271,7 @@ async def test_a_run_that_ends_by_a_death_leaves_nothing_behind(before: set[obje
 
 async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine, before: set[object]) -> None:
     reserving = asyncio.create_task(Mesh.reserve(engine, 2, NO_CORE))
-    await asyncio.sleep(0.1)
+    await until(lambda: not present() <= before)
     reserving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reserving
@@ -280,11 +295,10 @@ async def test_a_death_in_a_constructor_fails_the_spawn_and_the_mesh_can_be_used
     assert await (await mesh.spawn(Starts, die=False)).add() == 1
 
 
-async def test_stop_does_not_wait_for_a_rank_that_waits_for_a_dead_one(mesh: Mesh) -> None:
+async def test_stop_does_not_wait_for_a_rank_that_waits_for_a_dead_one(mesh: Mesh, tmp_path: Path) -> None:
     probe = await mesh.spawn(Probe)
     pids = await pids_of(probe)
-    call = asyncio.create_task(probe.block())
-    await asyncio.sleep(0.3)
+    call = await blocked(probe, tmp_path)
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RankDied):
         await call
