@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import SupportsFloat, cast
+from typing import Final, SupportsFloat, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshrl.tasks import Row
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 def finite(value: object) -> float:
@@ -18,6 +20,8 @@ def finite(value: object) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"a reward must be finite, not {number}")
+    if abs(number) > _LARGEST:
+        raise ValueError(f"a reward must be at most {_LARGEST:.4g} in size, since rewards are float32, not {number:g}")
     return number
 
 

@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
-from meshrl.rewards.sandbox import code_tests
+from meshrl.rewards.sandbox import check_safe, code_tests
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
 from meshrl.user_code import FirstErrors, load_name
@@ -46,6 +46,8 @@ class RewardConfig(RoleConfig):
     """Of `functions`, by the same names; 1 where none is given."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""
+    unsafe: bool = False
+    """Whether `code_tests` may run a model's code where nothing keeps it from this user's files and processes."""
 
     @field_validator("backend")
     @classmethod
@@ -99,6 +101,8 @@ class FunctionReward(Reward):
     """Calls each function once a row. What one raises is told on that row and costs only that reward."""
 
     def __init__(self, config: RewardConfig) -> None:
+        if "code_tests" in config.parts.values() and not config.unsafe:
+            check_safe()
         self._parts = [
             _Part(name, load_function(function), function in _SHIPPED, config.weights.get(name, 1.0))
             for name, function in config.parts.items()

@@ -4,7 +4,8 @@ r"""Running code that a model wrote: in a process of its own, under limits, with
     result.outcome      # "passed"
 
 The limits keep the mistakes and the mischief of a model in training from the trainer. They are no wall against somebody
-who knows the kernel; code from elsewhere belongs in a container or a virtual machine. `enforced()` says what holds.
+who finds a hole in the kernel; code from elsewhere belongs in a container or a virtual machine. `enforced()` says what
+holds.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, cast
 
@@ -30,6 +32,8 @@ from pydantic import Field
 
 from meshrl import log
 from meshrl.config import Config
+from meshrl.errors import ConfigError
+from meshrl.rewards import sandbox_kernel
 
 Outcome: TypeAlias = Literal["passed", "failed", "timeout", "memory", "error"]
 """All tests held; the code or a test raised, or the code ended the process; its time was up; its memory was; or the
@@ -47,6 +51,8 @@ class Limits(Config):
     """Processes and threads at once."""
     output_bytes: int = Field(default=65536, gt=0)
     """Kept of what it prints. Each file that it writes, and what it prints, ends at sixteen times as much."""
+    files_mib: int = Field(default=64, gt=0)
+    """All files together, where the sandbox has namespaces."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +70,36 @@ class Result:
 class Enforced:
     """What this machine lets a sandbox enforce, beside time, memory and output."""
 
-    prefix: tuple[str, ...]
-    """The command that makes the namespaces; empty where there are none."""
+    prefix: tuple[str, ...] = ()
+    """The command that makes namespaces for processes, mounts, the network and shared memory; empty without them."""
+    files: bool = False
+    """Whether it has no files but its own and those of Python, and cannot reach this user's processes: Landlock."""
+    calls: bool = False
+    """Whether it can open no socket, nor call into other processes: seccomp."""
+    other_user: bool = False
+    """Whether it runs as a user that nobody else is."""
 
     @property
     def network(self) -> bool:
         """Whether the code has no network."""
-        return bool(self.prefix)
+        return bool(self.prefix) or self.calls
 
     @property
     def processes(self) -> bool:
-        """Whether all of its processes end with it, also those that left its session, and are counted apart."""
-        return bool(self.prefix)
+        """Whether its processes are counted apart from others of the same user."""
+        return bool(self.prefix) or self.other_user
+
+    @property
+    def safe(self) -> bool:
+        """Whether the memory and the environment of the process that judges are out of the code's reach."""
+        return self.files or self.calls or self.other_user
 
 
 _POOL: Final = ThreadPoolExecutor(max(2, os.cpu_count() or 2), "meshrl-sandbox")
 """As many sandboxes at once."""
-_SPACES: Final = ("--net", "--pid", "--fork", "--kill-child")
+_SPACES: Final = ("--net", "--ipc", "--mount", "--pid", "--fork", "--kill-child")
+_OWN_USER: Final = ("--user", "--map-current-user", "--keep-caps")
+_TEMPORARY: Final = ("/tmp", "/var/tmp")  # noqa: S108 -- they are named, to be hidden
 _CHILD: Final = str(Path(__file__).with_name("sandbox_worker.py"))
 _BLOCK: Final = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _FIRST_UID: Final = 1 << 30
@@ -90,19 +109,40 @@ _FIRST_UID: Final = 1 << 30
 @cache
 def enforced() -> Enforced:
     """What holds here, tried once in a process; told in the log where it is not all."""
+    root = sys.platform == "linux" and os.getuid() == 0
+    found = Enforced(
+        _spaces(root), sandbox_kernel.landlock_version() > 0, sandbox_kernel.architecture() is not None, root
+    )
+    lacking = {
+        "namespaces (its files are bounded one by one, and processes count with this user's)": found.prefix,
+        "Landlock (it reads this user's files, and writes what others may write)": found.files,
+        "seccomp (it may open sockets and signal this user's processes)": found.calls or found.prefix,
+    }
+    if not all(lacking.values()):
+        without = "; ".join(what for what, there in lacking.items() if not there)
+        log.warning(f"the sandbox for a model's code has to do without {without}")
+    return found
+
+
+def _spaces(root: bool) -> tuple[str, ...]:
     unshare = shutil.which("unshare")
-    ways = ((), ("--user", "--map-current-user")) if os.getuid() == 0 else (("--user", "--map-current-user"),)
-    for way in ways if unshare else ():
+    for way in ((), _OWN_USER) if root else (_OWN_USER,) if unshare else ():
         prefix = (str(unshare), *way, *_SPACES)
         with suppress(OSError, subprocess.TimeoutExpired):
             tried = subprocess.run([*prefix, "true"], capture_output=True, timeout=10, check=False)  # noqa: S603
             if tried.returncode == 0:
-                return Enforced(prefix)
-    log.warning(
-        "the sandbox cannot make namespaces here: the code of a model has this machine's network, and a process that "
-        "leaves its session outlives it; run the reward's mesh in a container without a network"
-    )
-    return Enforced(())
+                return prefix
+    return ()
+
+
+def check_safe() -> None:
+    """ConfigError where nothing keeps a model's code from the memory of the process that judges it."""
+    if not enforced().safe:
+        raise ConfigError(
+            "code_tests runs what a model wrote, and this system offers no Landlock, no seccomp and no other user to "
+            "keep it from the files and processes of whoever runs it: judge on Linux, or in a container of its own, or "
+            "set reward.unsafe = true"
+        )
 
 
 @cache
@@ -142,34 +182,68 @@ async def code_tests(prompt: str, completion: str, row: Mapping[str, object]) ->
 
 def _run(code: str, tests: list[str], limits: Limits) -> Result:
     began, holds, secret = time.monotonic(), enforced(), secrets.token_hex(16)
-    uid = _FIRST_UID + secrets.randbelow(1 << 29) if os.getuid() == 0 and "--user" not in holds.prefix else 0
-    with tempfile.TemporaryDirectory(prefix="meshrl-sandbox-", ignore_cleanup_errors=True) as folder:
+    other = holds.other_user and "--user" not in holds.prefix
+    uid = _FIRST_UID + secrets.randbelow(1 << 29) if other else 0
+    if not (holds.files or other):
+        sandbox_kernel.hide()
+    told, tells = os.pipe()  # of the judge's, so that code can put nothing in its place
+    folder = tempfile.mkdtemp(prefix="meshrl-sandbox-")
+    try:
         inside = Path(folder) / "work"
         inside.mkdir()
         if uid:
             os.chown(inside, uid, uid)
             Path(folder).chmod(0o711)
-        told, printed = inside / f"result-{secret[:8]}", Path(folder) / "output"
+        printed = Path(folder) / "output"
         job = {
             "code": code,
             "tests": tests,
-            "result": str(told),
+            "result": tells,
             "secret": secret,
             "uid": uid,
-            "reads": not _is_python_for_all(),
-            "own_count": bool(uid or "--user" in holds.prefix),
+            "reads": bool(uid) and not _is_python_for_all(),
+            "spaces": bool(holds.prefix),
+            "own_count": bool(uid or holds.prefix),
+            "hidden": ["/dev/shm", *(() if holds.files else _without_python(_TEMPORARY))],  # noqa: S108
             "seconds": limits.seconds,
             "memory": limits.memory_mib << 20,
             "processes": limits.processes,
             "file_bytes": 16 * limits.output_bytes,
+            "files": limits.files_mib << 20,
         }
-        code_or_none = _spawn((*holds.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits)
+        code_or_none = _spawn((*holds.prefix, sys.executable, "-I", "-B", _CHILD), job, inside, printed, limits, tells)
         with printed.open("rb") as output:
             text = output.read(limits.output_bytes).decode("utf-8", "replace")
         return Result(_outcome(code_or_none, told, secret, text), text, time.monotonic() - began)
+    finally:
+        os.close(told)
+        os.close(tells)
+        _remove(folder)
 
 
-def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits) -> int | None:
+def _without_python(folders: Sequence[str]) -> list[str]:
+    """Those that Python itself does not lie in."""
+    return [each for each in folders if not any(Path(at).is_relative_to(each) for at in (sys.prefix, sys.base_prefix))]
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder in which code has made what it liked: closed folders, or thousands in each other."""
+    names, left = count(), [folder]
+    while left:
+        here = left.pop()
+        for entry in list(os.scandir(here)):
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                path.chmod(0o700)
+                left.append(str(path.rename(Path(folder, f"{next(names)}.gone"))))
+            else:
+                path.unlink()
+        if here != folder:
+            Path(here).rmdir()
+    Path(folder).rmdir()
+
+
+def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, limits: Limits, tells: int) -> int | None:
     """The exit code, or None where its time was up; nothing of it runs any more."""
     environment = {"HOME": str(inside), "TMPDIR": str(inside), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with printed.open("wb") as output:
@@ -180,11 +254,15 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
             stderr=subprocess.STDOUT,
             cwd=inside,
             env=environment,
+            pass_fds=[tells],
             start_new_session=True,
         )
         try:
             process.communicate(json.dumps(job).encode(), timeout=limits.seconds + _START)
         except subprocess.TimeoutExpired:
+            process.terminate()  # without namespaces this one ends what has left the session
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_START)
             return None
         finally:
             with suppress(ProcessLookupError):
@@ -193,17 +271,23 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
     return process.returncode
 
 
-def _outcome(code: int | None, told: Path, secret: str, text: str) -> Outcome:
+def _outcome(code: int | None, told: int, secret: str, text: str) -> Outcome:
     if code is None or code == 128 + signal.SIGXCPU:
         return "timeout"
-    with suppress(OSError, ValueError):
-        found: object = json.loads(told.read_text("utf-8"))
-        if isinstance(found, list) and len(cast("list[object]", found)) == 2 and found[0] == secret:
-            return cast("Outcome", found[1])
+    os.set_blocking(told, False)  # a process that has left its session may hold the other end
+    found = b""
+    with suppress(BlockingIOError):
+        found = os.read(told, _LONGEST)
+    for outcome in _TOLD:
+        if found == f"{secret} {outcome}".encode():
+            return outcome
     if "MemoryError" in text:
         return "memory"
     return "failed" if code > 128 else "error"
 
 
+_TOLD: Final[Sequence[Outcome]] = ("passed", "failed", "memory")
+_LONGEST: Final = 256
+"""Bytes that are read of what is told."""
 _START: Final = 1.0
 """Seconds that the process itself may take to start."""

@@ -10,7 +10,7 @@ import pytest
 from meshrl import Batch, RewardConfig
 from meshrl.rewards import sandbox
 from meshrl.rewards.function import FunctionReward
-from meshrl.rewards.sandbox import Enforced, Limits, code_of, enforced, run_tests
+from meshrl.rewards.sandbox import Limits, code_of, enforced, run_tests
 
 pytestmark = pytest.mark.process
 
@@ -99,13 +99,13 @@ async def test_the_environment_is_empty_and_the_folder_its_own(monkeypatch: pyte
 
 async def test_no_network() -> None:
     if not enforced().network:
-        pytest.skip("no namespaces on this machine")
+        pytest.skip("neither namespaces nor seccomp on this machine")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=1)"
         done = await run_tests(code, ["pass"], LONG)
     assert done.outcome == "failed"
-    assert "OSError" in done.output or "ConnectionRefused" in done.output
+    assert "OSError" in done.output or "ConnectionRefused" in done.output or "PermissionError" in done.output
 
 
 async def test_processes_are_bounded_and_none_is_left() -> None:
@@ -130,12 +130,6 @@ async def test_processes_are_bounded_and_none_is_left() -> None:
     bomb = await run_tests("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", ["pass"], SHORT)
     assert bomb.outcome == "timeout"
     assert zombies() == 0
-
-
-async def test_without_namespaces_it_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.rewards.sandbox.enforced", lambda: Enforced(()))
-    assert (await run_tests(ADD, TESTS)).outcome == "passed"
-    assert (await run_tests("import time; time.sleep(60)", ["pass"], SHORT)).outcome == "timeout"
 
 
 @pytest.mark.parametrize(

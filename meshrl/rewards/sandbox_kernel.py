@@ -1,0 +1,224 @@
+"""What a Linux kernel keeps a process from that gives up its rights, with no privilege: see `rewards.sandbox`.
+
+Landlock says which files it may touch, seccomp which calls it may make; both hold for all that it starts, and nothing
+takes them back.
+"""
+
+import ctypes
+import os
+import platform
+import signal
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+_KEEP_CAPS, _NO_NEW_PRIVS, _AMBIENT, _DUMPABLE, _SECCOMP, _SUBREAPER, _PDEATHSIG = 8, 38, 47, 4, 22, 36, 1
+"""Of prctl(2)."""
+_CAPABILITIES: Final = 0x20080522
+"""Of capabilities(7): the version of the call."""
+_LANDLOCK: Final = (444, 445, 446)
+"""landlock_create_ruleset, landlock_add_rule, landlock_restrict_self: the same numbers on every architecture."""
+_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
+"""Rights of landlock(7)."""
+_OF_A_FILE: Final = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
+_SIGNALS_AND_SOCKETS: Final = 3
+_ARCHITECTURES: Final = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""Of seccomp(2), and which number of `_FORBIDDEN` is its."""
+
+_FORBIDDEN: Final = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "socket": (41, 198),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+"""Calls that reach into other processes, or leave behind what outlives this one: numbers on x86_64 and aarch64."""
+_SIGNALS: Final = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+}
+"""Calls that reach any process of the same user."""
+_CLONE, _CLONE3, _PRLIMIT, _TGKILL = (56, 220), (435, 435), (302, 261), (234, 131)
+_NEW_SPACES: Final = 0x7E020000
+"""The flags of clone(2) for namespaces of its own."""
+
+
+def architecture() -> tuple[int, int] | None:
+    """The number of this processor's architecture, and its place in tables of calls; None where none is known."""
+    return _ARCHITECTURES.get(platform.machine()) if sys.platform == "linux" else None
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; 0 where it has none."""
+    return max(0, _libc().syscall(_LANDLOCK[0], None, 0, 1)) if sys.platform == "linux" else 0
+
+
+def hide() -> None:
+    """Let no other process of this user read this one's memory or environment."""
+    _prctl(_DUMPABLE, 0)
+
+
+def end_with_parent() -> None:
+    """Die when the process dies that started this one."""
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _prctl(_SUBREAPER, 1)
+
+
+def become(uid: int, kept: int) -> None:
+    """Become another user, or stay with 0; of the rights of root keep this capability alone, or none with -1."""
+    if uid:
+        _prctl(_KEEP_CAPS, int(kept >= 0))
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_AMBIENT, 4)  # clear all
+    only = 1 << kept if kept >= 0 else 0
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0)
+    _checked(_libc().capset(header, (ctypes.c_uint32 * 6)(only, only, only, 0, 0, 0)), "capset")
+    if kept >= 0:
+        _prctl(_AMBIENT, 2, kept)
+
+
+def mount_memory(folder: str, size: int, uid: int) -> None:
+    """Put a file system of so many bytes of memory over a folder, in a mount namespace of this process's own."""
+    options = f"size={size},nr_inodes={max(64, size >> 12)},mode=0700,uid={uid},gid={uid}".encode()
+    no_devices_no_setuid = 6
+    _checked(_libc().mount(b"tmpfs", folder.encode(), b"tmpfs", no_devices_no_setuid, options), f"mount {folder}")
+
+
+def confine(reads: Iterable[str], writes: Iterable[str], *, own_processes: bool) -> None:
+    """Leave this process and what it starts these files, no socket, and no call into other processes.
+
+    `own_processes`: it has a process namespace, so a signal reaches none but its own. Without Landlock, which
+    `landlock_version` tells, every file stays that the user has.
+    """
+    _prctl(_NO_NEW_PRIVS, 1)
+    version = landlock_version()
+    if version:
+        _confine_files(version, reads, writes)
+    found = architecture()
+    if found:
+        number, place = found
+        _filter(_program(number, place, anyone=own_processes or version >= 6))
+
+
+def _confine_files(version: int, reads: Iterable[str], writes: Iterable[str]) -> None:
+    every = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
+    attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, _SIGNALS_AND_SOCKETS if version >= 6 else 0)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    rules = _checked(_libc().syscall(_LANDLOCK[0], attributes, size, 0), "landlock_create_ruleset")
+    for paths, rights in ((reads, _EXECUTE | _READ | _LIST), (writes, every)):
+        for path in filter(os.path.exists, paths):
+            allowed = rights & every if Path(path).is_dir() else rights & every & _OF_A_FILE
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", allowed, descriptor)
+            _checked(_libc().syscall(_LANDLOCK[1], rules, 1, rule, 0), f"landlock_add_rule {path}")
+            os.close(descriptor)
+    _checked(_libc().syscall(_LANDLOCK[2], rules, 0), "landlock_restrict_self")
+    os.close(rules)
+
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""Of BPF: load a word, jump where it is equal, at least, has a bit of; return."""
+_ALLOW, _KILL, _REFUSE, _UNKNOWN = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+"""Of seccomp(2): let it pass, end the process, EPERM, ENOSYS (so that glibc takes the older call)."""
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+
+
+def _program(architecture: int, place: int, *, anyone: bool) -> Sequence[tuple[int, int, int, int]]:
+    """Instructions of BPF: code, how many to skip where it holds and where not, and a number."""
+    lines = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, 0x40000000),  # x86_64's second set of numbers
+        (_RETURN, 0, 0, _REFUSE),
+        (_EQUAL, 0, 1, _CLONE3[place]),  # its flags are in memory, which a filter cannot read
+        (_RETURN, 0, 0, _UNKNOWN),
+    ]
+    calls = [numbers[place] for numbers in _FORBIDDEN.values()]
+    own = os.getpid()
+    if not anyone:
+        calls += [numbers[place] for numbers in _SIGNALS.values()]
+    for call in calls:
+        lines += [(_EQUAL, 0, 1, call), (_RETURN, 0, 0, _REFUSE)]
+    lines += _unless(_CLONE[place], (_ANY_BIT, 0, 1, _NEW_SPACES), refused_where=True)
+    lines += _unless(_PRLIMIT[place], (_EQUAL, 0, 1, 0), refused_where=False)
+    if not anyone:
+        lines += _unless(_TGKILL[place], (_EQUAL, 0, 1, own), refused_where=False)
+    return [*lines, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _unless(call: int, test: tuple[int, int, int, int], *, refused_where: bool) -> list[tuple[int, int, int, int]]:
+    """Let a call pass or refuse it by its first argument."""
+    held, not_held = (_REFUSE, _ALLOW) if refused_where else (_ALLOW, _REFUSE)
+    return [
+        (_EQUAL, 0, 4, call),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        test,
+        (_RETURN, 0, 0, held),
+        (_RETURN, 0, 0, not_held),
+    ]
+
+
+def _filter(program: Sequence[tuple[int, int, int, int]]) -> None:
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
+    _prctl(_SECCOMP, 2, ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))))
+
+
+def _prctl(what: int, *values: object) -> None:
+    given = [each if isinstance(each, ctypes.Array) else ctypes.c_ulong(int(str(each))) for each in values]
+    zeros = [ctypes.c_ulong(0)] * (4 - len(given))
+    _checked(_libc().prctl(what, *given, *zeros), f"prctl {what}")
+
+
+def _checked(result: int, call: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

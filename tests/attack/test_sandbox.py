@@ -1,0 +1,183 @@
+"""A model's code that reaches for its trainer, as root and as a plain user, with namespaces and without."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+import meshrl
+from meshrl import RewardConfig
+from meshrl.errors import ConfigError
+from meshrl.rewards import sandbox
+from meshrl.rewards.function import FunctionReward
+from meshrl.rewards.sandbox import Enforced, Limits, run_tests
+
+JUDGES = """
+import asyncio, json, os, sys
+from meshrl.rewards.sandbox import Limits, enforced, run_tests
+
+async def main(codes):
+    limits = Limits(seconds=10, memory_mib=256, processes=8, files_mib=8)
+    codes = {name: code.replace("JUDGE", str(os.getpid())) for name, code in codes.items()}
+    print(json.dumps({"namespaces": bool(enforced().prefix), "landlock": enforced().files}))
+    for name, code in codes.items():
+        result = await run_tests(code, ["assert True"], limits)
+        print(json.dumps({name: [result.outcome, result.output]}))
+
+asyncio.run(main(json.loads(sys.stdin.read())))
+"""
+"""Runs each code of its input as a test, and tells the outcome and the output of each."""
+PLAIN = ("/usr/bin/setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
+def opened(command: Sequence[str], hold: Path) -> list[str]:
+    """A command whose user can read Python and meshrl, also where they lie in a folder that is root's alone."""
+    needed = [Path(each).resolve() for each in (sys.base_prefix, sys.prefix, Path(meshrl.__file__).parents[1])]
+    closed = {
+        each: [up for up in (each, *each.parents) if not up.stat().st_mode & stat.S_IXOTH][-1:] for each in needed
+    }
+    held = {each: hold / str(number) for number, each in enumerate(needed) if closed[each]}
+    over = {str(each[0]) for each in closed.values() if each}
+    script = [
+        *(f"mkdir -p '{at}' && mount --bind '{each}' '{at}'" for each, at in held.items()),
+        *(f"mount -t tmpfs -o mode=755 none '{each}'" for each in over),
+        *(f"mkdir -p '{each}' && mount --bind '{at}' '{each}'" for each, at in held.items()),
+        'exec "$@"',
+    ]
+    return ["unshare", "--mount", "sh", "-c", " && ".join(script), "sh", *command]
+
+
+def judged(codes: Mapping[str, str], *, plain: bool, bare: bool, folder: Path, hold: Path) -> dict[str, list[str]]:
+    """The outcome and the output of each code, and what holds, by a judge with a secret in its environment."""
+    path = "" if bare else os.environ["PATH"]
+    environment = {**os.environ, "PATH": path, "TMPDIR": str(folder), "SECRET_OF_MINE": "do-not-tell"}
+    judge = [sys.executable, "-c", JUDGES]
+    done = subprocess.run(
+        opened([*PLAIN, *judge], hold) if plain else judge,
+        input=json.dumps(codes),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):  # the log tells what does not hold
+            told |= json.loads(line)
+    return told
+
+
+def attacks(mark: str, mine: Path, port: int) -> dict[str, str]:
+    """What fails, each for itself; JUDGE is the process that judges."""
+    return {
+        "environ": "print(open('/proc/JUDGE/environ').read())",
+        "memory": "open('/proc/JUDGE/mem', 'r+b').seek(4096)",
+        "ptrace": "import ctypes\nassert ctypes.CDLL(None).ptrace(16, JUDGE, 0, 0) == 0",
+        "signal": "import os\nos.kill(JUDGE, 0)",
+        "limits": "import resource\nresource.prlimit(JUDGE, resource.RLIMIT_NOFILE, (8, 8))",
+        "network": f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)",
+        "reads": f"print(open({str(mine)!r}).read())",
+        "writes": f"open({str(mine)!r}, 'w')",
+        "temporary": f"open('/tmp/{mark}', 'w')",
+        "bounds": "while True: open(str(__import__('random').random()), 'wb').write(bytes(1 << 19))",
+    }
+
+
+def harmless(mark: str) -> dict[str, str]:
+    """What may work, and leaves nothing."""
+    wait = f"'-c', 'import time; time.sleep(600)', '{mark}'"
+    return {
+        "shared": f"open('/dev/shm/{mark}', 'w')",
+        "segment": f"import ctypes\nassert ctypes.CDLL(None).shmget({key(mark)}, 1 << 20, 0o1666) >= 0",
+        "daemon": f"import subprocess, sys\nsubprocess.Popen([sys.executable, {wait}], start_new_session=True)",
+        "folders": "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nos.chmod('.', 0)",
+    }
+
+
+FINE = """
+import numpy, subprocess, sys, tempfile
+with tempfile.TemporaryFile() as file:
+    file.write(b"1")
+assert subprocess.check_output([sys.executable, "-c", "print(6 * 7)"]).strip() == b"42"
+"""
+
+
+def key(mark: str) -> int:
+    return int(mark[-6:], 16)
+
+
+def left_behind(mark: str) -> list[str]:
+    """Files, shared memory and processes that bear the mark."""
+    found = [folder for folder in ("/tmp", "/dev/shm") if Path(folder, mark).exists()]  # noqa: S108
+    if f" {key(mark)} " in Path("/proc/sysvipc/shm").read_text():
+        found.append("a segment")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found += [process.name] if mark.encode() in (process / "cmdline").read_bytes() else []
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("plain", "bare"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["as-it-is", "without-namespaces", "a-plain-user", "a-plain-user-without-namespaces"],
+)
+def test_code_reaches_nothing_of_its_trainer(plain: bool, bare: bool, tmp_path: Path) -> None:
+    if plain and os.getuid():
+        pytest.skip("only root can become another user")
+    mark, folder = f"meshrl-{secrets.token_hex(6)}", Path(tempfile.mkdtemp(prefix="meshrl-judge-"))
+    mine = folder / "precious"
+    mine.write_text("mine")
+    if plain:
+        for path in (folder, mine):
+            os.chown(path, 65534, 65534)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        codes = {**attacks(mark, mine, server.getsockname()[1]), **harmless(mark), "fine": FINE}
+        told = judged(codes, plain=plain, bare=bare, folder=folder, hold=tmp_path)
+    landlock, namespaces = told.pop("landlock"), told.pop("namespaces")
+    assert not (bare and namespaces)
+    assert told["fine"][0] == "passed", told["fine"]
+    expected = set(attacks(mark, mine, 0))
+    expected -= set() if landlock else {"reads", "writes", "temporary"}
+    expected -= set() if namespaces else {"bounds"}
+    assert {name: told[name][0] for name in expected} == dict.fromkeys(expected, "failed"), told
+    assert "do-not-tell" not in str(told)
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    folder.rmdir()  # of the sandboxes nothing is left
+    assert not left_behind(mark)
+
+
+def test_where_nothing_holds_it_is_refused_but_for_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "enforced", Enforced)
+    with pytest.raises(ConfigError, match=r"code_tests runs what a model wrote, .* or set reward\.unsafe = true"):
+        FunctionReward(RewardConfig(function="code_tests"))
+    with pytest.raises(ConfigError, match="code_tests"):
+        FunctionReward(RewardConfig(functions={"code": "code_tests", "other": "exact_match"}))
+    FunctionReward(RewardConfig(function="code_tests", unsafe=True))
+    FunctionReward(RewardConfig())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("holds", [Enforced(), Enforced(files=True), Enforced(calls=True)])
+async def test_without_namespaces_it_runs_all_the_same(monkeypatch: pytest.MonkeyPatch, holds: Enforced) -> None:
+    monkeypatch.setattr(sandbox, "enforced", lambda: holds)
+    add = "def add(a, b): return a + b"
+    slow = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(60)"
+    done = await asyncio.gather(
+        run_tests(add, ["assert add(1, 2) == 3"]), run_tests(slow, ["pass"], Limits(seconds=0.5))
+    )
+    assert [each.outcome for each in done] == ["passed", "timeout"], done
