@@ -5,58 +5,68 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from meshrl import log
 from meshrl.errors import ConfigError, DataError
 from meshrl.roles import Stateful
+from meshrl.run.integrity import check_fingerprints, fingerprint, fingerprints
 from meshrl.tasks import CursorState
 
 _WHOLE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
+_DAMAGED: Final = "damaged-"
+"""Before the name of a checkpoint that was not what had been written."""
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Saved(msgspec.Struct, frozen=True):
     """What the run itself has to know to go on, between two steps."""
 
-    loop: int
+    loop: _Count
     """Which of the script's calls of `run.steps`."""
-    step: int
+    step: _Count
     """The step of that loop which comes next."""
-    done: int
+    done: _Count
     """Steps of all loops so far."""
-    files: Mapping[str, int]
+    files: Mapping[str, _Count]
     """Bytes of the run's files that are appended to."""
     once: Mapping[str, Mapping[str, float | str]]
     """What `run.once` measured; what is not finite as text."""
     data: CursorState
+    fingerprints: Mapping[str, str] = {}
+    """Of the other files, by their paths; nothing in a checkpoint of a version before."""
 
 
 class Checkpoints:
     """Those of one run, in `checkpoints/` of its folder: `step-000050` holds what was after 50 steps.
 
-    run.json    a `Saved`
+    run.json    a `Saved`, and in a second line its fingerprint
     0-policy    what the first actor wrote that has a state: a folder for each, in the order of spawning
     """
 
-    def __init__(self, run: Path, kept: int, resume: bool) -> None:
-        """`kept`: how many stay. With `resume` the run goes on from the newest, if there is one."""
+    def __init__(self, run: Path, kept: int, resume: bool, check: Callable[[], None] = lambda: None) -> None:
+        """`kept`: how many stay. With `resume` the run goes on from the newest that is not damaged, if there is one.
+
+        `check`: raises where the folder is another run's. DataError where all that are there are damaged.
+        """
         self._folder = run.resolve() / _FOLDER
+        self._check = check
         self._kept = kept
         self._actors: dict[str, Stateful] = {}
         self._places = 0
-        self._from: Path | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._from: Path | None = None
+        self.saved: Saved | None = None
+        """Where the run goes on from; None where it begins anew."""
         if resume:
             self._clean_up()
-            self._from = newest_checkpoint(run)
-        self.saved = _read(self._from / _RUN) if self._from else None
-        """Where the run goes on from; None where it begins anew."""
+            self._from, self.saved = _newest_undamaged(self._folder)
 
     def place(self, role: str) -> str:
         """The folder of an actor that is about to be spawned."""
@@ -88,6 +98,7 @@ class Checkpoints:
         Without `wait` it returns when the actors have copied their states; `settle` tells how it ended.
         """
         await self.settle()
+        self._check()
         name = f"step-{saved.done:06}"
         part = self._folder / f".{name}-{secrets.token_hex(4)}"
         part.mkdir(parents=True)
@@ -128,13 +139,16 @@ class Checkpoints:
     async def _finish(self, part: Path, name: str, saved: Saved) -> None:
         try:
             await _all([actor.written() for actor in self._actors.values()])
-            (part / _RUN).write_bytes(msgspec.json.encode(saved))
+            told = msgspec.structs.replace(saved, fingerprints=await asyncio.to_thread(fingerprints, part))
+            (part / _RUN).write_bytes(_signed(msgspec.json.encode(told)))
             await asyncio.to_thread(_sync, part)
+            self._check()
             _announce(part, self._folder / name)
         except BaseException:
             await self._drop(part)
             raise
-        await asyncio.to_thread(_sync_one, self._folder)
+        for changed in (self._folder, *self._folder.parents[:2]):
+            await asyncio.to_thread(_sync_one, changed)
         await asyncio.to_thread(self._clean_up)
 
     async def _drop(self, part: Path) -> None:
@@ -144,6 +158,7 @@ class Checkpoints:
 
     def _clean_up(self) -> None:
         """Remove what is too old, or was left half-written or half-removed."""
+        self._check()
         for old in _whole(self._folder)[: -self._kept]:
             old.rename(old.with_name(f".{old.name}-gone"))  # so that one that is half removed is not taken for whole
         self._remove_parts()
@@ -174,14 +189,46 @@ def _whole(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def _read(file: Path) -> Saved:
+def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
+    """The newest checkpoint that is what was written; those after it are set aside."""
+    damaged: list[tuple[Path, DataError]] = []
+    for found in reversed(_whole(folder)):
+        try:
+            saved = _read(found)
+        except DataError as error:
+            damaged.append((found, error))
+            continue
+        for path, why in damaged:
+            aside = path.rename(path.with_name(f"{_DAMAGED}{path.name}-{secrets.token_hex(4)}"))
+            log.warning(f"a checkpoint is damaged, and is now {aside}; going on from {found}", error=str(why))
+        return found, saved
+    if damaged:
+        path, why = damaged[0]
+        raise DataError(f"{why}. There is no checkpoint before it: bring it back, or remove {path} to begin anew")
+    return None, None
+
+
+def _read(folder: Path) -> Saved:
+    """A checkpoint's own file; DataError where it or another is not what was written."""
+    file = folder / _RUN
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Saved)
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{file} cannot be read: {type(error).__name__}: {error}. Remove {file.parent}, to go on from the "
-            "checkpoint before it"
-        ) from error
+        content, _, sign = file.read_bytes().partition(b"\n")
+        saved = msgspec.json.decode(content, type=Saved)
+    except (OSError, RecursionError, ValueError) as error:  # of msgspec and of UTF-8
+        raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+    found = fingerprints(folder)
+    del found[_RUN]
+    if (saved.fingerprints or sign) and sign != fingerprint(content).encode():
+        raise DataError(f"{file} is not what was written: its fingerprint is another")
+    if saved.done != int(folder.name.removeprefix("step-")):
+        raise DataError(f"{file} is of a checkpoint after {saved.done} steps: the folder was given another name")
+    if sign:
+        check_fingerprints(folder, saved.fingerprints, found)
+    return saved
+
+
+def _signed(content: bytes) -> bytes:
+    return content + b"\n" + fingerprint(content).encode()
 
 
 def _announce(part: Path, name: Path) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,7 @@ _METRICS = "metrics.jsonl"
 _SAMPLES = "samples.jsonl"
 _EVENTS = "events.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
+_GROWING = (_METRICS, _SAMPLES, _EVALUATIONS)
 
 
 class Recorder:
@@ -43,9 +46,21 @@ class Recorder:
     summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
     """
 
-    def __init__(self, folder: Path, resolved: Mapping[str, object], goes_on: Mapping[str, int] | None = None) -> None:
-        """`goes_on`: where the run goes on from a checkpoint, what `sizes` told when it was written."""
+    def __init__(
+        self,
+        folder: Path,
+        resolved: Mapping[str, object],
+        goes_on: Mapping[str, int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open a run's folder.
+
+        `goes_on`: what `sizes` told when the checkpoint was written that the run goes on from; empty where the run
+        begins again in the folder of an attempt that had none; None for a new folder. `check`: raises where the folder
+        is another run's.
+        """
         self.folder = folder
+        self._check = check
         self.began = clock()
         """Since when `seconds` count, on the event loop's clock."""
         if goes_on is None:
@@ -75,6 +90,7 @@ class Recorder:
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Write a step's numbers. `reward` is the mean reward; `tokens`, where there, adds to the summary's."""
+        self._check()
         numbers = {name: float(value) for name, value in values.items()}
         _line(self._metrics, {"step": step, "seconds": round(self._seconds, 4), **numbers})
         self._events.write(step, numbers)
@@ -84,6 +100,7 @@ class Recorder:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write what an evaluation found that began when so many steps were done."""
+        self._check()
         numbers = {name: float(value) for name, value in values.items()}
         with (self.folder / _EVALUATIONS).open("ab") as file:
             _line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
@@ -94,6 +111,7 @@ class Recorder:
         chosen = np.unique(np.linspace(0, len(batch) - 1, min(_SAMPLED, len(batch))).astype(np.int64))
         texts = [name for name in ("prompt", "completion", "answer", "reward_error") if name in batch]
         some = await batch.select(chosen).only(*texts, *(["rewards"] if "rewards" in batch else [])).load()
+        self._check()
         columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
         if "rewards" in some:
             columns["reward"] = some.rewards.tolist()
@@ -117,11 +135,20 @@ class Recorder:
         self._extra |= values
 
     def close(self, error: BaseException | None) -> None:
-        """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished."""
+        """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished.
+
+        DataError, and nothing written, where the folder is another run's and no error has said so.
+        """
         self._end_progress()
         self._metrics.close()
         self._samples.close()
         self._events.close()
+        try:
+            self._check()
+        except DataError:
+            if error is not None:
+                return
+            raise
         summary: dict[str, object] = {
             "status": _status(error),
             "steps": self._steps,
@@ -153,8 +180,14 @@ class Recorder:
         """Count the steps that are in the file already; the one that comes next."""
         begins = 0
         file = self.folder / _METRICS
-        for line in file.read_bytes().splitlines() if file.exists() else ():
-            numbers = msgspec.json.decode(line, type=dict[str, float | None])
+        for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else (), 1):
+            try:
+                numbers = msgspec.json.decode(line, type=dict[str, float | None])
+            except (ValueError, RecursionError) as error:  # of msgspec and of UTF-8
+                raise DataError(
+                    f"{file}, line {number}, is not what a run wrote: {error}. Bring the file back, or start a run of "
+                    "another name"
+                ) from error
             self._count({name: float("nan") if value is None else value for name, value in numbers.items()})
             self._earlier = numbers.get("seconds") or 0.0
             begins = int(numbers.get("step") or 0) + 1
@@ -212,17 +245,38 @@ def _make_room(folder: Path) -> None:
     log.info(f"{folder} was there already: the earlier one is now {aside}")
 
 
+def was_cut_short(folder: Path) -> bool:
+    """Whether the folder is of a run with `resume` that did not finish: it crashed, or was interrupted."""
+    config, summary = folder / "config.toml", folder / "summary.json"
+    with suppress(OSError, ValueError, msgspec.DecodeError):
+        table = cast("Mapping[str, Mapping[str, object]]", tomllib.loads(config.read_text("utf-8")))
+        told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
+        return table.get("run", {}).get("resume") is True and told.get("status") != "finished"
+    return False
+
+
 def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
     """Cut files to the bytes that they had; what is kept of the events is a file of its own."""
-    for name, size in sizes.items():
-        file = folder / name
+    if unknown := sorted(sizes.keys() - set(_GROWING)):
+        raise DataError(
+            f"the checkpoint of {folder} names the files {', '.join(unknown)}, and a run cuts {', '.join(_GROWING)} "
+            "alone: it was damaged or changed. Remove it, to go on from the checkpoint before it"
+        )
+    if not sizes:  # nothing of the attempt before counts
+        for file in (folder / _EVENTS, *folder.glob("events.out.tfevents.*")):
+            file.unlink(missing_ok=True)
+    for name in _GROWING:
+        file, size = folder / name, sizes.get(name, 0)
+        if file.is_symlink():
+            raise DataError(f"{file} is a link, which a run does not follow: put the file itself there")
         there = file.stat().st_size if file.exists() else 0
         if there < size:
             raise DataError(
                 f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
                 "bring it back, or start a run of another name"
             )
-        os.truncate(file, size)
+        if there > size:
+            os.truncate(file, size)
     if (folder / _EVENTS).exists():
         number = 1
         while (aside := folder / f"events-{number}.jsonl").exists():

@@ -20,8 +20,9 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
-from meshrl.run.recorder import Recorder
+from meshrl.run.recorder import Recorder, was_cut_short
 from meshrl.tasks import DataCursor, data_cursor
 
 R = TypeVar("R")
@@ -67,15 +68,16 @@ class Run:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
         self.engine = engine or _engine(config)
-        # Before the recorder makes room for the folder, which may be the same.
-        self._replayed = read_schedule(Path(config.replay)) if config.replay else None
         folder = Path(config.folder) / config.name
-        self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume)
-        self._saved = self._checkpoints.saved
+        self._lock = FolderLock(folder)
+        try:
+            self._open(folder, resolved or {})
+        except BaseException:
+            self._lock.release()
+            raise
         once = self._saved.once.items() if self._saved else ()
         self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
         self._cursor = DataCursor(self._saved.data if self._saved else None)
-        self.recorder = Recorder(folder, resolved or {}, self._saved.files if self._saved else None)
         self._beside = BackgroundMeasurements(self.recorder.evaluation)
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
@@ -88,6 +90,19 @@ class Run:
         self._events: EventLog | None = None
         self._outer: Sink | None = None
         self._schedule: Schedule | None = None
+
+    def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
+        """Read what is in the folder, and make it this run's."""
+        config, check = self.config, self._lock.check
+        # Before the recorder makes room for the folder, which may be the same.
+        self._replayed = read_schedule(Path(config.replay)) if config.replay else None
+        self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume, check)
+        self._saved = self._checkpoints.saved
+        if self._saved:
+            goes_on: Mapping[str, int] | None = self._saved.files
+        else:
+            goes_on = {} if config.resume and was_cut_short(folder) else None
+        self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check)
 
     @property
     def folder(self) -> Path:
@@ -275,7 +290,10 @@ class Run:
                 data_cursor.set(None)
             if self._schedule:
                 self._schedule.close()
-            self.recorder.close(error)
+            try:
+                self.recorder.close(error)
+            finally:
+                self._lock.release()
 
     async def _reserve(self, name: str) -> Mesh:
         config = self._mesh_config(name)

@@ -43,6 +43,12 @@ class CursorState(msgspec.Struct, frozen=True):
     published: Sequence[int]
     """By stream of rollouts: the number of the weights that were published to it last."""
 
+    def __post_init__(self) -> None:
+        """ValueError where the ranges are none, overlap or descend."""
+        bounds = [bound for pair in self.used for bound in pair]
+        if any(first >= after for first, after in self.used) or bounds != sorted(bounds) or (bounds and bounds[0] < 0):
+            raise ValueError(f"the prompts that were used are no ascending ranges: {list(self.used)[:4]}")
+
 
 class Stream(Protocol):
     """What has drawn prompts that may not be used yet."""

@@ -1,0 +1,149 @@
+"""Two runs of one name, on one host and over a file system that tells nobody of locks."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import Metrics, Run, RunConfig
+from meshrl.errors import ConfigError, DataError
+from meshrl.run.lock import FolderLock, Owner
+
+HOLDS = """
+import asyncio, sys
+from meshrl import Metrics, Run, RunConfig
+
+async def main():
+    async with Run(RunConfig(name="mine", folder=sys.argv[1], resume=True)) as run:
+        async for step in run.steps(2):
+            await run.record(Metrics.of(loss=(1.0, 1.0)))
+            print("step", step, flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+
+asyncio.run(main())
+"""
+
+
+@contextmanager
+def holder(folder: Path) -> Generator[subprocess.Popen[str]]:
+    """A run in a process of its own, after its first step."""
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "step 0":
+            assert process.poll() is None
+        yield process
+        process.kill()
+
+
+def config(folder: Path, **changes: object) -> RunConfig:
+    return RunConfig.model_validate({"name": "mine", "folder": str(folder), **changes})
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_second_run_of_a_name_is_refused_and_touches_nothing(tmp_path: Path, resume: bool) -> None:
+    with holder(tmp_path) as process:
+        before = files(tmp_path)
+        with pytest.raises(ConfigError, match=rf"mine is being written by process {process.pid} on "):
+            Run(config(tmp_path, resume=resume))
+        assert files(tmp_path) == before
+        process.communicate("\n\n", timeout=60)
+        assert process.returncode == 0
+    assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+async def test_a_run_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with capture_logs():
+        async with Run(config(tmp_path)) as run:
+            await run.record(Metrics.of(loss=(1.0, 1.0)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
+
+
+def test_a_run_that_does_not_open_holds_nothing(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(DataError):
+            Run(config(tmp_path, replay=str(tmp_path / "nothing.jsonl")))
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_run_whose_folder_another_host_took_writes_no_more(tmp_path: Path) -> None:
+    other = msgspec.json.encode(Owner("elsewhere", 7, "token"))
+
+    async def train() -> None:
+        async with Run(config(tmp_path)) as run:
+            await run.record(Metrics.of(loss=(1.0, 1.0)))
+            (tmp_path / ".mine.lock").write_bytes(other)
+            await run.record(Metrics.of(loss=(2.0, 1.0)))
+
+    with pytest.raises(DataError, match=r"mine was taken over by process 7 on elsewhere: this run writes nothing"):
+        await train()
+    assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 1
+    assert not (tmp_path / "mine/summary.json").exists()
+    assert (tmp_path / ".mine.lock").read_bytes() == other
+
+
+async def test_of_many_that_open_a_folder_at_once_one_does(tmp_path: Path) -> None:
+    def attempt() -> bool:
+        try:
+            lock = FolderLock(tmp_path / "mine")
+        except ConfigError:
+            return False
+        inside.append(None)
+        alone = len(inside) == 1
+        lock.check()
+        inside.pop()
+        lock.release()
+        assert alone
+        return True
+
+    inside: list[None] = []
+    assert sum(await asyncio.gather(*(asyncio.to_thread(attempt) for _ in range(200))))
+    assert not list(tmp_path.iterdir())
+
+
+class Crash(Exception):
+    pass
+
+
+async def attempt(folder: Path, steps: int, every: int = 100) -> None:
+    """A run of ten steps that is to be gone on with, and crashes after so many."""
+    made = config(folder, resume=True, checkpoint_every=every)
+    with capture_logs():
+        async with Run(made, {"run": made.model_dump()}) as run:
+            async for step in run.steps(10):
+                if step == steps:
+                    raise Crash
+                await run.record(Metrics.of(loss=(float(steps), 1.0)))
+
+
+async def test_a_crash_loop_before_the_first_checkpoint_keeps_one_folder(tmp_path: Path) -> None:
+    for steps in (3, 2, 1):
+        with pytest.raises(Crash):
+            await attempt(tmp_path, steps)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    lines = (tmp_path / "mine/metrics.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line)["loss"] for line in lines] == [1.0]
+    assert not list((tmp_path / "mine").glob("events-*.jsonl"))
+    assert len(list((tmp_path / "mine").glob("events.out.tfevents.*"))) == 1
+
+
+async def test_a_run_that_finished_is_renamed_and_not_begun_again(tmp_path: Path) -> None:
+    await attempt(tmp_path, steps=99)
+    await attempt(tmp_path, steps=99)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
+    assert (tmp_path / "mine-1/metrics.jsonl").read_bytes().count(b"\n") == 10
