@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.data import Batch, Metrics, Ragged
+from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError
 from meshrl.losses import Loss, Predicts, token_weights
 from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned
@@ -82,6 +82,7 @@ def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], objec
 
     def share() -> Share:
         check()
+        _check_logprobs(batch, loss)
         rows, count = learnable(tokens, mask)
         if count:
             micros.extend(passes.split(tokens, learned(tokens, mask), mask, passes.budget))
@@ -164,6 +165,21 @@ def stepped(optimizer: Steps, judge: Judge, batch: Batch, peers: RankGroup) -> M
     )
     learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
     return own | Metrics({name: (total, learned_tokens) for name, total in judge.sums.items()})
+
+
+def _check_logprobs(batch: Batch, loss: Loss) -> None:
+    """DataError where log-probs of learned tokens are not finite, which no gradient survives."""
+    for name in loss.columns:
+        if name.endswith("logprobs") and name in batch and isinstance(column := batch[name], Ragged):
+            if column.offsets is not batch.tokens.offsets:
+                check_lengths(name, column.lengths, batch.tokens.lengths)
+            bad = np.flatnonzero(~np.isfinite(column.values) & np.asarray(batch.loss_mask.values, np.bool_))
+            if len(bad):
+                row = int(np.searchsorted(column.offsets, bad[0], side="right")) - 1
+                raise DataError(
+                    f"`{name}` is not finite at {len(bad)} learned tokens, the first in row {row}, token "
+                    f"{bad[0] - column.offsets[row]}: leave such rows out with batch.select"
+                )
 
 
 def _check_names(loss: Loss, metrics: Iterable[str]) -> None:

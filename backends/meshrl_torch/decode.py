@@ -173,7 +173,7 @@ class Decoder:
         self._place[here] += 1
         place = self._place[here]
         numbers = self._request.numbers[self._row[here]]
-        tokens, logprobs = self._draw(logits, numbers, place - self._prompt[here])
+        tokens, logprobs = self._draw(logits, numbers, place - self._prompt[here], version)
         slots = np.arange(here.start, here.stop)
         self._tokens[slots, place] = tokens.numpy()
         self._logprobs[slots, place] = logprobs.numpy()

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrl.errors import ModelError
 from meshrl.roles import Sampling
 from meshrl_hf.seeds import UInt64, mix
 
@@ -24,13 +25,23 @@ class Draw:
         """What logits are divided by in the log-probs that are told: 1 for greedy."""
         return self.sampling.temperature or 1.0
 
-    def __call__(self, logits: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64], version: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """The next token, int64[B], and its log-probability, float32[B], from float32[B, vocabulary].
 
         `rows` and `places` are int64[B]: which row of the call, and which of its tokens. `top_k` and `top_p`
-        restrict what is drawn; the log-probability is of the whole distribution at the temperature.
+        restrict what is drawn; the log-probability is of the whole distribution at the temperature. ModelError where
+        the weights, of this version, give a NaN or an infinite logit.
         """
         logprobs = (logits / self.temperature if self.temperature != 1 else logits).log_softmax(-1)
+        broken = np.flatnonzero(logprobs[:, 0].isnan().numpy())  # one such logit makes the whole row NaN
+        if len(broken):
+            raise ModelError(
+                f"row {rows[broken[0]]} has logits that are not finite, by weights of version {version}: training has "
+                "broken the model, or its folder holds such weights. Go on from a checkpoint, with a lower "
+                "policy.optimizer.lr"
+            )
         if self.sampling.temperature == 0:
             tokens = logprobs.argmax(-1, keepdim=True)
         else:

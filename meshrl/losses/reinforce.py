@@ -45,7 +45,7 @@ class ReinforceLoss(WithKl):
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
         """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
         sampler, now = columns["sampler_logprobs"], logprobs.detach()
-        values = -columns["advantages"] * logprobs
+        values = -(columns["advantages"] * logprobs)  # unsigned integers have no minus
         metrics = {"kl": kl_k3(sampler, now)}
         if self.correction:
             values, told = self.correction.apply(values, now, sampler, columns)

@@ -14,6 +14,8 @@ Scale: TypeAlias = Literal["std", "none"]
 """Whether group advantages are divided by the group's standard deviation."""
 
 
+_ROUNDING: Final = 4
+"""Units in the last place: a group whose rewards deviate by less differs by rounding alone."""
 _EPSILON: Final = 1e-8
 """Added to the variance whose root `whiten` divides by: what differs by rounding alone stays near 0."""
 
@@ -36,8 +38,9 @@ def group_advantages(
 
     `rewards` float[rows], `groups` int[rows]: rows with the same number are completions of one prompt; they
     need not be adjacent, nor groups of one size. Returns float32[rows]. The deviation is the sample's
-    (n - 1), with `epsilon` added to it; where all rewards of a group are equal, or it has one row, the
-    advantages are 0. Raises DataError where the shapes differ or a reward is not finite.
+    (n - 1), with `epsilon` added to it; where all rewards of a group are equal but for rounding (a few units in the
+    last place of their dtype, at their size), or it has one row, the advantages are 0. Raises DataError where the
+    shapes differ or a reward is not finite.
 
     GRPO: DeepSeekMath (arXiv:2402.03300), section 4.1.2. `scale="none"`: Dr. GRPO (arXiv:2503.20783),
     section 3: the division favours prompts that are too easy or too hard.
@@ -46,8 +49,13 @@ def group_advantages(
     centred = values - (np.bincount(group, values) / counts)[group]
     if scale == "none":
         return centred.astype(np.float32)
-    variance = np.bincount(group, centred**2) / np.maximum(counts - 1, 1)
-    return (centred / (np.sqrt(variance) + epsilon)[group]).astype(np.float32)
+    deviation = np.sqrt(np.bincount(group, centred**2) / np.maximum(counts - 1, 1))
+    given = np.asarray(rewards)
+    unit = np.finfo(given.dtype).eps if given.dtype.kind == "f" else 0.0
+    sizes = np.zeros(len(counts))
+    np.maximum.at(sizes, group, np.abs(given))
+    divisor = np.where(deviation <= _ROUNDING * unit * sizes, np.inf, deviation + epsilon)
+    return (centred / divisor[group]).astype(np.float32)
 
 
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
@@ -162,8 +170,8 @@ def gae(
 def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
     """Advantages of mean 0 and standard deviation 1 over the learned tokens of the whole batch; 0 elsewhere.
 
-    Ragged float32. Where all are equal they become 0, and where they nearly are they stay small: 1e-8 is added to the
-    variance. PPO scripts do so before each update; see Huang et al. 2024
+    Ragged float32. The deviation is the population's (n). Where all are equal they become 0, and where they nearly are
+    they stay small: 1e-8 is added to the variance. PPO scripts do so before each update; see Huang et al. 2024
     (arXiv:2403.17031), detail "Whiten advantages". Raises DataError where the columns do not fit each other.
     """
     values = learned_values("advantages", advantages, loss_mask)

@@ -1,0 +1,72 @@
+"""Numbers that are no numbers, too large for their type, or of a type without a sign."""
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, ReinforceLoss, Sampling, group_advantages
+from meshrl.errors import DataError, ModelError
+from meshrl.rewards.function import boundary
+from meshrl_hf.seeds import key
+from meshrl_torch.draw import Draw
+from meshrl_torch.policy import TorchPolicy
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=16)
+
+
+def rollouts(advantages: np.ndarray, logprob: float = -2.0) -> Batch:
+    tokens = Ragged.of([[2, 3, 4, 5], [2, 3, 4, 5, 6]], np.int32)
+    mask = Ragged(np.array([0, 0, 1, 1, 0, 0, 1, 1, 1], np.bool_), tokens.offsets)
+    logprobs = np.full(9, -2.0, np.float32)
+    logprobs[7] = logprob
+    return Batch.of(
+        tokens=tokens, loss_mask=mask, sampler_logprobs=Ragged(logprobs, tokens.offsets), advantages=advantages
+    )
+
+
+@pytest.mark.parametrize("loss", [ClippedLoss(), ClippedLoss(dual_clip=3.0), ReinforceLoss()])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int64, np.bool_, np.float64])
+async def test_advantages_of_any_dtype_teach_the_same(loss: ClippedLoss | ReinforceLoss, dtype: type) -> None:
+    told = []
+    for advantages in (np.array([1, 0], np.float32), np.array([1, 0], dtype)):
+        policy = TorchPolicy(PolicyConfig(model=MODEL))
+        metrics = await policy.update(rollouts(advantages), loss)
+        told.append((metrics.means(), (await policy.weights()).fingerprint()))
+    assert told[0] == told[1]
+
+
+async def test_a_nan_among_learned_log_probs_is_refused_and_elsewhere_is_not_read() -> None:
+    policy = TorchPolicy(PolicyConfig(model=MODEL))
+    batch = rollouts(np.array([1, -1], np.float32), logprob=np.nan)
+    with pytest.raises(DataError, match=r"`sampler_logprobs` is not finite at 1 learned tokens, .* row 1, token 3"):
+        await policy.update(batch, ClippedLoss())
+    assert (await policy.weights()).version == 0
+    mask = batch.loss_mask.values.copy()
+    mask[7] = False
+    await policy.update(batch.assign(loss_mask=Ragged(mask, batch.tokens.offsets)), ClippedLoss())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_logit_that_is_not_finite_names_row_and_version(bad: float, temperature: float) -> None:
+    draw = Draw(Sampling(temperature=temperature), key(0))
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = bad
+    with pytest.raises(ModelError, match=r"row 8 has logits that are not finite, by weights of version 5"):
+        draw(logits, np.array([7, 8, 9]), np.zeros(3, np.int64), 5)
+
+
+def test_groups_whose_rewards_differ_by_rounding_teach_nothing() -> None:
+    rewards = np.array([1000, 1000, np.nextafter(np.float32(1000), np.float32(0)), 1000, 1, 0], np.float32)
+    groups = np.array([0, 0, 0, 0, 1, 1])
+    advantages = group_advantages(rewards, groups)
+    assert advantages[:4].tolist() == [0, 0, 0, 0]
+    np.testing.assert_allclose(advantages[4:], [0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+    apart = group_advantages(np.array([1000, 1000.5], np.float32), np.zeros(2))
+    np.testing.assert_allclose(apart, [-(0.5**0.5), 0.5**0.5], rtol=1e-5)
+
+
+async def test_a_reward_beyond_float32_is_an_error_of_its_row() -> None:
+    value, error = await boundary(lambda *_: 1e39, "", "", {})
+    assert value == 0.0
+    assert "at most 3.403e+38 in size" in str(error)
