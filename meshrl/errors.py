@@ -54,6 +54,10 @@ class MeshStopped(MeshrlError):
     """A call to an actor whose mesh has stopped."""
 
 
+class CallTimeout(MeshrlError):
+    """A call, or a stream's next value, took longer than the role's `timeout`."""
+
+
 class ReplicasDisagree(MeshrlError):
     """Ranks that must return the same value did not."""
 

@@ -8,13 +8,14 @@ stay on their rank behind references. The room knows no batch, no model and no e
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, OnSpan, Request, Resources, Slot
-from meshrl.mesh.handle import at, each, parts, ranks, respawn, routed, stop
+from meshrl.mesh.handle import at, each, limited, parts, ranks, respawn, routed, stop
 from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import lightest
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Bytes, Segment, pool, sweep
+from meshrl.mesh.watch import own_place, slow_calls
 
 __all__ = [
     "CP",
@@ -54,6 +55,8 @@ __all__ = [
     "fetch",
     "free_cores",
     "lightest",
+    "limited",
+    "own_place",
     "parts",
     "plan_of",
     "pool",
@@ -64,6 +67,7 @@ __all__ = [
     "respawn",
     "routed",
     "seal_arrays",
+    "slow_calls",
     "stop",
     "sweep",
 ]

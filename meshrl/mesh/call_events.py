@@ -10,6 +10,7 @@ import numpy as np
 from meshrl.events import Call, Sink, Span, clock
 from meshrl.mesh.engine import Member
 from meshrl.mesh.sharding import Rows
+from meshrl.mesh.watch import Waiting
 
 _numbers = count()
 
@@ -30,9 +31,11 @@ class Observation:
         self._tokens = sum(tokens) if tokens else None
         self._began = to.now()
         self._start = clock() - self._began
+        self.waiting = Waiting(f"{actor}.{endpoint}", members)
 
     def __call__(self, number: int, began: float, ended: float) -> None:
         """As the engine's `OnSpan`."""
+        self.waiting.answered(number)
         span = Span(
             self._id,
             self._mesh,

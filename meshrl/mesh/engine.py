@@ -52,6 +52,11 @@ class Member(Protocol):
         """Its place on the mesh."""
         ...
 
+    @property
+    def place(self) -> str:
+        """Its process and host, for messages."""
+        ...
+
 
 class Request(NamedTuple):
     """What one rank is asked to do."""

@@ -1,28 +1,30 @@
 """Handles: what `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Never, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
-from meshrl.events import Sink, sink
+from meshrl.events import sink
 from meshrl.mesh import scatter as rows
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
 from meshrl.mesh.contract import Contract, Endpoint, read_contract
-from meshrl.mesh.engine import Engine, Member, OnSpan, Request
+from meshrl.mesh.engine import Engine, Member, Request
 from meshrl.mesh.marks import EVERY_RANK, Axes
 from meshrl.mesh.refs import put_large, resolve
 from meshrl.mesh.sharding import Rows
+from meshrl.mesh.watch import Waiting
 
 P = ParamSpec("P")
 A = TypeVar("A")
 R = TypeVar("R")
 
+_ENDED: Final = object()
 Plans: TypeAlias = dict[Axes, rows.Plan]
 """How rows were divided over each group of axes."""
 
@@ -39,6 +41,8 @@ class Deployment:
     engine: Engine
     mesh: str
     """The name of the mesh, for events."""
+    timeout: float | None = None
+    """Seconds that a call may take, or a stream's next value."""
 
     @property
     def name(self) -> str:
@@ -108,11 +112,13 @@ class Handle:
 
     def __reduce__(self) -> tuple[Callable[..., "Handle"], tuple[object, ...]]:
         it = self._meshrl
-        return _received, (it.actor, dict(it.shape), list(it.members), it.engine, it.mesh)
+        return _received, (it.actor, dict(it.shape), list(it.members), it.engine, it.mesh, it.timeout)
 
 
-def _received(actor: type, shape: Mapping[str, int], members: Sequence[Member], engine: Engine, mesh: str) -> Handle:
-    return Handle(Deployment(actor, read_contract(actor, shape), shape, members, engine, mesh))
+def _received(
+    actor: type, shape: Mapping[str, int], members: Sequence[Member], engine: Engine, mesh: str, timeout: float | None
+) -> Handle:
+    return Handle(Deployment(actor, read_contract(actor, shape), shape, members, engine, mesh, timeout))
 
 
 class BoundEndpoint:
@@ -138,26 +144,34 @@ class BoundEndpoint:
 
     async def each(self, *args: object, **kwargs: object) -> list[object]:
         """Every rank's own result, in the order of the ranks."""
-        if (to := sink.get()) is None:
-            return (await self._results(args, kwargs))[0]
-        with self._observed(to, args, kwargs) as seen:
+        with self._observed(args, kwargs) as seen:
             return (await self._results(args, kwargs, seen))[0]
 
     async def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        if (to := sink.get()) is None:
-            return await self._joined(*await self._results(args, kwargs))
-        with self._observed(to, args, kwargs) as seen:
+        with self._observed(args, kwargs) as seen:
             return await self._joined(*await self._results(args, kwargs, seen))
 
-    def _observed(self, to: Sink, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Observation:
-        it = self.deployment
+    def _observed(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> AbstractContextManager[Observation | None]:
+        to, it = sink.get(), self.deployment
+        if to is None:
+            return nullcontext()
         return Observation(to, it.mesh, it.name, self.endpoint.name, it.members, (*args, *kwargs.values()))
 
     async def _results(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: OnSpan | None = None
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Observation | None
     ) -> tuple[list[object], Plans]:
         requests, plans = self._requests(args, kwargs)
-        return await self.deployment.engine.call(self.endpoint.name, requests, seen), plans
+        answer = self.deployment.engine.call(self.endpoint.name, requests, seen)
+        return await self._answered(answer, seen), plans
+
+    async def _answered(self, answer: Awaitable[R], seen: Observation | None) -> R:
+        timeout = self.deployment.timeout
+        if seen is None and timeout is None:
+            return await answer
+        waiting = seen.waiting if seen else Waiting(self.where, self.deployment.members)
+        return await waiting.until(answer, timeout)
 
     async def _joined(self, results: Sequence[object], plans: Plans) -> object:
         kind, axes = self.endpoint.result.kind, self.endpoint.result.axes
@@ -181,25 +195,17 @@ class BoundEndpoint:
             raise type(error)(f"{self.where}: {error}") from error
 
     async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
-        to = sink.get()
-        with nullcontext() if to is None else self._observed(to, args, kwargs) as seen:
-            async with aclosing(self._values(args, kwargs, seen)) as values:
-                async for value in values:
-                    yield value
-
-    async def _values(
-        self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: OnSpan | None
-    ) -> AsyncGenerator[object]:
-        requests, plans = self._requests(args, kwargs)
-        axes = self.endpoint.result.axes
-        plan = None if plans.get(axes) else rows.UNDIVIDED
-        consumed = self.deployment.replica(axes) if axes else [0]
-        stream = self.deployment.engine.stream(self.endpoint.name, requests, consumed, seen)
-        try:
-            async for value in stream:
-                yield self._gather([value], plan) if axes else value
-        finally:
-            await stream.aclose()
+        with self._observed(args, kwargs) as seen:
+            requests, plans = self._requests(args, kwargs)
+            axes = self.endpoint.result.axes
+            plan = None if plans.get(axes) else rows.UNDIVIDED
+            consumed = self.deployment.replica(axes) if axes else [0]
+            stream = self.deployment.engine.stream(self.endpoint.name, requests, consumed, seen)
+            try:
+                while (value := await self._answered(anext(stream, _ENDED), seen)) is not _ENDED:
+                    yield self._gather([value], plan) if axes else value
+            finally:
+                await stream.aclose()
 
     def _requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
         """What each rank is sent, and how rows were divided over each group of axes."""
@@ -287,6 +293,11 @@ def at(actor: A, **axes: int) -> A:
     members = [m for m in deployment.members if all(m.rank.axes[axis] == index for axis, index in axes.items())]
     shape = {axis: 1 if axis in axes else size for axis, size in deployment.shape.items()}
     return cast("A", Handle(replace(deployment, members=members, shape=shape)))
+
+
+def limited(actor: A, timeout: float | None) -> A:
+    """The same actor, whose calls, and a stream's next value, end as `CallTimeout` after so many seconds."""
+    return cast("A", Handle(replace(_deployment(actor, "limited"), timeout=timeout)))
 
 
 def ranks(actor: object) -> list[Rank]:

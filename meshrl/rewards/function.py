@@ -7,7 +7,10 @@ import importlib.util
 import inspect
 import math
 import re
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Self, TypeAlias, TypeVar, cast
 
@@ -46,6 +49,8 @@ class RewardConfig(RoleConfig):
     """Of `functions`, by the same names; 1 where none is given."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""
+    seconds: float | None = Field(default=None, gt=0)
+    """What one call may take; after that its row has an error. A plain function is left behind in its thread."""
     unsafe: bool = False
     """Whether `code_tests` may run a model's code where nothing keeps it from this user's files and processes."""
 
@@ -108,6 +113,8 @@ class FunctionReward(Reward):
             for name, function in config.parts.items()
         ]
         self._concurrency = config.concurrency
+        self._seconds = config.seconds
+        self._turns = asyncio.Lock()
         self._errors = FirstErrors("a reward function raised; its row gets reward 0")
 
     async def score(self, batch: Batch) -> Batch:
@@ -127,7 +134,8 @@ class FunctionReward(Reward):
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
-            value, error = await boundary(part.function, str(prompts[index]), str(completions[index]), row)
+            function = part.function if self._seconds is None else self._in_time(part.function, self._seconds)
+            value, error = await boundary(function, str(prompts[index]), str(completions[index]), row)
             text = self._errors.told(error) if error else None
             return value, f"{part.name}: {text}" if text and part.name else text
 
@@ -141,6 +149,55 @@ class FunctionReward(Reward):
             reward_error=["; ".join(texts) or None for texts in errors],
             **({} if self._parts[0].name == "" else named),
         )
+
+    def _in_time(self, function: RewardFunction, seconds: float) -> RewardFunction:
+        """The function, whose call raises TimeoutError after so many seconds. Plain ones take turns, as without it."""
+
+        async def limited(prompt: str, completion: str, row: Row) -> float:
+            if inspect.iscoroutinefunction(function):
+                return await wait(cast("Awaitable[float]", function(prompt, completion, row)))
+            async with self._turns:
+                value = await wait(in_thread(lambda: function(prompt, completion, row)))
+            return await wait(value) if inspect.isawaitable(value) else value
+
+        async def wait(answer: Awaitable[T]) -> T:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await answer
+            except TimeoutError as error:
+                if limit.expired():
+                    raise TimeoutError(f"the reward took longer than reward.seconds = {seconds:g}") from error
+                raise
+
+        return limited
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """What a plain function returns, from a thread that no end of the process waits for."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if answer.done():  # nobody waits for it any more
+            return
+        if error is None:
+            answer.set_result(cast("T", value))
+        else:
+            answer.set_exception(error)
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = call()
+        except BaseException as raised:  # noqa: BLE001 -- it is raised where the answer is awaited
+            error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, value, error)
+
+    context = copy_context()
+    threading.Thread(target=context.run, args=(work,), name="meshrl-reward", daemon=True).start()
+    return await answer
 
 
 async def boundary(

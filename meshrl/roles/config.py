@@ -47,6 +47,8 @@ class RoleConfig(Config):
     """Roles that name the same mesh share its ranks; a name of its own is a mesh of its own."""
     axes: Shape = Field(default={})
     """How this role sees its mesh's ranks, the last one fastest; nothing means the mesh's own axes."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds that a call may take, or a stream's next value, before it ends as `CallTimeout`; none without it."""
 
     @classmethod
     def open_tables(cls) -> Mapping[str, type[BackendOptions]]:

@@ -45,6 +45,8 @@ class RunConfig(Config):
     """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
     replay: str | None = None
     """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
+    slow_after: float = Field(default=60.0, gt=0)
+    """Seconds after which a line says which call is still running, and on which rank."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
     checkpoint_every: int | None = Field(default=None, ge=1)

@@ -14,7 +14,7 @@ from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
-from meshrl.mesh import Engine, Mesh, Resources
+from meshrl.mesh import Engine, Mesh, Resources, limited
 from meshrl.roles import RoleConfig, Stateful, check_axes, implementation
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
@@ -23,6 +23,7 @@ from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder, was_cut_short
+from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
 
 R = TypeVar("R")
@@ -89,6 +90,7 @@ class Run:
         self._stepping = False
         self._events: EventLog | None = None
         self._outer: Sink | None = None
+        self._watch: Watch | None = None
         self._schedule: Schedule | None = None
 
     def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
@@ -130,7 +132,7 @@ class Run:
             reserving = self._meshes[config.mesh] = asyncio.create_task(self._reserve(config.mesh))
         mesh = await asyncio.shield(reserving)
         seen = mesh.shape(**config.axes) if config.axes else mesh
-        actor = await seen.spawn(cls, config)
+        actor = limited(await seen.spawn(cls, config), config.timeout)
         if stateful:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor
@@ -257,6 +259,7 @@ class Run:
         schedule.set(self._schedule)
         if self.config.checkpoint_every or self.config.resume:
             data_cursor.set(self._cursor)
+        self._watch = Watch(self.config.slow_after)
         return self
 
     async def __aexit__(
@@ -281,6 +284,8 @@ class Run:
             finally:
                 await self.engine.close()
         finally:
+            if self._watch:
+                self._watch.stop()
             self._end_step()
             if self._events:
                 self._events.close()

@@ -8,14 +8,17 @@ from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
+from meshrl import log
 from meshrl.engines.isolation import sendable
 from meshrl.engines.local.event_loop import RankLoop
 from meshrl.engines.local.shared_task import Turns
 from meshrl.errors import MeshStopped, RankFailed
-from meshrl.mesh import OnSpan, Rank, Request, rank_context, resolve
+from meshrl.mesh import OnSpan, Rank, Request, own_place, rank_context, resolve
 
+PATIENCE: Final = 10.0
+"""Seconds in which a rank's thread is to come to the end of its calls, once they are cancelled."""
 _ENGINES = str(Path(__file__).parents[1])
 
 
@@ -42,14 +45,15 @@ class LocalSlot:
             self._thread.start()
         return self._loop
 
-    def leave(self) -> None:
-        """One actor less; the last ends the thread."""
+    def leave(self, *, blocked: bool = False) -> None:
+        """One actor less; the last ends the thread, unless that is `blocked`: then it ends when it can."""
         if not self.cores:
             return
         self._actors -= 1
-        if self._actors == 0 and self._loop is not None and self._thread is not None:
+        if (self._actors == 0 or blocked) and self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            if not blocked:
+                self._thread.join()
             self._loop = self._thread = None
 
 
@@ -73,6 +77,7 @@ class LocalMember:
         self.slot = slot
         self.name = name
         self.rank = rank
+        self.place = own_place()
         self.stopped = False
         self.attempt = 0
         """How many times it was stopped."""
@@ -124,10 +129,14 @@ class LocalMember:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._instance = None
 
+        blocked = False
         try:
-            await self._on_rank(cancel())
+            await asyncio.wait_for(self._on_rank(cancel()), PATIENCE if self.slot.cores else None)
+        except TimeoutError:  # a call blocks the thread, so that no turn comes in which to cancel it
+            blocked = True
+            log.warning(f"{self.name} on rank {self.rank.index} does not end: a call blocks its thread, which is left")
         finally:
-            self.slot.leave()
+            self.slot.leave(blocked=blocked)
 
     async def _on_rank(self, work: Coroutine[None, None, None]) -> None:
         task = self._context.run(asyncio.run_coroutine_threadsafe, work, self.loop)

@@ -149,6 +149,12 @@ class RayMember:
         return self.spawn.ranks[self.index]
 
     @property
+    def place(self) -> str:
+        """Its process and host, where they are known by now."""
+        known = self.process.known
+        return f"process {known.pid} on {known.host}" if known else "a process that is being made"
+
+    @property
     def process(self) -> Process:
         """Where it runs."""
         return self.spawn.processes[self.index]

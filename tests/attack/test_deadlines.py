@@ -1,0 +1,198 @@
+"""Ranks that do not answer, rewards that hang, and the one Ctrl-C that ends such a run."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, endpoint
+from meshrl.engines.local import LocalEngine
+from meshrl.errors import CallTimeout
+from meshrl.mesh import limited
+from meshrl.rewards.function import FunctionReward
+from meshrl.roles import Policy, PolicyConfig
+from meshrl.run.config import MeshConfig
+from meshrl.testing import FakePolicy
+
+
+class Slow(Actor):
+    """Answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+
+    @endpoint
+    async def wait(self) -> None:
+        await self.free.wait()
+
+    @endpoint
+    async def let_go(self) -> None:
+        self.free.set()
+
+    @endpoint
+    async def count(self) -> AsyncIterator[Gather[Batch]]:
+        yield Batch.of(row=[1])
+        await self.free.wait()
+        yield Batch.of(row=[2])
+
+
+def config(folder: Path, **changes: object) -> RunConfig:
+    table = {"name": "mine", "folder": str(folder), **changes}
+    return RunConfig(**table, meshes={"main": MeshConfig(cpus=0)})  # type: ignore[arg-type]
+
+
+async def told(logs: list[Any], text: str) -> str:
+    """The first line of the log that has a text."""
+    while True:
+        for line in logs:
+            if text in line["event"]:
+                return str(line["event"])
+        await asyncio.sleep(0.01)
+
+
+async def test_a_call_that_takes_long_is_told_of_with_endpoint_rank_and_process(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        async with Run(config(tmp_path, slow_after=0.05)) as run:
+            slow = await (await run.mesh(2)).spawn(Slow)
+            call = asyncio.create_task(slow.wait())
+            line = await told(logs, "Slow.wait on rank 0")
+            assert f"process {os.getpid()} on " in line
+            assert "rank 1 (" in line
+            assert line.endswith("s")
+            await slow.let_go()
+            await call
+            stream = slow.count()
+            assert len(await anext(stream)) == 1
+    assert not [line for line in logs if "Slow.count" in line["event"]], "whose reader has not asked for more"
+
+
+async def test_a_call_beyond_the_timeout_is_an_error_that_names_its_rank() -> None:
+    engine = LocalEngine()
+    slow = limited(await (await Mesh.reserve(engine, 2)).spawn(Slow), 0.05)
+    with pytest.raises(CallTimeout, match=r"within timeout = 0.05 s: rank 0 \(process \d+ on"):
+        await slow.wait()
+    stream = slow.count()
+    for _ in range(2):
+        assert len(await anext(stream)) == 1
+    with pytest.raises(CallTimeout, match=r"Slow.count has not answered"):
+        await anext(stream)
+    await slow.let_go()
+    assert [len(batch) async for batch in slow.count()] == [1, 1, 1, 1]
+    await slow.wait()
+    await engine.close()
+
+
+class Hangs(FakePolicy):
+    @endpoint
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_role_has_the_timeout_of_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.run.run.implementation", lambda *_: Hangs)
+    async with Run(config(tmp_path)) as run:
+        policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", timeout=0.05))
+        with pytest.raises(CallTimeout, match=r"Hangs.hang has not answered"):
+            await policy.hang()  # type: ignore[attr-defined]
+
+
+def hangs(prompt: str, completion: str, row: dict[str, object]) -> float:
+    """Hangs on one row, until the test ends."""
+    if completion == "bad":
+        ENDED.wait()
+    return 1.0
+
+
+async def hangs_async(prompt: str, completion: str, row: dict[str, object]) -> float:
+    if completion == "bad":
+        await asyncio.Event().wait()
+    return 1.0
+
+
+ENDED = threading.Event()
+
+
+@pytest.mark.parametrize("name", ["hangs", "hangs_async"])
+async def test_a_reward_that_hangs_costs_its_row_alone(name: str) -> None:
+    reward = FunctionReward(RewardConfig(function=f"{__file__}:{name}", seconds=0.3))
+    batch = await reward.score(Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"]))
+    assert batch.rewards.tolist() == [1, 0, 1]
+    assert batch.objects("reward_error")[1] == "TimeoutError: the reward took longer than reward.seconds = 0.3"
+    ENDED.set()
+
+
+SCRIPT = """
+import time
+from pathlib import Path
+from meshrl import AlgorithmConfig, Batch, Reward, RewardConfig, Run
+
+def hangs(prompt, completion, row):
+    Path("BEGAN").touch()
+    time.sleep(1000)
+
+class MineConfig(AlgorithmConfig):
+    reward: RewardConfig
+
+async def mine(run: Run, config: MineConfig) -> None:
+    reward = await run.spawn(Reward, config.reward)
+    await reward.score(Batch.of(prompt=["a"], completion=["b"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_one_interrupt_ends_a_run_whose_reward_hangs(tmp_path: Path, engine: str) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT.replace("BEGAN", str(tmp_path / "began")))
+    run = f'algorithm = "mine.py"\n[run]\nname = "mine"\nengine = "{engine}"\n'
+    table = f'{run}[reward]\nfunction = "mine.py:hangs"\n'
+    (tmp_path / "mine.toml").write_text(table)
+    command = [str(Path(sys.executable).with_name("meshrl")), "run", "mine.toml", f"run.folder={tmp_path}"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        while not (tmp_path / "began").exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert "Interrupted" in output
+    assert '"interrupted"' in (tmp_path / "mine/summary.json").read_text()
+    assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_process_that_is_stopped_is_an_error_of_its_rank() -> None:
+    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra
+
+    engine = RayEngine()
+    slow = await (await Mesh.reserve(engine, 1, MeshConfig(cpus=0))).spawn(Pid)
+    pid = await slow.pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(CallTimeout, match=rf"within timeout = 1 s: rank 0 \(process {pid} on"):
+            await limited(slow, 1.0).pid()
+        await asyncio.wait_for(engine.close(), 60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Pid(Actor):
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
