@@ -122,12 +122,16 @@ class EventLog:
     """A file of events, JSON lines, written each second by the loop that it is made on.
 
     A run that is killed leaves whole lines, all but those of its last second. Calls and waits are events when they end;
-    the waits that go on when the log is closed end with it.
+    the waits that go on when the log is closed end with it. A long run keeps the newest: a file that is full is renamed
+    to NAME-before.jsonl, in the place of the one before it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most: int = 1 << 28) -> None:
+        """`most`: bytes of both files."""
         self.began = clock()
         """The start of the run, on the event loop's clock."""
+        self._path = path
+        self._room = self._most = most // 2
         self._file = path.open("wb")
         self._encoder = msgspec.json.Encoder()
         self._kept: deque[Event] = deque()
@@ -168,8 +172,14 @@ class EventLog:
         self._due = False
         kept = [self._kept.popleft() for _ in range(len(self._kept))]
         if kept:
-            self._file.write(self._encoder.encode_lines(kept))
+            lines = self._encoder.encode_lines(kept)
+            if len(lines) > self._room:
+                self._file.close()
+                self._path.rename(self._path.with_stem(f"{self._path.stem}-before"))
+                self._file, self._room = self._path.open("wb"), self._most
+            self._file.write(lines)
             self._file.flush()
+            self._room -= len(lines)
 
     def close(self) -> None:
         """Write the rest, with the waits that go on, up to now. Nothing is kept from here on."""

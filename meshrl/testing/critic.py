@@ -1,5 +1,6 @@
 """A critic without a model."""
 
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ class FakeCritic(Critic):
     """A critic that expects nothing: its values are 0, what follows from them is real."""
 
     def __init__(self, config: CriticConfig) -> None:
-        self.updates: list[Batch] = []
-        """Every batch that this rank was given."""
-        self._restored = 0
-        """Updates that it was restored with."""
+        self.updates: deque[Batch] = deque(maxlen=256)
+        """The batches that this rank was given last."""
+        self._made = 0
+        """How many it was given in all, with those that it was restored with."""
 
     async def advantages(self, batch: Batch, gae: Gae) -> Batch:
         """Values of zero; advantages and returns from the rewards."""
@@ -36,6 +37,7 @@ class FakeCritic(Critic):
             if name != "rows":
                 batch[name]
         self.updates.append(batch)
+        self._made += 1
         returns = np.asarray(batch.ragged("returns").values, np.float64)
         tokens = float(np.sum(batch.loss_mask.values))
         squares = float(returns @ returns)
@@ -44,15 +46,16 @@ class FakeCritic(Critic):
 
     async def save(self, folder: str) -> None:
         """How often it was updated, as text."""
-        _write(Path(folder), self._restored + len(self.updates))
+        _write(Path(folder), self._made)
 
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
         """The number of updates."""
-        State("fake critic", self._restored + len(self.updates)).write(folder)
+        State("fake critic", self._made).write(folder)
 
     async def restore(self, folder: str) -> None:
         """Take it."""
-        self._restored, self.updates = read_state(folder, "fake critic").updates, []
+        self._made = read_state(folder, "fake critic").updates
+        self.updates.clear()
 
 
 def _write(folder: Path, updates: int) -> None:

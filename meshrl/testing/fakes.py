@@ -5,6 +5,7 @@ any advantage that is not zero raises it.
 """
 
 import hashlib
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import cast
@@ -42,15 +43,15 @@ class FakePolicy(Policy):
     def __init__(self, config: PolicyConfig, skill: float = 0.2, rate: float = 0.1) -> None:
         self.skill = skill
         self.rate = rate
-        self.updates: list[Batch] = []
-        """Every batch that this rank was given."""
-        self._restored = 0
-        """Updates that it was restored with."""
+        self.updates: deque[Batch] = deque(maxlen=256)
+        """The batches that this rank was given last."""
+        self._made = 0
+        """How many it was given in all, with those that it was restored with."""
 
     @property
     def version(self) -> int:
         """How many updates made its skill."""
-        return self._restored + len(self.updates)
+        return self._made
 
     async def encode(self, batch: Batch) -> Batch:
         """One token a character."""
@@ -78,6 +79,7 @@ class FakePolicy(Policy):
         if all(signal):
             self.skill = min(1.0, self.skill + self.rate)
         self.updates.append(batch)
+        self._made += 1
         tokens = float(batch.loss_mask.values.sum())
         return Metrics.of(loss=(tokens * (1 - self.skill), tokens), tokens=(tokens, 1.0), rows=(float(len(batch)), 1.0))
 
@@ -100,7 +102,8 @@ class FakePolicy(Policy):
     async def restore(self, folder: str) -> None:
         """Take them."""
         state = read_state(folder, "fake policy")
-        self._restored, self.updates = state.updates, []
+        self._made = state.updates
+        self.updates.clear()
         self.skill = self.skill if state.skill is None else state.skill
 
 

@@ -1,5 +1,6 @@
 """A reward model without a model."""
 
+from collections import deque
 from pathlib import Path
 from typing import cast
 
@@ -19,15 +20,15 @@ class FakeRewardModel(RewardModel):
 
     def __init__(self, config: RewardTrainingConfig, rate: float = 0.1) -> None:
         self.rate = rate
-        self.updates: list[Batch] = []
-        """Every batch that this rank was given."""
-        self._restored = 0
-        """Updates that it was restored with."""
+        self.updates: deque[Batch] = deque(maxlen=256)
+        """The batches that this rank was given last."""
+        self._made = 0
+        """How many it was given in all, with those that it was restored with."""
 
     @property
     def version(self) -> int:
         """How many updates made its scores."""
-        return self._restored + len(self.updates)
+        return self._made
 
     async def encode(self, batch: Batch) -> Batch:
         """One token a character, and one at the end."""
@@ -65,6 +66,7 @@ class FakeRewardModel(RewardModel):
             if name != "rows":
                 batch[name]
         self.updates.append(batch)
+        self._made += 1
         count = float(np.sum(batch.loss_mask.values))
         return Metrics.of(loss=(count * np.exp(-self.rate * self.version), count), rows=(float(len(batch)), 1.0))
 
@@ -78,7 +80,8 @@ class FakeRewardModel(RewardModel):
 
     async def restore(self, folder: str) -> None:
         """Take it."""
-        self._restored, self.updates = read_state(folder, "fake reward model").updates, []
+        self._made = read_state(folder, "fake reward model").updates
+        self.updates.clear()
 
     def _score(self, right: bool) -> float:
         return self.rate * self.version * (1 if right else -1)

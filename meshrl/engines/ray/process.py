@@ -52,6 +52,7 @@ class RankHandle(Protocol):
     next: Method
     cancel: Signal
     stop: Method
+    leave: Method
 
 
 @dataclass(frozen=True)

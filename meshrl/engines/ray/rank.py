@@ -18,7 +18,7 @@ from meshrl.engines.isolation import isolated
 from meshrl.engines.ray.call_order import CallerQueue
 from meshrl.engines.ray.pickling import packed
 from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayRef, Stopped, boot
-from meshrl.mesh import CollectiveActor, Rank, put_large, rank_context, resolve
+from meshrl.mesh import CollectiveActor, Rank, pool, put_large, rank_context, resolve
 
 _ENGINES = str(Path(__file__).parent)
 
@@ -154,6 +154,10 @@ class RankProcess:
             await hosted.end()
             if self._actors.get(key) is hosted:
                 del self._actors[key]
+
+    async def leave(self) -> None:
+        """The mesh goes: give back memory that would outlive this process, which is killed now."""
+        pool.close()
 
     async def _serve(self, ask: Ask, given: Arguments, run: Run) -> object:
         if not ask.timed:

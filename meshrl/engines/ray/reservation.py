@@ -125,6 +125,10 @@ class Reservation:
         try:
             if stops:
                 await asyncio.wait(stops, timeout=GRACE)
+            leaves = [process.handle.leave.remote() for process in self.processes if process.death is None]
+            await asyncio.wait_for(asyncio.gather(*leaves, return_exceptions=True), GRACE)
+        except TimeoutError:
+            pass  # one that computes without a pause: what it leaves is swept by the next process that shares memory
         finally:
             for stop in stops:
                 stop.cancel()

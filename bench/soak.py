@@ -1,0 +1,128 @@
+"""Memory over many steps: each process of an overlapped run at its end, against the end of its first minute.
+
+    python bench/soak.py --json F [--minutes M] [--engine ray|local]
+
+A policy and a sampler of a tiny model, a reward, `ahead` = 2, weights published each step through shared memory: as many
+steps as there are in M minutes (5). `private` is what a process alone has (USS), the median of the last ten seconds.
+Afterwards nothing of the run is in /dev/shm.
+"""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import psutil
+
+from bench.harness import Figure, arguments, at_most, figure, report
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    NewModel,
+    Policy,
+    PolicyConfig,
+    Reward,
+    RewardConfig,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Task,
+    group_advantages,
+    publish,
+    rollouts,
+)
+from meshrl.mesh.shared_memory import FOLDER
+from meshrl.run.config import MeshConfig
+
+MODEL: Final = NewModel(characters="0123456789+= ", hidden_size=128, ffn_size=512, layers=4, heads=4, max_tokens=32)
+TASK: Final = Task(
+    train=Batch.of(prompt=[f"{n}+1=" for n in range(64)], answer=[str(n + 1) for n in range(64)], row=[{}] * 64),
+    held_out=Batch.of(prompt=[]),
+)
+GROWTH: Final = 1.02
+"""How much more a process may have at the end."""
+
+
+class Watch:
+    """The private memory of this process and of those that it started, each second."""
+
+    def __init__(self) -> None:
+        self.seen: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=10))
+
+    async def look(self) -> None:
+        """Look, until this is cancelled."""
+        while True:
+            own = psutil.Process()
+            for process in (own, *own.children(recursive=True)):
+                try:
+                    title = "controller" if process == own else " ".join(process.cmdline())
+                    if process == own or title.startswith("ray::RankProcess"):
+                        self.seen[f"{title.split('.')[0]} {process.pid}"].append(process.memory_full_info().uss / 2**20)
+                except psutil.Error:
+                    continue
+            await asyncio.sleep(1)
+
+    def now(self) -> dict[str, float]:
+        """MiB by process."""
+        return {name: statistics.median(values) for name, values in self.seen.items()}
+
+
+async def soak(folder: str, engine: str, minutes: float) -> list[Figure]:
+    """Train for so long."""
+    meshes = {"main": MeshConfig(cpus=1), "rollout": MeshConfig(cpus=1)}
+    config = RunConfig(name="soak", folder=folder, engine=engine, meshes=meshes)
+    table = {"model": MODEL.model_dump(), "backend": "torch"}
+    watch, began, first, done = Watch(), time.monotonic(), dict[str, float](), 0
+    async with Run(config) as run:
+        policy = await run.spawn(Policy, PolicyConfig.model_validate(table))
+        sampler = await run.spawn(Sampler, SamplerConfig.model_validate({**table, "mesh": "rollout", "slots": 16}))
+        reward = await run.spawn(Reward, RewardConfig())
+        await publish(policy, sampler)
+        looking = asyncio.create_task(watch.look())
+        sampling = Sampling(n=4, max_tokens=8)
+        async with rollouts(sampler, TASK.batches(4, 0), sampling, ahead=2, score=reward.score) as stream:
+            async for step in run.steps(sys.maxsize):
+                batch = await anext(stream)
+                advantages = group_advantages(np.asarray((await batch.load("rewards")).rewards), batch.groups)
+                await run.record(await policy.update(batch.assign(advantages=advantages), ClippedLoss()), batch)
+                await publish(policy, stream)
+                if not first and time.monotonic() - began > 60:
+                    first = watch.now()
+                done = step + 1
+                if time.monotonic() - began > 60 * minutes:
+                    break
+        looking.cancel()
+    last = watch.now()
+    return [
+        figure("steps", done, "steps"),
+        *(
+            at_most(f"{name}: MiB, and by the first minute's", last[name], "MiB", GROWTH * was, was)
+            for name, was in first.items()
+        ),
+    ]
+
+
+def main() -> None:
+    """Soak, then look what is left."""
+    parser = arguments(__doc__, rounds=None)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--engine", choices=("ray", "local"), default="ray")
+    given = parser.parse_args()
+    before = set(FOLDER.glob("meshrl-*"))
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(soak(folder, given.engine, given.minutes))
+        events = sum(path.stat().st_size for path in Path(folder).rglob("events*.jsonl")) / 2**20
+    left = set(FOLDER.glob("meshrl-*")) - before
+    figures += [figure("events", events, "MiB"), at_most("segments left in shared memory", len(left), "files", 0)]
+    report("soak", figures, given.json)
+
+
+if __name__ == "__main__":
+    main()
