@@ -110,6 +110,8 @@ class Producer:
                 it.buffer.expect(prompts)
             call = self._request(prompts, sampling, before, decided)
             it.decisions.note("draw", len(prompts), owners=call.owners.tolist() if self._router.replicas > 1 else [])
+            if decided:
+                it.condition.notify_all()  # the trainer's turn may be next
             it.start(self._generate(call))
 
     async def swap(self, weights: Weights) -> None:

@@ -202,6 +202,8 @@ class Rollouts:
                     lambda: self._decisions.is_turn("publish"), "publish", "its turn", lambda: "a schedule is replayed"
                 )
                 self._decisions.note("publish")
+                if not self._decisions.is_free:
+                    self._condition.notify_all()  # a draw may be next, whose call these weights are to find
                 await self._producer.swap(weights)
         except BaseException:
             self._withdraw(ticket)

@@ -1,8 +1,10 @@
 """Following the schedule of another run: which loops over steps may, and what becomes of steps after its end."""
 
+import asyncio
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ from meshrl import (
 )
 from meshrl.errors import DataError
 from meshrl.rollout import Loop, Schedule, read_schedule
-from meshrl.rollout.replay import Ended, Entry, Load
+from meshrl.rollout.replay import Decision, Ended, Entry, Load
 
 LOAD = Load(0, {"rank": [0], "load": [0], "call": [0], "steps": [-1]})
 LAST = [LOAD, Loop(4, 2), LOAD, Ended(0)]
@@ -94,3 +96,18 @@ async def test_more_steps_follow_a_schedule_to_its_end_and_go_on(tmp_path: Path)
         assert one.groups.tolist() == other.groups.tolist()
         np.testing.assert_array_equal(one.ragged("tokens").values, other.ragged("tokens").values)
         np.testing.assert_array_equal(one.ragged("versions").values, other.ragged("versions").values)
+
+
+async def test_a_batch_comes_though_the_call_that_is_drawn_before_it_stands_still(tmp_path: Path) -> None:
+    """What the trainer waits for is ready; that it is its turn says the draw alone, whose rows wait for new weights."""
+    first = await streamed(tmp_path, 3, name="first", deterministic=True)
+    file = tmp_path / "first/schedule.jsonl"
+    entries = read_schedule(file.parent)
+    load = [at for at, entry in enumerate(entries) if isinstance(entry, Load)][1]
+    deliver, draw = (entry.what if isinstance(entry, Decision) else "" for entry in entries[load - 3 : load - 1])
+    assert (deliver, draw) == ("deliver", "draw")
+    entries[load - 3 : load - 1] = reversed(entries[load - 3 : load - 1])
+    entries[load] = Load(0, {"rank": [0, 0], "load": [1, 1], "call": [2, 3], "steps": [0, -1]})
+    file.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+    again = await asyncio.wait_for(streamed(tmp_path, 3, name="again", replay=str(file.parent)), 30)
+    assert [batch.groups.tolist() for batch in again] == [batch.groups.tolist() for batch in first]
