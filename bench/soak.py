@@ -2,8 +2,8 @@
 
     python bench/soak.py --json F [--minutes M] [--engine ray|local]
 
-A policy and a sampler of a tiny model, a reward, `ahead` = 2, weights published each step through shared memory: as many
-steps as there are in M minutes (5). `private` is what a process alone has (USS), the median of the last ten seconds.
+A policy and a sampler of a tiny model, a reward, `ahead` = 2, weights published each step through shared memory: as
+many steps as there are in M minutes (5). Counted is what a process has alone (USS), the median of the last ten seconds.
 Afterwards nothing of the run is in /dev/shm.
 """
 

@@ -81,14 +81,19 @@ class AlgorithmConfig(Config):
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
-        """The table with the policy's model in each role that holds a model and names none.
+        """The table with the policy's model, and the run's seed, in each role that holds a model and names none.
 
         A sampler has its adapters too, where they are what it is given.
         """
-        policy = table.get("policy")
-        if not isinstance(policy, Mapping) or "model" not in policy:
-            return table
         filled = dict(table)
+        run, policy = table.get("run"), table.get("policy")
+        if isinstance(run, Mapping) and "seed" in run:
+            for name, field in cls.model_fields.items():
+                role = filled.get(name, {} if field.is_required() else None)
+                if isinstance(role, Mapping) and _holds_a_model(field.annotation, role):
+                    filled[name] = {"seed": run["seed"], **role}
+        if not isinstance(policy, Mapping) or "model" not in policy:
+            return filled
         lora = policy.get("lora")
         adapters = {"lora": lora} if isinstance(lora, Mapping) and lora.get("sync") == "adapters" else {}
         for name, field in cls.model_fields.items():
@@ -119,9 +124,20 @@ class RolloutConfig(AlgorithmConfig):
     steps: int = 400
 
 
+def _forms(annotation: object) -> tuple[list[object], list[type[ModelConfig]]]:
+    """The tables that a role may have, and those of them that hold a model."""
+    forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
+    return forms, [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
+
+
+def _holds_a_model(annotation: object, role: Mapping[str, object]) -> bool:
+    """Whether a role's table is of one that holds a model."""
+    forms, kinds = _forms(annotation)
+    return bool(kinds) and (len(kinds) == len(forms) or "model" in role)
+
+
 def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:
     """The tables that a role may have, where each of them has the policy's model unless it names one."""
-    forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
-    kinds = [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
+    forms, kinds = _forms(annotation)
     others = any(issubclass(kind, RewardModelConfig | RewardTrainingConfig | TeacherConfig) for kind in kinds)
     return kinds if len(kinds) == len(forms) and not others else []

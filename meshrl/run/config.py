@@ -33,7 +33,7 @@ class RunConfig(Config):
     """The run's folder is `folder/name`."""
     folder: str = "runs"
     seed: int = 0
-    """Decides the order of the data; the roles have seeds of their own."""
+    """Decides the order of the data, and is the seed of each role that has none of its own."""
     engine: str = Field(default="local", pattern=r"^(local|ray|auto|[\w.-]+:\d+)$")
     """`local`: threads of this process. `ray`: the cluster at RAY_ADDRESS, or one of this machine's own for the run.
     HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine."""

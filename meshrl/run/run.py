@@ -15,7 +15,7 @@ from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited
-from meshrl.roles import RoleConfig, Stateful, check_axes, implementation
+from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
@@ -121,6 +121,8 @@ class Run:
 
         BackendError where there is none, ConfigError where the axes do not fit its ranks, and what `Mesh.spawn` raises.
         """
+        if isinstance(config, ModelConfig) and "seed" not in config.model_fields_set:
+            config = config.model_copy(update={"seed": self.seed})
         cls = implementation(role, config.backend)
         check_axes(config, self._mesh_config(config.mesh).ranks)
         stateful = isinstance(cls, type) and issubclass(cls, Stateful)

@@ -1,16 +1,34 @@
 """Numbers that are no numbers, too large for their type, or of a type without a sign."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 import pytest
+import tomli_w
 import torch
 
-from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, ReinforceLoss, Sampling, group_advantages
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    NewModel,
+    Policy,
+    PolicyConfig,
+    Ragged,
+    ReinforceLoss,
+    Run,
+    RunConfig,
+    Sampling,
+    group_advantages,
+)
 from meshrl.errors import DataError, ModelError
 from meshrl.rewards.function import boundary
+from meshrl.run.jobs import load_job
 from meshrl_hf.seeds import key
 from meshrl_torch.draw import Draw
 from meshrl_torch.policy import TorchPolicy
 
+SHIPPED = Path(__file__).parents[2] / "configs/grpo/quickstart.toml"
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=16)
 
 
@@ -70,3 +88,28 @@ async def test_a_reward_beyond_float32_is_an_error_of_its_row() -> None:
     value, error = await boundary(lambda *_: 1e39, "", "", {})
     assert value == 0.0
     assert "at most 3.403e+38 in size" in str(error)
+
+
+def test_the_seed_of_a_run_is_that_of_each_role_without_one(tmp_path: Path) -> None:
+    config = tmp_path / "mine.toml"
+    config.write_text(f"{SHIPPED.read_text('utf-8')}\n[reference]\nseed = 5\n", "utf-8")
+    job = load_job(config, ["run.seed=3", "sampler.seed=4"], RunConfig)
+    roles = {name: getattr(job.config, name).seed for name in ("policy", "sampler", "reference")}
+    assert roles == {"policy": 3, "sampler": 4, "reference": 5}
+    again = tmp_path / "again.toml"
+    again.write_text(tomli_w.dumps(without_none(job.resolved)), "utf-8")
+    told = load_job(again, ["run.seed=8"], RunConfig).config
+    assert getattr(told, "policy").seed == 3, "what is resolved says what was"  # noqa: B009 -- it is of the script's class
+
+
+async def test_a_script_of_ones_own_has_the_seed_too(tmp_path: Path) -> None:
+    async with Run(RunConfig(name="mine", folder=str(tmp_path), seed=7)) as run:
+        first = await (await run.spawn(Policy, PolicyConfig(model=MODEL))).weights()
+        same = await (await run.spawn(Policy, PolicyConfig(model=MODEL, seed=7))).weights()
+        other = await (await run.spawn(Policy, PolicyConfig(model=MODEL, seed=0))).weights()
+    assert first.fingerprint() == same.fingerprint() != other.fingerprint()
+
+
+def without_none(table: Mapping[str, object]) -> dict[str, object]:
+    kept = {name: value for name, value in table.items() if value is not None}
+    return {name: without_none(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
