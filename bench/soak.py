@@ -9,7 +9,6 @@ Afterwards nothing of the run is in /dev/shm.
 
 import asyncio
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict, deque
@@ -79,16 +78,16 @@ async def soak(folder: str, engine: str, minutes: float) -> list[Figure]:
     meshes = {"main": MeshConfig(cpus=1), "rollout": MeshConfig(cpus=1)}
     config = RunConfig(name="soak", folder=folder, engine=engine, meshes=meshes)
     table = {"model": MODEL.model_dump(), "backend": "torch"}
-    watch, began, first, done = Watch(), time.monotonic(), dict[str, float](), 0
+    watch, first, done = Watch(), dict[str, float](), 0
     async with Run(config) as run:
         policy = await run.spawn(Policy, PolicyConfig.model_validate(table))
         sampler = await run.spawn(Sampler, SamplerConfig.model_validate({**table, "mesh": "rollout", "slots": 16}))
         reward = await run.spawn(Reward, RewardConfig())
         await publish(policy, sampler)
-        looking = asyncio.create_task(watch.look())
+        looking, began = asyncio.create_task(watch.look()), time.monotonic()
         sampling = Sampling(n=4, max_tokens=8)
         async with rollouts(sampler, TASK.batches(4, 0), sampling, ahead=2, score=reward.score) as stream:
-            async for step in run.steps(sys.maxsize):
+            async for step in run.steps(1_000_000):
                 batch = await anext(stream)
                 advantages = group_advantages(np.asarray((await batch.load("rewards")).rewards), batch.groups)
                 await run.record(await policy.update(batch.assign(advantages=advantages), ClippedLoss()), batch)

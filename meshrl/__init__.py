@@ -9,6 +9,7 @@ from meshrl.engines.local import LocalEngine
 from meshrl.environments import Environment, EnvironmentConfig, Episodes
 from meshrl.errors import (
     BackendError,
+    CallTimeout,
     ConfigError,
     ContractError,
     DataError,
@@ -146,6 +147,7 @@ __all__ = [
     "BackendOptions",
     "Batch",
     "BradleyTerryLoss",
+    "CallTimeout",
     "CispoLoss",
     "ClippedLoss",
     "CollectiveActor",

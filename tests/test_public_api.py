@@ -64,6 +64,7 @@ PUBLIC = [
     "PolicyConfig",
     "Ragged",
     "Rank",
+    "CallTimeout",
     "RankDied",
     "RankFailed",
     "Reference",
