@@ -2,7 +2,7 @@
 
 import asyncio
 
-from meshrl.engines.ray.wire import Over
+from meshrl.engines.ray.wire import CYCLE, Over
 
 
 class Outbox:
@@ -47,6 +47,11 @@ class CallerQueue:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._running: dict[int, asyncio.Task[object]] = {}
         self._outboxes: dict[int, Outbox] = {}
+
+    def whole(self, number: int) -> int:
+        """The number of a call that arrives, which is told modulo `CYCLE`: it was dropped, or starts soon."""
+        dropped = (each for each in self._dropped if each % CYCLE == number)
+        return next(dropped, self._next + (number - self._next) % CYCLE)
 
     def arrive(self, number: int, task: asyncio.Task[object]) -> bool:
         """Keep a call's task. False for one that was cancelled before."""

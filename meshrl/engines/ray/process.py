@@ -11,7 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from meshrl.engines.ray.pickling import carry_modules, unpacked
-from meshrl.engines.ray.wire import Ask, Construction, Failure, Place, RayRef, Stopped
+from meshrl.engines.ray.wire import CYCLE, Ask, Construction, Failure, Place, RayRef, Stopped
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock
 from meshrl.mesh import Rank, Request
@@ -78,6 +78,10 @@ class Process:
         self.line = token_hex(8)
         """Names the calls that are sent with this object; they are numbered."""
         self.sent = 0
+        self.open = 0
+        """How many of them have no answer."""
+        self.cancelled = False
+        """Whether one was cancelled, so that the rank may have seen calls of later numbers."""
         self.call, self.stream, self.next = handle.call, handle.stream, handle.next  # each look-up makes a new one
         _processes[key] = self
 
@@ -257,17 +261,20 @@ class Sent:
         self.number = self.process.sent
         self.ended = False
         ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, consumed, self._timed)
-        method = (self.process.stream if stream else self.process.call).options(name=ask.label)
+        whole = self.process.cancelled or self.process.open >= CYCLE // 2
+        method = (self.process.stream if stream else self.process.call).options(name=ask.label(whole=whole))
         if request.arguments or request.keywords:
             arguments = request.arguments, dict(request.keywords)
             self._ref = sendable(f"{self.member.spawn.name}.{endpoint}", partial(method.remote, arguments))
         else:
             self._ref = method.remote()
+        self.process.open += 1
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
     async def answer(self) -> object:
         """The result, of a stream None when it has ended. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
         reply = await self.member.reply(self.process, self.endpoint, self._ref)
+        self.process.open -= not self.ended
         self.ended = True
         if self._timed:
             reply, began, ended = cast("tuple[object, float, float]", reply)
@@ -286,6 +293,8 @@ class Sent:
         """
         if not self.ended and self.process.death is None:
             self.ended = True
+            self.process.open -= 1
+            self.process.cancelled = True
             if not self.member.spawn.together:
                 self.process.handle.cancel.remote(self.process.line, self.number)
             self._note(self._began, clock())  # as it was seen from here: nobody waits for the rank's answer

@@ -111,11 +111,11 @@ class RankProcess:
             result = await cast("Awaitable[object]", method(*arguments, **keywords))
             return self._answer(result)
 
-        return await self._serve(Ask.current(), given, run)
+        return await self._serve(Ask.current(self._whole), given, run)
 
     async def stream(self, given: Arguments = NONE) -> object:
         """Run the generator that the task's name says to its end; `next` gives its values."""
-        ask = Ask.current()
+        ask = Ask.current(self._whole)
         line = self._lines[ask.line]
         outbox = line.outbox(ask.number)
 
@@ -158,6 +158,9 @@ class RankProcess:
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         pool.close()
+
+    def _whole(self, line: str, number: int) -> int:
+        return self._lines[line].whole(number)
 
     async def _serve(self, ask: Ask, given: Arguments, run: Run) -> object:
         if not ask.timed:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, cast
+from typing import Final, NamedTuple, TypeAlias, cast
 from weakref import WeakValueDictionary
 
 import ray
@@ -88,10 +88,16 @@ def boot() -> str:
     return known.read_text("ascii").strip() if known.exists() else f"{socket.gethostname()} {os.getpid()}"
 
 
+CYCLE: Final = 256
+"""Numbers of calls that follow one another have different names up to here."""
+
+
 class Ask(NamedTuple):
     """A call of an endpoint, or the opening of a stream: all but its arguments.
 
-    It travels as the name of Ray's task. As an argument it would make an empty call a fifth slower.
+    It travels as the name of Ray's task. As an argument it would make an empty call a fifth slower. Ray keeps some
+    kilobytes for each name that it has seen, on both sides, so names come again: a number travels modulo `CYCLE`, where
+    the rank knows the rest.
     """
 
     endpoint: str
@@ -105,16 +111,17 @@ class Ask(NamedTuple):
     timed: bool = False
     """Whether the answer says when it ran: `(answer, began, ended)`."""
 
-    @property
-    def label(self) -> str:
-        """The task's name."""
-        return f"{self.endpoint} {self.key} {self.line} {self.number} {self.consumed:d} {self.timed:d}"
+    def label(self, *, whole: bool) -> str:
+        """The task's name. `whole`: the number may be too far from those that the rank has seen."""
+        number = f"={self.number}" if whole else str(self.number % CYCLE)
+        return f"{self.endpoint} {self.key} {self.line} {number} {self.consumed:d} {self.timed:d}"
 
     @classmethod
-    def current(cls) -> "Ask":
-        """What the task that runs now was asked."""
+    def current(cls, whole: Callable[[str, int], int]) -> "Ask":
+        """What the task that runs now was asked. `whole`: the number of a line's call, from what is told of it."""
         endpoint, key, line, number, consumed, timed = str(ray.get_runtime_context().get_task_name()).split()
-        return cls(endpoint, key, line, int(number), consumed == "1", timed == "1")
+        told = int(number[1:]) if number.startswith("=") else whole(line, int(number))
+        return cls(endpoint, key, line, told, consumed == "1", timed == "1")
 
 
 Arguments: TypeAlias = tuple[tuple[object, ...], Mapping[str, object]]
