@@ -244,7 +244,12 @@ class VersionAudit:
             self.falls.append(f"{where}: version {happening.version} is published after version {last}")
         self.last[happening.stream] = happening.version
         self.count += 1
-        if happening.counts and happening.stream in self.streams:
+        if happening.stream not in self.streams:
+            self.falls.append(
+                f"{where}: version {happening.version} is published to stream {happening.stream}, which "
+                "was never opened"
+            )
+        elif happening.counts:
             self.streams[happening.stream].published.append(happening.version)
 
     def _deliver(self, happening: Happening, where: str) -> None:

@@ -17,7 +17,7 @@ _MOST: Final = 1 << 24
 """More prompts than a step has."""
 
 
-class Happening(msgspec.Struct, frozen=True, omit_defaults=True):
+class Happening(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One thing that happened to prompts, or to a stream that draws them."""
 
     what: Literal["begin", "open", "hold", "train", "draw", "deliver", "drop", "publish"]
@@ -43,7 +43,7 @@ class Happening(msgspec.Struct, frozen=True, omit_defaults=True):
         _check(self.groups)
 
 
-class StepAccount(msgspec.Struct, frozen=True):
+class StepAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What happened in a step, or between two of them."""
 
     step: int | None

@@ -57,7 +57,9 @@ def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-def play(folder: Path, *, ahead: int | None, until: float = 1000, resume: bool = False, configured: int = 2) -> Path:
+def play(  # noqa: PLR0913 -- what a run is
+    folder: Path, *, ahead: int | None, until: float = 1000, resume: bool = False, configured: int = 2, loops: int = 1
+) -> Path:
     """A run in virtual time, until a second of it; its folder. `ahead`: None for a loop without a stream."""
 
     async def script(run: Run) -> None:
@@ -73,11 +75,12 @@ def play(folder: Path, *, ahead: int | None, until: float = 1000, resume: bool =
                 )
                 await run.record(metrics)
             return
-        async with rollouts(sampler, prompts, Sampling(n=2), ahead=ahead, keep=some) as stream:
-            async for _ in run.steps(STEPS):
-                batch = await anext(stream)
-                await run.record(await policy.update(batch, CrossEntropy()), batch)
-                await publish(policy, stream)
+        for _ in range(loops):
+            async with rollouts(sampler, prompts, Sampling(n=2), ahead=ahead, keep=some) as stream:
+                async for _ in run.steps(STEPS):
+                    batch = await anext(stream)
+                    await run.record(await policy.update(batch, CrossEntropy()), batch)
+                    await publish(policy, stream)
 
     async def whole() -> None:
         config = RunConfig(
@@ -148,6 +151,14 @@ def test_a_run_that_went_on_keeps_its_promises_and_its_steps_one_by_one(tmp_path
     assert (found.steps, found.resumed, found.trained) == (STEPS, 1, SIZE * STEPS)
 
 
+@pytest.mark.parametrize("until", [14, 23])
+def test_a_run_of_two_loops_that_went_on_keeps_its_promises(tmp_path: Path, until: float) -> None:
+    play(tmp_path, ahead=1, until=until, resume=True, loops=2)
+    found = audit_run(play(tmp_path, ahead=1, resume=True, loops=2))
+    assert found.holds, found.verdicts
+    assert (found.steps, found.resumed, found.trained) == (2 * STEPS, 1, 2 * SIZE * STEPS)
+
+
 def test_prompts_lost_at_a_checkpoint_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IntervalSet, "without", lambda self, _: self)  # what is under way counts as used
     play(tmp_path, ahead=2, until=4.5, resume=True)
@@ -199,6 +210,8 @@ def test_a_version_that_goes_back_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=1)
     forged(folder, lambda lines: of(lines, 4, "publish").update(version=2))
     assert "step 4: version 2 is published after version 4" in breaches(folder)
+    forged(folder, lambda lines: of(lines, 5, "publish").update(stream=7))
+    assert "step 5: version 6 is published to stream 7, which was never opened" in breaches(folder)
 
 
 def test_a_staleness_above_the_bound_is_found(tmp_path: Path) -> None:
@@ -234,6 +247,7 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
     content = groups.read_bytes()
     for damaged, words in {
         content.replace(b'"deliver"', b'"deliwer"', 1): r"groups.jsonl, line 1: is not what a run wrote: Invalid enum",
+        content.replace(b'"staleness"', b'"stalenesz"', 1): "line 2: is not what a run wrote: Object contains unknown",
         content[:-5]: r"line 9: is not what a run wrote: Input data was truncated",
         content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is no range of prompts",
         b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is no range of prompts",
