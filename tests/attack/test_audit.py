@@ -57,7 +57,7 @@ def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-def play(  # noqa: PLR0913 -- what a run is
+def play(
     folder: Path, *, ahead: int | None, until: float = 1000, resume: bool = False, configured: int = 2, loops: int = 1
 ) -> Path:
     """A run in virtual time, until a second of it; its folder. `ahead`: None for a loop without a stream."""
