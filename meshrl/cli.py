@@ -1,4 +1,4 @@
-"""The command line: run, check, serve, eval, report, trace, simulate, new, configs."""
+"""The command line: run, check, serve, eval, report, trace, audit, simulate, new, configs."""
 
 import asyncio
 import os
@@ -27,6 +27,7 @@ from meshrl.run import (
     Run,
     RunConfig,
     about,
+    audit_run,
     copy_script,
     find_config,
     find_mistakes,
@@ -52,6 +53,10 @@ Overrides = Annotated[
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its name under runs/.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where to write; else into the run's folder.")]
+
+
+_BREACHES = 10
+"""Of a promise, as many are shown."""
 
 
 @app.command()
@@ -211,6 +216,29 @@ def trace(run: RunArgument, out: Out = None) -> None:
     _write(out or folder / "trace.json", msgspec.json.encode(make_trace(record.events)))
 
 
+@app.command()
+def audit(run: RunArgument) -> None:
+    """Say whether a run kept its promises, by its files: each prompt once, versions, the bound, steps.
+
+    Exit status 0 where it did, 1 where it did not, 2 where the files cannot say.
+    """
+    try:
+        found = audit_run(find_run(run))
+    except MeshrlError as error:
+        _show_error(error)
+        raise typer.Exit(2) from None
+    again = f", which went on from a checkpoint {found.resumed} times" if found.resumed else ""
+    typer.echo(f"{found.folder}: {found.steps:,} steps{again}; {found.status}")
+    for verdict in found.verdicts:
+        typer.echo(f"{'holds ' if verdict.holds else 'BROKEN'}  {verdict.promise}: {verdict.told}")
+        for breach in verdict.breaches[:_BREACHES]:
+            typer.echo(f"          {breach}")
+        if (more := len(verdict.breaches) - _BREACHES) > 0:
+            typer.echo(f"          and {more:,} more")
+    if not found.holds:
+        raise typer.Exit(1)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The `meshrl` command. A mistake of the user's is told without a traceback, with exit status 1."""
     _log_to_stderr()
@@ -224,8 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments)
     except MeshrlError as error:
-        typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
-        typer.echo(_told(error), err=True)
+        _show_error(error)
         sys.exit(1)
 
 
@@ -289,6 +316,11 @@ def _write(file: Path, content: bytes) -> None:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {file}")
+
+
+def _show_error(error: MeshrlError) -> None:
+    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    typer.echo(_told(error), err=True)
 
 
 def _told(error: MeshrlError) -> str:

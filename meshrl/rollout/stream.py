@@ -10,7 +10,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -119,7 +119,7 @@ class Rollouts:
         self._producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
         self._cursor = data_cursor.get()
         if self._cursor:
-            ledger.floor = self._cursor.open(self)
+            ledger.floor = self._cursor.open(self, ledger.ahead)
         self._begun = False
         self._swapping = asyncio.Lock()
         self._announced: list[_Ticket] = []
@@ -210,6 +210,8 @@ class Rollouts:
             raise
         if ticket.counts:
             self.ledger.publish(weights.version)
+        if self._cursor:
+            self._cursor.publish(self, weights.version, counts=ticket.counts)
         self._condition.notify_all()
 
     def _withdraw(self, ticket: "_Ticket") -> None:
@@ -242,8 +244,7 @@ class Rollouts:
         if old := self.ledger.too_old():
             if self.ledger.late == "wait":
                 log.warning("groups are too old and are dropped: publish once a batch", groups=len(old))
-            self.ledger.drop(old, "stale")
-            self._buffer.forget(old)
+            self._drop(old, "stale")
             self._condition.notify_all()
         if self._decisions.is_free:
             return self.ledger.take(rest=not self._prompts) or []
@@ -257,6 +258,8 @@ class Rollouts:
         self._buffer.forget(labels)
         numbers, which = np.unique(batch.row("oldest_version"), return_inverse=True)
         staleness = np.array(self.ledger.staleness(numbers.tolist()), np.int32)[which]
+        if self._cursor:
+            self._cursor.deliver(self, labels, int(numbers[0]), int(staleness.max()))
         if to := sink.get():
             dropped = self.ledger.dropped - self._told
             self._told = self.ledger.dropped.copy()
@@ -265,6 +268,12 @@ class Rollouts:
         self._note_gauges()
         self._condition.notify_all()
         return batch.assign(staleness=staleness)
+
+    def _drop(self, labels: Sequence[int], why: str) -> None:
+        self.ledger.drop(labels, why)
+        self._buffer.forget(labels)
+        if self._cursor:
+            self._cursor.drop(self, labels, why)
 
     def _is_over(self) -> bool:
         return not self._prompts and not self.ledger.groups
@@ -328,8 +337,7 @@ class Rollouts:
         for label in whole.keys() - unwanted - gone:
             self.ledger.finish(label, whole[label])
         self._decisions.check_dropped(unwanted - gone)
-        self.ledger.drop(unwanted - gone, "filtered")
-        self._buffer.forget(unwanted - gone)
+        self._drop(sorted(unwanted - gone), "filtered")
         self._note_gauges()
         self._condition.notify_all()
 

@@ -2,11 +2,13 @@
 
 `Run` spawns roles by name on the meshes of its table and counts steps; the recorder writes numbers, samples and
 events; checkpoints are what a run that was killed goes on from. `check` finds what is wrong before a model loads,
-`serve` gives a trained model to a server.
+`audit_run` whether a run kept what it promises, `serve` gives a trained model to a server.
 """
 
 from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig
 from meshrl.run.artifacts import newest_model, table_of
+from meshrl.run.audit import Audit, audit_run
+from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
@@ -16,6 +18,7 @@ from meshrl.run.serving import serve
 
 __all__ = [
     "AlgorithmConfig",
+    "Audit",
     "BackgroundMeasurements",
     "EvaluationConfig",
     "Job",
@@ -25,7 +28,9 @@ __all__ = [
     "Run",
     "RunConfig",
     "Steps",
+    "Verdict",
     "about",
+    "audit_run",
     "copy_script",
     "find_config",
     "find_mistakes",

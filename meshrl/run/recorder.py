@@ -19,6 +19,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import clock
+from meshrl.tasks import StepAccount
 
 if TYPE_CHECKING:
     from meshrl.run.progress import Progress
@@ -29,7 +30,8 @@ _METRICS = "metrics.jsonl"
 _SAMPLES = "samples.jsonl"
 _EVENTS = "events.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
-_GROWING = (_METRICS, _SAMPLES, _EVALUATIONS)
+_GROUPS = "groups.jsonl"
+_GROWING = (_METRICS, _SAMPLES, _EVALUATIONS, _GROUPS)
 
 
 class Recorder:
@@ -42,6 +44,7 @@ class Recorder:
     metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
     evaluations.jsonl   an object an evaluation beside the steps: `step`, as many as were done when it began, and so on
     events.out.*    the same numbers for TensorBoard
+    groups.jsonl    a `StepAccount` a step: what became of which prompts; `meshrl audit` reads it
     samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
     summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
     """
@@ -78,6 +81,7 @@ class Recorder:
         begins = self._recall()
         self._metrics = (folder / _METRICS).open("ab")
         self._samples = (folder / _SAMPLES).open("ab")
+        self._groups = (folder / _GROUPS).open("ab")
         self._events = _Events(folder, begins)
         self._progress: Progress | None = None
 
@@ -97,6 +101,11 @@ class Recorder:
         self._count(numbers)
         if self._progress:
             self._progress.show(numbers)
+
+    def account(self, account: StepAccount) -> None:
+        """Write what became of prompts in a step, or between two, where anything did."""
+        self._check()
+        self._write_account(account)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write what an evaluation found that began when so many steps were done."""
@@ -121,7 +130,7 @@ class Recorder:
     def sizes(self) -> Mapping[str, int]:
         """The bytes of the files that grow, which the disk has from here on."""
         sizes: dict[str, int] = {}
-        for file in (self._metrics, self._samples):
+        for file in (self._metrics, self._samples, self._groups):
             os.fsync(file.fileno())
             sizes[Path(file.name).name] = file.tell()
         if (self.folder / _EVALUATIONS).exists():
@@ -134,8 +143,10 @@ class Recorder:
         """Add to summary.json: numbers, texts, and lists and tables of them."""
         self._extra |= values
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None, rest: StepAccount | None = None) -> None:
         """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished.
+
+        `rest`: what became of prompts since the last account.
 
         DataError, and nothing written, where the folder is another run's and no error has said so.
         """
@@ -143,12 +154,15 @@ class Recorder:
         self._metrics.close()
         self._samples.close()
         self._events.close()
-        try:
-            self._check()
-        except DataError:
-            if error is not None:
-                return
-            raise
+        with self._groups:
+            try:
+                self._check()
+            except DataError:
+                if error is not None:
+                    return
+                raise
+            if rest is not None:
+                self._write_account(rest)
         summary: dict[str, object] = {
             "status": _status(error),
             "steps": self._steps,
@@ -192,6 +206,10 @@ class Recorder:
             self._earlier = numbers.get("seconds") or 0.0
             begins = int(numbers.get("step") or 0) + 1
         return begins
+
+    def _write_account(self, account: StepAccount) -> None:
+        if account.step is not None or account.happened:
+            _line(self._groups, account)
 
     def _count(self, numbers: Mapping[str, float]) -> None:
         self._steps += 1
@@ -302,7 +320,7 @@ def _without_none(value: object) -> dict[str, object]:
     return cast("dict[str, object]", kept(plain))
 
 
-def _line(file: BinaryIO, record: Mapping[str, object]) -> None:
+def _line(file: BinaryIO, record: Mapping[str, object] | StepAccount) -> None:
     file.write(_encode(record) + b"\n")
     file.flush()
 

@@ -78,7 +78,8 @@ class Run:
             raise
         once = self._saved.once.items() if self._saved else ()
         self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
-        self._cursor = DataCursor(self._saved.data if self._saved else None)
+        is_kept = bool(config.checkpoint_every or config.resume)
+        self._cursor = DataCursor(self._saved.data if self._saved else None, is_kept=is_kept)
         self._beside = BackgroundMeasurements(self.recorder.evaluation)
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
@@ -179,6 +180,8 @@ class Run:
         """Between two steps of a loop, where nothing of the script's is half-done."""
         after = self._stepping
         self._end_step()
+        if after:
+            self.recorder.account(self._cursor.account(self._step))
         self._done += after
         await self._checkpoints.settle(wait=step is None)
         if step is None:
@@ -192,6 +195,7 @@ class Run:
             self._begin_loop(loop, first, count)
         elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
             await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
+            self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
             data = self._cursor.reached()  # before anything else goes on
             once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
             saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
@@ -259,8 +263,7 @@ class Run:
         if self.config.deterministic or self.config.replay:
             self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
         schedule.set(self._schedule)
-        if self.config.checkpoint_every or self.config.resume:
-            data_cursor.set(self._cursor)
+        data_cursor.set(self._cursor)
         self._watch = Watch(self.config.slow_after)
         return self
 
@@ -288,6 +291,7 @@ class Run:
         finally:
             if self._watch:
                 self._watch.stop()
+            rest = self._cursor.account(self._step if self._stepping else None)
             self._end_step()
             if self._events:
                 self._events.close()
@@ -298,7 +302,7 @@ class Run:
             if self._schedule:
                 self._schedule.close()
             try:
-                self.recorder.close(error)
+                self.recorder.close(error, rest)
             finally:
                 self._lock.release()
 

@@ -6,24 +6,31 @@ too.
 """
 
 from meshrl.tasks import verifiers
+from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_ranges
 from meshrl.tasks.config import TaskConfig
-from meshrl.tasks.cursor import CursorState, DataCursor, data_cursor
+from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row
 from meshrl.tasks.steps import labelled_steps, least_margins
 from meshrl.tasks.task import Task, check_task, fill
 
 __all__ = [
+    "APART",
     "CursorState",
     "DataCursor",
+    "Happening",
+    "Ranges",
     "Row",
+    "StepAccount",
     "Task",
     "TaskConfig",
     "answer_pairs",
+    "as_ranges",
     "check_task",
     "corrupted",
     "data_cursor",
     "fill",
+    "in_ranges",
     "labelled",
     "labelled_steps",
     "least_margins",

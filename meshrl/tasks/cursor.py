@@ -1,23 +1,25 @@
 """How far a run has come in its data: which prompts it has used, and which it had only drawn.
 
 Each prompt of a run has a number of its own, in `groups`. A checkpoint keeps the numbers of those that were used; a run
-that goes on from it leaves them out, and draws the others, also those that were under way.
+that goes on from it leaves them out, and draws the others, also those that were under way. What becomes of each is told
+step by step, for an audit.
 """
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.errors import DataError
+from meshrl.tasks.account import Happening, StepAccount, as_ranges
 
 Numbers = NDArray[np.int64]
 
-_APART: Final = 1 << 40
+APART: Final = 1 << 40
 """Between the first numbers of two deals of a run."""
 
 
@@ -67,10 +69,12 @@ class Stream(Protocol):
 class DataCursor:
     """The data of one run, from its beginning or from where a checkpoint had come."""
 
-    def __init__(self, before: CursorState | None = None) -> None:
+    def __init__(self, before: CursorState | None = None, *, is_kept: bool = True) -> None:
+        """`is_kept`: whether checkpoints keep it, for which each prompt needs a number of its own."""
         self.begun = False
         """Whether the loop has begun. What a script does before it, is done again with the same prompts."""
         self._pulling = False
+        self._is_kept = is_kept
         self._before = before
         self._left_out = IntervalSet(before.used if before else ())
         self._used = IntervalSet(before.used if before else ())
@@ -78,6 +82,10 @@ class DataCursor:
         self._deals: list[Deal] = []
         self._streams: list[Stream | int] = []
         """In the order in which they were opened; of a closed one what was published to it last."""
+        self._happened = [Happening("begin")]
+        """Since the last account."""
+        self._next: list[int] = []
+        """By deal, the number that comes next."""
 
     def deal(self, deal: Deal) -> int:
         """A source of prompts is opened; its first number. DataError where the checkpoint's was another."""
@@ -89,13 +97,15 @@ class DataCursor:
                 "run of another name"
             )
         self._deals.append(deal)
-        return number * _APART
+        self._next.append(number * APART)
+        return number * APART
 
     def left(self, numbers: Numbers) -> NDArray[np.bool_]:
         """Which of these prompts are to be dealt, bool[prompts]: those that were not used before the checkpoint.
 
         All where the script itself asks for them before its loop begins.
         """
+        self._next[int(numbers[0]) // APART] = int(numbers[-1]) + 1
         asked_again = not self.begun and not self._pulling
         return np.ones(len(numbers), np.bool_) if asked_again else ~self._left_out.has(numbers)
 
@@ -110,8 +120,11 @@ class DataCursor:
 
     def use(self, numbers: Numbers) -> None:
         """These prompts were dealt. Where the script itself asked for them in its loop, they are used."""
-        if self.begun and not self._pulling:
+        if self._pulling:
+            return
+        if self.begun:
             self._used.add(numbers)
+        self._note("train" if self.begun else "hold", numbers.tolist())
 
     def draw(self, numbers: Numbers) -> NDArray[np.bool_]:
         """A stream has these prompts, and knows when they are used; which were not before the checkpoint.
@@ -119,7 +132,7 @@ class DataCursor:
         DataError for a number that a stream of the run had already.
         """
         again = self._streamed.has(numbers)
-        if again.any():
+        if self._is_kept and again.any():
             raise DataError(
                 f"prompt {numbers[again][0]} (`groups`) came to a stream of rollouts a second time: with "
                 "run.checkpoint_every or run.resume each prompt of a run needs a number of its own, so that a "
@@ -127,26 +140,65 @@ class DataCursor:
             )
         self._streamed.add(numbers)
         self._used.add(numbers)
-        return ~self._left_out.has(numbers)
+        left = ~self._left_out.has(numbers)
+        self._note("draw", numbers[left].tolist())
+        return left
 
-    def open(self, stream: Stream) -> int:
+    def open(self, stream: Stream, ahead: int) -> int:
         """A stream is opened; what had been published to it by the checkpoint, which nothing may be older than."""
         number = len(self._streams)
         self._streams.append(stream)
+        self._happened.append(Happening("open", stream=number, ahead=ahead))
         return self._before.published[number] if self._before and number < len(self._before.published) else 0
 
     def close(self, stream: Stream) -> None:
         """A stream is closed: what it has not delivered will not come."""
+        self.drop(stream, list(stream.unfinished), "closed")
         self._streams = [stream.published if each is stream else each for each in self._streams]
+
+    def deliver(self, stream: Stream, groups: Sequence[int], version: int, staleness: int) -> None:
+        """A stream gave a batch of these groups; weights of this number sampled its oldest token."""
+        told = Happening("deliver", as_ranges(groups), self._number(stream), version=version, staleness=staleness)
+        self._happened.append(told)
+
+    def drop(self, stream: Stream, groups: Sequence[int], why: str) -> None:
+        """A stream will not deliver these groups."""
+        self._note("drop", groups, self._number(stream), why)
+
+    def publish(self, stream: Stream, version: int, *, counts: bool) -> None:
+        """Weights of this number were published to a stream. `counts`: whether that ages tokens."""
+        self._happened.append(Happening("publish", stream=self._number(stream), version=version, counts=counts))
+
+    def account(self, step: int | None) -> StepAccount:
+        """What happened since the last account, and what is under way."""
+        happened, self._happened = self._happened, []
+        return StepAccount(step, happened, as_ranges(self._unfinished()), list(self._next))
 
     def reached(self) -> CursorState:
         """What is used now."""
-        live = [each for each in self._streams if not isinstance(each, int)]
-        unfinished = [number for stream in live for number in stream.unfinished]
         published = [each if isinstance(each, int) else each.published for each in self._streams]
         if self._before:  # of those that are not open yet
             published += self._before.published[len(published) :]
-        return CursorState(self._used.without(unfinished).pairs, self._deals, published)
+        return CursorState(self._used.without(self._unfinished()).pairs, self._deals, published)
+
+    def _unfinished(self) -> list[int]:
+        """What live streams have taken, and neither delivered nor dropped."""
+        live = [each for each in self._streams if not isinstance(each, int)]
+        return [number for stream in live for number in stream.unfinished]
+
+    def _number(self, stream: Stream) -> int | None:
+        """None of a closed one."""
+        return next((number for number, each in enumerate(self._streams) if each is stream), None)
+
+    def _note(
+        self,
+        what: Literal["hold", "train", "draw", "drop"],
+        groups: Sequence[int],
+        stream: int | None = None,
+        why: str = "",
+    ) -> None:
+        if groups:
+            self._happened.append(Happening(what, as_ranges(groups), stream, why=why))
 
 
 class IntervalSet:

@@ -28,6 +28,7 @@ from meshrl import (
     publish,
     rollouts,
 )
+from meshrl.run import audit_run
 from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
 
 SIZE, PROMPTS = 3, 26
@@ -152,8 +153,11 @@ def test_each_prompt_is_trained_once_or_dropped(drawn_story: Story, kills: list[
             if not story.ended:
                 story.go_on(folder, until, seed + number)
         whole.go_on(str(Path(folder, "whole")), 10_000, seed)
+        told = [audit_run(Path(folder, part, "run")) for part in ("", "whole")]
     assert story.ended
     assert whole.ended
+    for audit in told:
+        assert audit.holds, [verdict.breaches for verdict in audit.verdicts]
     groups = [group for step, _ in story.trained for group in dict.fromkeys(step)]
     assert len(groups) == len(set(groups)), "no prompt is trained twice"
     assert all(len(step) == len(set(step)) * (1 if source == "no stream" else 2) for step, _ in story.trained)
@@ -163,5 +167,6 @@ def test_each_prompt_is_trained_once_or_dropped(drawn_story: Story, kills: list[
         missing -= {group for group in missing if group % keeps == keeps - 1}
     under_way = 0 if source in ("finite", "no stream") else ahead * SIZE
     assert len(missing) <= under_way, "what was drawn is trained, but for what runs at the end"
+    assert told[0].trained == len(groups)
     if not ahead or source == "no stream":
         assert story.trained == whole.trained

@@ -1,0 +1,144 @@
+"""Whether a run kept what it promises, by the files of its folder alone.
+
+Four promises: each prompt is trained once or dropped, versions never fall, no row is older than the bound, and steps
+follow each other. `groups.jsonl` says what became of the prompts; `metrics.jsonl` and
+`config.toml` are held against it.
+"""
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from meshrl.errors import DataError
+from meshrl.run.audit_promises import MetricsLine, PromptAudit, StepAudit, Verdict, VersionAudit
+from meshrl.tasks import Ranges, StepAccount
+
+T = TypeVar("T")
+
+_GROUPS: Final = "groups.jsonl"
+_METRICS: Final = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found of a run. Prompts are told by their numbers, `groups`."""
+
+    folder: Path
+    status: str
+    """Of summary.json; `not ended` where there is none."""
+    steps: int
+    resumed: int
+    """How often it went on from a checkpoint."""
+    drawn: int
+    """Prompts that the script or a stream took."""
+    trained: int
+    dropped: Mapping[str, int]
+    """By why: `filtered`, `stale`, or `closed`, which were left when their stream ended."""
+    under_way: int
+    """Prompts that were neither trained nor dropped when the files end, as they may be."""
+    held_back: int
+    """Prompts that the script took before its loop, or its own iterator left out, and that no step trained."""
+    missing: Ranges
+    twice: Sequence[int]
+    """What was trained more than once, or trained and dropped."""
+    staleness: int | None
+    """The largest; None where no stream delivered anything."""
+    bound: int | None
+    """The largest `ahead` of a stream."""
+    verdicts: Sequence[Verdict]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all promises were kept."""
+        return all(verdict.holds for verdict in self.verdicts)
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    status: str
+
+
+def audit_run(folder: Path) -> Audit:
+    """Hold a run's files against what it promises.
+
+    A prompt that a stream took and that is lost at a checkpoint shows when the run that goes on takes one that it had
+    never taken: prompts come in the same order again. DataError where the files cannot say: without groups.jsonl, which
+    runs of versions before did not write, with lines that no run wrote, or where no step has trained on a prompt.
+    """
+    summary = folder / "summary.json"
+    status = _decoded(summary, summary.read_bytes(), _Summary).status if summary.is_file() else "not ended"
+    if not (folder / _GROUPS).is_file():
+        raise DataError(
+            f"{folder} has no {_GROUPS}, so nothing says what its steps trained on: it is the run of a version before, "
+            "or the file was removed. Bring it back, or run it again"
+        )
+    accounts = list(_lines(folder / _GROUPS, StepAccount, may_be_cut=status == "not ended"))
+    metrics = list(_lines(folder / _METRICS, MetricsLine, may_be_cut=status == "not ended"))
+    prompts, versions, steps = PromptAudit(), VersionAudit(_ahead(folder)), StepAudit()
+    for account in accounts:
+        where = steps.enter(account)
+        for happening in account.happened:
+            prompts.enter(happening, where)
+            versions.enter(happening, where)
+        prompts.close(account, where)
+    steps.check_metrics(metrics)
+    versions.check_metrics(metrics)
+    prompts.end()
+    if not steps.numbers or not prompts.trained:
+        raise DataError(
+            f"{folder / _GROUPS} has {len(steps.numbers)} steps and {len(prompts.trained)} prompts that were trained "
+            "on, so there is nothing to judge: the run ended too early, or its script takes its prompts neither from "
+            "`task.batches` in its loop nor from a stream of rollouts"
+        )
+    if steps.numbers[0] != 0:
+        raise DataError(
+            f"{folder / _GROUPS} begins with step {steps.numbers[0]}: the steps before it were of a version that wrote "
+            "none, or were removed. Bring them back, or run it again"
+        )
+    return Audit(
+        folder,
+        status,
+        steps=len(steps.numbers),
+        resumed=max(0, prompts.beginnings - 1),
+        drawn=len(prompts.taken),
+        trained=len(prompts.trained),
+        dropped=Counter(prompts.dropped.values()),
+        under_way=len(prompts.open),
+        held_back=prompts.held_back,
+        missing=prompts.missing_ranges,
+        twice=sorted(prompts.twice),
+        staleness=versions.largest,
+        bound=versions.bound,
+        verdicts=[prompts.verdict(), *versions.verdicts(), steps.verdict()],
+    )
+
+
+def _lines(file: Path, kind: type[T], *, may_be_cut: bool) -> Iterator[T]:
+    """The lines of a file. `may_be_cut`: whether the last one may be less than a line, of a run that was killed."""
+    whole, _, rest = file.read_bytes().rpartition(b"\n") if file.is_file() else (b"", b"", b"")
+    lines = whole.split(b"\n") if whole else []
+    if rest and not may_be_cut:
+        lines.append(rest)
+    for number, line in enumerate(lines, 1):
+        yield _decoded(f"{file}, line {number}", line, kind)
+
+
+def _decoded(where: object, content: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (ValueError, RecursionError) as error:  # of msgspec and of UTF-8
+        raise DataError(f"{where}: is not what a run wrote: {error}. Bring the file back, or run it again") from error
+
+
+def _ahead(folder: Path) -> int | None:
+    """The bound that the configuration has, where it has one."""
+    file = folder / "config.toml"
+    try:
+        ahead = tomllib.loads(file.read_text("utf-8")).get("ahead")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read, so nothing says what was configured: {error}") from error
+    return ahead if isinstance(ahead, int) else None

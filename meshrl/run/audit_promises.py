@@ -1,0 +1,313 @@
+"""What an audit finds of each promise of a run, as it goes through the accounts of its steps."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+import msgspec
+
+from meshrl.tasks import APART, Happening, Ranges, StepAccount, as_ranges, in_ranges
+
+_WHY: Final = {"stale": "too old", "closed": "left when their stream ended"}
+"""For users, of what an account calls shorter."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one promise."""
+
+    promise: str
+    told: str
+    """Its numbers, as a text."""
+    breaches: Sequence[str]
+    """A sentence each, with the step and the group."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.breaches
+
+
+class MetricsLine(msgspec.Struct, frozen=True):
+    """What an audit reads of a line of metrics.jsonl."""
+
+    step: int
+    staleness_max: float | None = None
+
+
+@dataclass
+class PromptAudit:
+    """What became of each prompt."""
+
+    taken: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
+    """What the script took before its loop."""
+    trained: dict[int, str] = field(default_factory=dict)
+    """In which step."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Why."""
+    open: set[int] = field(default_factory=set)
+    """What streams have taken, and neither delivered nor dropped."""
+    again: set[int] = field(default_factory=set)
+    """What was under way at the checkpoint that the run went on from, and has not been taken again."""
+    missing: set[int] = field(default_factory=set)
+    lost: Ranges = ()
+    """What was dealt, and nobody had."""
+    twice: set[int] = field(default_factory=set)
+    breaches: list[str] = field(default_factory=list)
+    beginnings: int = 0
+    held_back: int = 0
+    streams: bool = False
+    dealt: dict[int, int] = field(default_factory=dict)
+    """By deal, the number after its last."""
+
+    def enter(self, happening: Happening, where: str) -> None:
+        """Follow what happened."""
+        groups = list(in_ranges(happening.groups))
+        match happening.what:
+            case "begin":
+                self.beginnings += 1
+                self.again, self.open = self.again | self.open, set()
+            case "open":
+                self.streams = True
+            case "hold":
+                self.held.update(groups)
+            case "draw":
+                self._draw(groups, where)
+            case "train":
+                self.taken.update(groups)
+                self._train(groups, where)
+            case "deliver":
+                self._settle(groups, where, "trained")
+                self._train(groups, where)
+            case "drop":
+                self._settle(groups, where, "dropped")
+                self._drop(groups, where, happening.why)
+            case "publish":
+                pass
+
+    def close(self, account: StepAccount, where: str) -> None:
+        """Hold what should be under way against what the run says that is."""
+        said = set(in_ranges(account.under_way))
+        for group in sorted(self.open - said):
+            self.missing.add(group)
+            self.breaches.append(f"{where}: group {group} was drawn, and is neither trained, dropped nor under way")
+        for group in sorted(said - self.open):
+            had = f"trained in {self.trained[group]}" if group in self.trained else "never drawn, or dropped"
+            self.breaches.append(f"{where}: group {group} is said to be under way, and was {had}")
+        self.open = said
+        self.dealt |= {deal: max(end, self.dealt.get(deal, 0)) for deal, end in enumerate(account.dealt)}
+
+    def end(self) -> None:
+        """After the last account: what was dealt and never taken."""
+        lost = [gap for deal, end in self.dealt.items() for gap in self._gaps(deal * APART, end)]
+        self.held_back = len(self.held - self.taken)
+        if self.streams:  # the script's own iterator stands between the task and the stream
+            self.held_back += sum(end - first for first, end in lost)
+        else:
+            self.lost = lost
+            self.breaches += [
+                f"{_named(first, end)} dealt, and no step says that it trained on them" for first, end in lost
+            ]
+        self.open |= self.again
+
+    @property
+    def missing_ranges(self) -> Ranges:
+        """All that is missing."""
+        return sorted([*as_ranges(self.missing), *self.lost])
+
+    def verdict(self) -> Verdict:
+        """What is to be said of them."""
+        counts = sorted(Counter(self.dropped.values()).items())
+        why = ", ".join(f"{count:,} {_WHY.get(why, why)}" for why, count in counts)
+        told = [f"{len(self.taken):,} drawn", f"{len(self.trained):,} trained"]
+        told += [f"{len(self.dropped):,} dropped" + (f" ({why})" if why else "")]
+        told += [f"{len(self.open):,} under way"] if self.open else []
+        told += [f"{self.held_back:,} held back by the script"] if self.held_back else []
+        missing = sum(end - first for first, end in self.missing_ranges)
+        told += [f"{len(self.twice):,} twice, {missing:,} missing"]
+        return Verdict("each prompt is trained once or dropped", ", ".join(told), self.breaches)
+
+    def _gaps(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges of a deal that nobody had."""
+        known = sorted(group for group in self.taken | self.held | self.missing if first <= group < end)
+        for one, other in pairwise([first - 1, *known, end]):
+            if other > one + 1:
+                yield one + 1, other
+
+    def _draw(self, groups: Sequence[int], where: str) -> None:
+        self.again.difference_update(groups)
+        fresh = {group // APART for group in groups if group not in self.taken}
+        for group in sorted(group for group in self.again if group // APART in fresh):
+            self.again.remove(group)
+            self.missing.add(group)
+            self.breaches.append(
+                f"{where}: group {group} was under way at the checkpoint that the run went on from, and is not drawn "
+                "again before new ones"
+            )
+        self.taken.update(groups)
+        self.open.update(groups)
+
+    def _settle(self, groups: Sequence[int], where: str, what: str) -> None:
+        for group in groups:
+            if group not in self.taken:
+                self.breaches.append(f"{where}: group {group} is {what}, and was never drawn")
+            self.open.discard(group)
+
+    def _train(self, groups: Sequence[int], where: str) -> None:
+        for group in groups:
+            before = self.trained.get(group) or (f"dropped as {self.dropped[group]}" if group in self.dropped else "")
+            if before:
+                self.twice.add(group)
+                self.breaches.append(f"{where}: group {group} is trained, and was before: {before}")
+            self.trained[group] = where
+
+    def _drop(self, groups: Sequence[int], where: str, why: str) -> None:
+        for group in groups:
+            if group in self.trained:
+                self.twice.add(group)
+                self.breaches.append(
+                    f"{where}: group {group} is dropped as {why}, and was trained: {self.trained[group]}"
+                )
+            self.dropped[group] = why
+
+
+@dataclass
+class _Stream:
+    """The versions of one stream of rollouts."""
+
+    ahead: int
+    published: list[int] = field(default_factory=list)
+    """Since it was opened, what ages tokens."""
+
+
+@dataclass
+class VersionAudit:
+    """What was published, and how old what was trained on may have been."""
+
+    configured: int | None
+    streams: dict[int | None, _Stream] = field(default_factory=dict)
+    last: dict[int | None, int] = field(default_factory=dict)
+    """By stream, also over processes of the run."""
+    count: int = 0
+    largest: int | None = None
+    bound: int | None = None
+    falls: list[str] = field(default_factory=list)
+    too_old: list[str] = field(default_factory=list)
+
+    def enter(self, happening: Happening, where: str) -> None:
+        """Follow what happened."""
+        stream = happening.stream
+        if happening.what == "begin":
+            self.streams = {}
+        elif happening.what == "open":
+            self.streams[stream] = _Stream(happening.ahead)
+            self.bound = max(happening.ahead, self.bound or 0)
+        elif happening.what == "publish":
+            self._publish(happening, where)
+        elif happening.what == "deliver":
+            self._deliver(happening, where)
+
+    def check_metrics(self, metrics: Sequence[MetricsLine]) -> None:
+        """Hold the recorded staleness and the configured bound against the streams'."""
+        bound = self.bound if self.bound is not None else 0
+        self.too_old += [
+            f"step {line.step}: metrics.jsonl has staleness_max = {line.staleness_max:g}, and ahead = {bound}"
+            for line in metrics
+            if line.staleness_max is not None and line.staleness_max > bound
+        ]
+        # Of the last process alone: a run may go on with another `ahead`, and config.toml is the last one's.
+        for number, stream in self.streams.items():
+            if self.configured is not None and stream.ahead > self.configured:
+                self.too_old.append(
+                    f"stream {number} was opened with ahead = {stream.ahead}, and config.toml has {self.configured}"
+                )
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """What is to be said of them."""
+        last = ", ".join(f"the last {version}" for version in self.last.values())
+        published = (
+            f"{self.count:,} published to streams, {last}" if self.count else "nothing was published to a stream"
+        )
+        yield Verdict("versions never fall", published, self.falls)
+        seen = (
+            "no stream delivered anything" if self.largest is None else f"at most {self.largest}, ahead = {self.bound}"
+        )
+        yield Verdict("no row is older than the bound", seen, self.too_old)
+
+    def _publish(self, happening: Happening, where: str) -> None:
+        last = self.last.get(happening.stream, happening.version)
+        if happening.version < last:
+            self.falls.append(f"{where}: version {happening.version} is published after version {last}")
+        self.last[happening.stream] = happening.version
+        self.count += 1
+        if happening.stream not in self.streams:
+            self.falls.append(
+                f"{where}: version {happening.version} is published to stream {happening.stream}, which "
+                "was never opened"
+            )
+        elif happening.counts:
+            self.streams[happening.stream].published.append(happening.version)
+
+    def _deliver(self, happening: Happening, where: str) -> None:
+        stream = self.streams.get(happening.stream)
+        if stream is None:
+            self.too_old.append(f"{where}: stream {happening.stream} delivers, and was never opened")
+            return
+        # What was published before the delivery and after the oldest token: less than the trainer knew of at most.
+        age = len(stream.published) - bisect_right(stream.published, happening.version)
+        oldest = max(age, happening.staleness)
+        self.largest = max(oldest, self.largest or 0)
+        if oldest > stream.ahead:
+            groups = ", ".join(str(group) for group in in_ranges(happening.groups))
+            self.too_old.append(
+                f"{where}: of groups {groups} the oldest token is {oldest} versions behind, and ahead = {stream.ahead}"
+            )
+        elif age > happening.staleness:
+            self.too_old.append(
+                f"{where}: a staleness of {happening.staleness} is told, and by what was published since version "
+                f"{happening.version} it is {age}"
+            )
+
+
+@dataclass
+class StepAudit:
+    """The numbers of the steps."""
+
+    numbers: list[int] = field(default_factory=list)
+    recorded: int = 0
+    breaches: list[str] = field(default_factory=list)
+
+    def enter(self, account: StepAccount) -> str:
+        """The next account; how it is called."""
+        if account.step is None:
+            return f"after step {self.numbers[-1]}" if self.numbers else "before the first step"
+        if self.numbers and account.step not in (self.numbers[-1] + 1, 0):
+            self.breaches.append(f"step {account.step} comes after step {self.numbers[-1]} in groups.jsonl")
+        self.numbers.append(account.step)
+        return f"step {account.step}"
+
+    def check_metrics(self, metrics: Sequence[MetricsLine]) -> None:
+        """Each line of metrics.jsonl is one of the steps, in their order; a script need not record each."""
+        self.recorded = len(metrics)
+        coming = iter(self.numbers)
+        before = "the beginning"
+        for line in metrics:
+            if line.step not in coming:  # which takes all up to it
+                self.breaches.append(
+                    f"step {line.step} comes after {before} in metrics.jsonl: no step of that turn is left"
+                )
+                return
+            before = f"step {line.step}"
+
+    def verdict(self) -> Verdict:
+        """What is to be said of them."""
+        told = f"{len(self.numbers):,} steps, {self.recorded:,} of them recorded"
+        return Verdict("steps follow each other", told, self.breaches)
+
+
+def _named(first: int, end: int) -> str:
+    return f"group {first} was" if end == first + 1 else f"groups {first} to {end - 1} were"

@@ -1,0 +1,310 @@
+"""Folders of honest runs, and folders that somebody changed: what an audit of the files finds."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    CrossEntropy,
+    MeshConfig,
+    Policy,
+    PolicyConfig,
+    Run,
+    RunConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    Task,
+    publish,
+    rollouts,
+)
+from meshrl.cli import main
+from meshrl.errors import DataError
+from meshrl.run import audit_run
+from meshrl.tasks import DataCursor
+from meshrl.tasks.account import as_ranges, in_ranges
+from meshrl.tasks.cursor import IntervalSet
+from meshrl.testing import FakePolicy, FakeSampler, Lognormal, delayed, simulate
+
+SIZE, STEPS = 4, 8
+TASK = Task(
+    train=Batch.of(prompt=[f"{n}+1=" for n in range(10)], answer=["?" * (n % 4) for n in range(10)]),
+    held_out=Batch.of(prompt=[]),
+)
+Lines: TypeAlias = list[dict[str, Any]]
+
+
+def some(batch: Batch) -> NDArray[np.bool_]:
+    """Drops every seventh group."""
+    return np.not_equal(batch.groups % 7, 6)
+
+
+@pytest.fixture(autouse=True)
+def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = {
+        "Policy": delayed(FakePolicy, update=Lognormal(1, 0.5)),
+        "Sampler": delayed(FakeSampler, generate=Lognormal(0.3, 1)),
+    }
+    monkeypatch.setattr("meshrl.run.run.implementation", lambda role, _: roles[role.__name__])
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+def play(
+    folder: Path, *, ahead: int | None, until: float = 1000, resume: bool = False, configured: int = 2, loops: int = 1
+) -> Path:
+    """A run in virtual time, until a second of it; its folder. `ahead`: None for a loop without a stream."""
+
+    async def script(run: Run) -> None:
+        policy = await run.spawn(Policy, PolicyConfig(model="none"))
+        sampler = await run.spawn(Sampler, SamplerConfig(model="none"))
+        await publish(policy, sampler)
+        prompts = TASK.batches(SIZE, run.seed)
+        if ahead is None:
+            async for _ in run.steps(STEPS):
+                rows = next(prompts)
+                metrics = await policy.update(
+                    await policy.encode(rows.assign(completion=rows["answer"])), CrossEntropy()
+                )
+                await run.record(metrics)
+            return
+        for _ in range(loops):
+            async with rollouts(sampler, prompts, Sampling(n=2), ahead=ahead, keep=some) as stream:
+                async for _ in run.steps(STEPS):
+                    batch = await anext(stream)
+                    await run.record(await policy.update(batch, CrossEntropy()), batch)
+                    await publish(policy, stream)
+
+    async def whole() -> None:
+        config = RunConfig(
+            name="mine", folder=str(folder), meshes={"main": MeshConfig(cpus=0)}, resume=resume, checkpoint_every=2
+        )
+        resolved = {"run": config.model_dump(), "ahead": configured}
+        async with asyncio.timeout(until), Run(config, resolved) as run:
+            await script(run)
+
+    with capture_logs():
+        try:
+            simulate(whole, seed=3)
+        except TimeoutError:
+            assert until < 1000
+    return folder / "mine"
+
+
+def forged(folder: Path, change: Callable[[Lines], object], file: str = "groups.jsonl") -> None:
+    """Change the lines of a file."""
+    path = folder / file
+    lines: Lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def of(lines: Lines, step: int, what: str) -> dict[str, Any]:
+    """What happened in a step."""
+    (line,) = (line for line in lines if line["step"] == step)
+    return next(each for each in line["happened"] if each["what"] == what)
+
+
+def breaches(folder: Path) -> str:
+    found = audit_run(folder)
+    assert not found.holds
+    return "\n".join(breach for verdict in found.verdicts for breach in verdict.breaches)
+
+
+def test_a_loop_without_a_stream_keeps_its_promises(tmp_path: Path) -> None:
+    found = audit_run(play(tmp_path, ahead=None))
+    assert found.holds
+    assert (found.steps, found.drawn, found.trained, found.under_way) == (STEPS, 32, 32, 0)
+    assert (found.staleness, found.bound, found.resumed) == (None, None, 0)
+    assert found.status == "finished"
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_stream_keeps_its_promises(tmp_path: Path, ahead: int) -> None:
+    found = audit_run(play(tmp_path, ahead=ahead))
+    assert found.holds, found.verdicts
+    assert (found.steps, found.trained, found.bound) == (STEPS, SIZE * STEPS, ahead)
+    assert found.staleness == ahead
+    assert found.dropped["filtered"] >= 4
+    assert found.drawn == found.trained + sum(found.dropped.values())
+    assert found.dropped.get("closed", 0) <= (ahead + 2) * SIZE
+    assert [verdict.promise for verdict in found.verdicts] == [
+        "each prompt is trained once or dropped",
+        "versions never fall",
+        "no row is older than the bound",
+        "steps follow each other",
+    ]
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 2])
+def test_a_run_that_went_on_keeps_its_promises_and_its_steps_one_by_one(tmp_path: Path, ahead: int | None) -> None:
+    play(tmp_path, ahead=ahead, until=7, resume=True)
+    found = audit_run(play(tmp_path, ahead=ahead, resume=True))
+    assert found.holds, found.verdicts
+    assert (found.steps, found.resumed, found.trained) == (STEPS, 1, SIZE * STEPS)
+
+
+@pytest.mark.parametrize("until", [14, 23])
+def test_a_run_of_two_loops_that_went_on_keeps_its_promises(tmp_path: Path, until: float) -> None:
+    play(tmp_path, ahead=1, until=until, resume=True, loops=2)
+    found = audit_run(play(tmp_path, ahead=1, resume=True, loops=2))
+    assert found.holds, found.verdicts
+    assert (found.steps, found.resumed, found.trained) == (2 * STEPS, 1, 2 * SIZE * STEPS)
+
+
+def test_prompts_lost_at_a_checkpoint_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IntervalSet, "without", lambda self, _: self)  # what is under way counts as used
+    play(tmp_path, ahead=2, until=4.5, resume=True)
+    assert "was under way at the checkpoint that the run went on from, and is not drawn again" in breaches(
+        play(tmp_path, ahead=2, resume=True)
+    )
+
+
+def test_prompts_that_a_stream_loses_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DataCursor, "drop", lambda *_: None)
+    assert "group 6 was drawn, and is neither trained, dropped nor under way" in breaches(play(tmp_path, ahead=2))
+
+
+def test_what_a_step_trained_is_bounded_in_size(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=2)
+    assert max(map(len, (folder / "groups.jsonl").read_text().splitlines())) < 1000
+
+
+def test_a_group_that_is_trained_twice_is_found(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=None)
+    forged(folder, lambda lines: of(lines, 5, "train")["groups"].append([9, 10]))
+    assert breaches(folder) == "step 5: group 9 is trained, and was before: step 2"
+    assert audit_run(folder).twice == [9]
+
+
+def test_a_group_that_a_stream_gave_twice_is_found(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=1)
+    forged(folder, lambda lines: of(lines, 5, "deliver")["groups"].append(of(lines, 2, "deliver")["groups"][0]))
+    assert "is trained, and was before: step 2" in breaches(folder)
+
+
+def test_a_group_that_is_dropped_and_trained_is_found(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=0)
+    forged(folder, lambda lines: lines[-1]["happened"].append({"what": "drop", "groups": [[0, 1]], "why": "stale"}))
+    assert "group 0 is dropped as stale, and was trained: step 0" in breaches(folder)
+
+
+def test_a_group_that_is_left_out_is_found(tmp_path: Path) -> None:
+    folder = play(tmp_path / "stream", ahead=1)
+    forged(folder, lambda lines: of(lines, 3, "deliver").update(groups=[[13, 14]]))
+    assert "step 3: group 14 was drawn, and is neither trained, dropped nor under way" in breaches(folder)
+    folder = play(tmp_path / "loop", ahead=None)
+    forged(folder, lambda lines: of(lines, 3, "train").update(groups=[[12, 14]]))
+    assert breaches(folder) == "groups 14 to 15 were dealt, and no step says that it trained on them"
+    assert audit_run(folder).missing == [(14, 16)]
+
+
+def test_a_version_that_goes_back_is_found(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=1)
+    forged(folder, lambda lines: of(lines, 4, "publish").update(version=2))
+    assert "step 4: version 2 is published after version 4" in breaches(folder)
+    forged(folder, lambda lines: of(lines, 5, "publish").update(stream=7))
+    assert "step 5: version 6 is published to stream 7, which was never opened" in breaches(folder)
+
+
+def test_a_staleness_above_the_bound_is_found(tmp_path: Path) -> None:
+    told = play(tmp_path / "told", ahead=1)
+    forged(told, lambda lines: of(lines, 4, "deliver").update(staleness=2))
+    assert "the oldest token is 2 versions behind, and ahead = 1" in breaches(told)
+    sampled = play(tmp_path / "sampled", ahead=1)
+    forged(sampled, lambda lines: of(lines, 4, "deliver").update(version=0))
+    assert "step 4: of groups" in breaches(sampled)
+    assert "the oldest token is 4 versions behind, and ahead = 1" in breaches(sampled)
+    less = play(tmp_path / "less", ahead=1)
+    forged(less, lambda lines: of(lines, 4, "deliver").update(staleness=0))
+    assert "step 4: a staleness of 0 is told, and by what was published since version 3 it is 1" in breaches(less)
+    recorded = play(tmp_path / "recorded", ahead=1)
+    forged(recorded, lambda lines: lines[5].update(staleness_max=3.0), "metrics.jsonl")
+    assert breaches(recorded) == "step 5: metrics.jsonl has staleness_max = 3, and ahead = 1"
+    configured = play(tmp_path / "configured", ahead=2, configured=1)
+    assert breaches(configured) == "stream 0 was opened with ahead = 2, and config.toml has 1"
+
+
+def test_a_step_that_is_left_out_or_repeated_is_found(tmp_path: Path) -> None:
+    folder = play(tmp_path / "out", ahead=None)
+    forged(folder, lambda lines: lines.pop(3))
+    assert "step 4 comes after step 2 in groups.jsonl" in breaches(folder)
+    folder = play(tmp_path / "again", ahead=None)
+    forged(folder, lambda lines: lines.insert(4, lines[3]), "metrics.jsonl")
+    assert "step 3 comes after step 3 in metrics.jsonl" in breaches(folder)
+
+
+def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=1)
+    groups = folder / "groups.jsonl"
+    content = groups.read_bytes()
+    for damaged, words in {
+        content.replace(b'"deliver"', b'"deliwer"', 1): r"groups.jsonl, line 1: is not what a run wrote: Invalid enum",
+        content.replace(b'"staleness"', b'"stalenesz"', 1): "line 2: is not what a run wrote: Object contains unknown",
+        content[:-5]: r"line 9: is not what a run wrote: Input data was truncated",
+        content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is no range of prompts",
+        b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is no range of prompts",
+        b"\xff\n": "line 1: is not what a run wrote",
+        b"": "0 steps and 0 prompts that were trained on, so there is nothing to judge",
+        content.partition(b"\n")[2]: "begins with step 1",
+    }.items():
+        groups.write_bytes(damaged)
+        with pytest.raises(DataError, match=words):
+            audit_run(folder)
+    groups.unlink()
+    with pytest.raises(DataError, match="nothing says what its steps trained on: it is the run of a version before"):
+        audit_run(folder)
+
+
+def test_a_run_that_was_killed_is_judged_as_far_as_it_went(tmp_path: Path) -> None:
+    folder = play(tmp_path, ahead=2)
+    groups = folder / "groups.jsonl"
+    groups.write_bytes(b"".join(groups.read_bytes().splitlines(keepends=True)[:5]) + b'{"step":5,"happ')
+    (folder / "metrics.jsonl").write_bytes(
+        b"".join((folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:5])
+    )
+    (folder / "summary.json").unlink()
+    found = audit_run(folder)
+    assert found.holds, found.verdicts
+    assert (found.status, found.steps) == ("not ended", 5)
+    assert found.under_way > 0
+
+
+def test_the_command_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def audit() -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["audit", str(folder)])
+        told = capsys.readouterr()
+        return ended.value.code or 0, told.out + told.err  # type: ignore[return-value]
+
+    folder = play(tmp_path, ahead=2)
+    status, told = audit()
+    assert status == 0
+    assert "8 steps; finished" in told
+    assert "holds   each prompt is trained once or dropped: " in told
+    assert "32 trained" in told
+    assert "holds   no row is older than the bound: at most 2, ahead = 2" in told
+    forged(folder, lambda lines: of(lines, 4, "publish").update(version=2))
+    status, told = audit()
+    assert status == 1
+    assert "BROKEN  versions never fall" in told
+    assert "step 4: version 2 is published after version 4" in told
+    (folder / "groups.jsonl").unlink()
+    status, told = audit()
+    assert status == 2
+    assert told.startswith("error: ")
+    assert "has no groups.jsonl" in told
+
+
+def test_ranges_are_exact() -> None:
+    numbers = [5, 3, 4, 9, 4, 1 << 40]
+    assert list(as_ranges(numbers)) == [(3, 5), (4, 6), (9, 10), (1 << 40, (1 << 40) + 1)]
+    assert sorted(in_ranges(as_ranges(numbers))) == sorted(numbers)
+    assert list(as_ranges([])) == []
