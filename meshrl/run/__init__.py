@@ -7,7 +7,7 @@ events; checkpoints are what a run that was killed goes on from. `check` finds w
 
 from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig
 from meshrl.run.artifacts import newest_model, table_of
-from meshrl.run.check import find_mistakes
+from meshrl.run.check import find_doubts, find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
@@ -28,6 +28,7 @@ __all__ = [
     "about",
     "copy_script",
     "find_config",
+    "find_doubts",
     "find_mistakes",
     "load_job",
     "newest_model",
