@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from meshrl import log
 from meshrl.config import as_list, validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError, DataError, MeshrlError, RankFailed
@@ -30,6 +31,7 @@ from meshrl.run import (
     audit_run,
     copy_script,
     find_config,
+    find_doubts,
     find_mistakes,
     load_job,
     shipped_configs,
@@ -63,6 +65,7 @@ _BREACHES = 10
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Run a configuration. Its files go to runs/NAME."""
     job = load_job(find_config(config), overrides or [], RunConfig)
+    _tell_doubts(job)
     folder = Path(job.run.folder) / job.run.name
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
@@ -82,7 +85,13 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
     if mistakes:
         raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
+    _tell_doubts(job)
     typer.echo(f"{source}: nothing wrong was found")
+
+
+def _tell_doubts(job: Job[RunConfig]) -> None:
+    for doubt in find_doubts(job.config):
+        log.warning(f"{job.source}: {doubt}")
 
 
 @app.command()

@@ -1,8 +1,8 @@
-"""AdamW with a warm-up, a schedule and clipping."""
+"""AdamW with a warm-up, a schedule and clipping, in float32."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ _CAUSES: Final[Mapping[Predicts, str]] = {
 class Optimizer:
     """Steps over the parameters of a model. Weight decay falls on matrices, not on vectors such as norms.
 
+    Parameters of a narrower dtype than float32 have masters in it, and are these rounded after each step: near 1 the
+    next bfloat16 is 2**-7 away, and a step of 1e-5 would be lost. Gradients of micro-batches are summed in float32.
+
     Loshchilov and Hutter 2019 (arXiv:1711.05101), algorithm 2.
     """
 
@@ -36,14 +39,16 @@ class Optimizer:
         """`norm`: of the whole gradient, from the gradients of these parameters, which may be a rank's shards."""
         self._config = config
         self._parameters = list(parameters)
+        self.masters: Final = [_master(each) for each in self._parameters]
+        """What AdamW steps over, float32, one for each of `parameters`: itself where that is float32."""
         self._norm = norm
         self.steps = 0
         groups = [
             {
-                "params": [each for each in parameters if each.dim() >= 2],
+                "params": [each for each in self.masters if each.dim() >= 2],
                 "weight_decay": config.weight_decay,
             },
-            {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+            {"params": [each for each in self.masters if each.dim() < 2], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -67,6 +72,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self._adamw.step()
+        self._round()
         self.forget()
         self.steps += 1
         return norm
@@ -76,15 +82,36 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def _clip(self, predicts: Predicts) -> float:
-        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        gradients = [each.grad for each in self.masters if each.grad is not None]
         total = self._norm(gradients)
         norm = float(total)
         if not math.isfinite(norm):
             self.forget()
             raise not_finite(predicts, norm, gradients, self.steps, self.lr)
         if self._config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, total)
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self._config.max_grad_norm, total)
         return norm
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for parameter, master in zip(self._parameters, self.masters, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+
+
+def _master(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter if it is float32, else a copy that is. Each gradient of the parameter goes to its copy."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = nn.Parameter(parameter.detach().float())
+
+    def gather(given: Tensor) -> None:
+        gradient = cast("Tensor", given.grad).float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        given.grad = None
+
+    parameter.register_post_accumulate_grad_hook(gather)
+    return master
 
 
 def not_finite(predicts: Predicts, norm: float, gradients: Sequence[Tensor], step: int, lr: float) -> ModelError:

@@ -14,7 +14,8 @@ from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.writing import Writing
 
 _TENSORS: Final = "state.safetensors"
-"""`model/NAME`, a tensor of the model; `exp_avg/NAME` and the like, what AdamW keeps of a parameter."""
+"""`model/NAME`, a tensor of the model; `model/float32/NAME`, a parameter's master; `exp_avg/NAME` and the like, what
+AdamW keeps of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TrainingState:
     role: str
     """Whose state it is, for messages."""
     tensors: Mapping[str, Tensor]
-    """The model's own, by name; `read` writes into them."""
+    """The model's own, by name, and the optimizer's masters that are not; `read` writes into them."""
     parameters: Mapping[str, nn.Parameter]
     """What the optimizer steps over, by name."""
     optimizer: Optimizer

@@ -19,7 +19,7 @@ from meshrl_hf.trainable import Trainable, own_rank
 
 
 class OneRank(Trainable):
-    """A model in float32 (or bfloat16, its optimizer too), whose updates let other calls in between micro-batches."""
+    """A model whose updates let other calls in between micro-batches; its optimizer is float32, whatever its dtype."""
 
     def __init__(
         self,
@@ -36,7 +36,9 @@ class OneRank(Trainable):
         own = {} if head is None else dict(head.named_parameters(prefix="value_head"))
         kept = parameters if self._adapted else {**model.tensors(), **own}
         optimizer = Optimizer(config.optimizer, list(parameters.values()))
-        state = TrainingState(role, kept, parameters, optimizer)
+        stepped = dict(zip(parameters, optimizer.masters, strict=True))
+        masters = {f"float32/{name}": each for name, each in stepped.items() if each is not parameters[name]}
+        state = TrainingState(role, {**kept, **masters}, stepped, optimizer)
         super().__init__(
             Passes(model, one_by_one(predict), config.micro_batch_tokens), optimizer, state, asyncio.Lock()
         )

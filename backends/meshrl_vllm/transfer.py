@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 
 from meshrl_vllm.mapped import mapped
 from meshrl_vllm.naming import Naming
+from meshrl_vllm.whole import tell_whole
 
 NAME: Final = "meshrl"
 """What vLLM knows the engine as."""
@@ -67,7 +68,13 @@ class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
 
 
 class Extension:
-    """Empty: vLLM imports this module in each of its workers, and so it knows the engine."""
+    """What each of vLLM's workers is beside: vLLM imports this module there, and so it knows the engine."""
+
+    model_runner: Any
+
+    def tell_whole(self) -> None:
+        """Log-probs are to be of the whole distribution, as a trainer's are."""
+        tell_whole(self.model_runner.sampler)
 
 
 def _tensors(sent: Buckets) -> Iterator[tuple[str, torch.Tensor]]:

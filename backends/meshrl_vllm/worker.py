@@ -340,13 +340,14 @@ def _engine(start: Start) -> Any:
         enable_sleep_mode=start.sleep and not cpu,  # on a CPU vLLM sleeps and wakes, and frees nothing
         kv_cache_memory_bytes=None if cache is None else cache << 20,
         gpu_memory_utilization=start.memory_share,
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="processed_logprobs",  # at the temperature, where raw ones are before it
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
         worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
     )
     engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
     engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    engine.collective_rpc("tell_whole")
     return engine
 
 

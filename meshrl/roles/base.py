@@ -136,6 +136,9 @@ class Sampler(Actor, ABC):
         begins after them where `loss_mask` is False throughout. One with no room for it and a token more is yielded as
         it is, `truncated`; others draw as many as there is room for.
 
+        `sampler_logprobs` are of the whole distribution at the row's temperature (1 for greedy), as a policy's: `top_p`
+        and `top_k` restrict what is drawn alone.
+
         With `sampling.beside` other calls draw and replay the same as without this one, and no abort ends it.
         """
 

@@ -135,6 +135,7 @@ class ModelConfig(RoleConfig):
     model: str | NewModel
     """A Hugging Face folder, a .gguf file (`package:NAME/FILE`: inside an installed package), or a table."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What passes are computed in, and what a policy publishes. Each backend's optimizer steps in float32."""
     chat: bool = False
     """Wrap each prompt as one user message in the tokenizer's chat template."""
     seed: int = 0

@@ -19,8 +19,9 @@ class Sampling(Config):
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the most probable tokens that have so much together. Log-probs stay those of the whole distribution."""
     top_k: int = Field(default=0, ge=0)
-    """0 keeps the whole vocabulary."""
+    """Draw from so many of the most probable tokens; 0 keeps the whole vocabulary. Log-probs as with `top_p`."""
     ignore_eos: bool = False
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion; the completion text is cut before them, the tokens are kept."""

@@ -9,7 +9,7 @@ from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, Rollo
 from meshrl.run.artifacts import newest_model, table_of
 from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
-from meshrl.run.check import find_mistakes
+from meshrl.run.check import find_doubts, find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
@@ -33,6 +33,7 @@ __all__ = [
     "audit_run",
     "copy_script",
     "find_config",
+    "find_doubts",
     "find_mistakes",
     "load_job",
     "newest_model",

@@ -15,6 +15,7 @@ from meshrl.roles import (
     PolicyConfig,
     RoleConfig,
     SamplerConfig,
+    Sampling,
     TeacherConfig,
     backends,
     check_axes,
@@ -52,6 +53,24 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
             mistakes.append(f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}")
     return mistakes
+
+
+def find_doubts(config: Config) -> list[str]:
+    """What an algorithm's configuration may say and seldom means, each with its key.
+
+    It is `top_p` or `top_k` under a loss that reads `sampler_logprobs`.
+    """
+    sampling, loss = getattr(config, "sampling", None), getattr(config, "loss", None)
+    if not isinstance(sampling, Sampling) or "sampler_logprobs" not in getattr(loss, "columns", ()):
+        return []
+    restricts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
+    return [
+        f"sampling.{key} = {getattr(sampling, key):g} with {type(loss).__name__}: rows are drawn from part of the "
+        "distribution, and the log-probs and ratios that the loss reads are of the whole: the loss does not know of "
+        f"the difference; sampling.{key} = {Sampling.model_fields[key].default:g} leaves none (docs/overlap.md)"
+        for key, there in restricts.items()
+        if there
+    ]
 
 
 def check_model(model: str) -> None:

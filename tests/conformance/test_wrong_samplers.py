@@ -46,6 +46,16 @@ class TellsRoundedLogProbs(Changed):
         return part.assign(sampler_logprobs=Ragged(rounded, column.offsets, source=column.source))
 
 
+class TellsTheRestrictedDistribution(Changed):
+    """What is kept has all of the probability, as an engine has it that tells what it drew from."""
+
+    def changed(self, part: Batch, sampling: Sampling) -> Batch:
+        column = part.sampler_logprobs
+        whole = np.asarray(column.values, np.float32)
+        values = np.where(part.loss_mask.values, np.minimum(whole - np.float32(np.log(sampling.top_p)), 0), whole)
+        return part.assign(sampler_logprobs=Ragged(values, column.offsets, source=column.source))
+
+
 class NamesNoSource(Changed):
     def changed(self, part: Batch, sampling: Sampling) -> Batch:
         column = part.sampler_logprobs
@@ -131,6 +141,11 @@ class DrawsOnceForAll(TorchSampler):
 class IgnoresTemperature(Misled):
     def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
         return prompts, sampling.model_copy(update={"temperature": 1.0})
+
+
+class IgnoresTopK(Misled):
+    def misled(self, prompts: Batch, sampling: Sampling) -> tuple[Batch, Sampling]:
+        return prompts, sampling.model_copy(update={"top_k": 0})
 
 
 class IgnoresTheSeed(Misled):
@@ -249,6 +264,8 @@ class LoadsBetweenCalls(TorchSampler):
 BUGS: list[tuple[type[TorchSampler], str]] = [
     (TellsRoundedLogProbs, "sampler_log_probs"),
     (NamesNoSource, "sampler_log_probs"),
+    (TellsTheRestrictedDistribution, "restricted_draws"),
+    (IgnoresTopK, "restricted_draws"),
     (IgnoresTemperature, "frequencies"),
     (IgnoresTheSeed, "seeds"),
     (DrawsByTheClock, "seeds"),

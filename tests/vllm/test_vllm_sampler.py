@@ -13,18 +13,22 @@ import pytest
 
 from meshrl import (
     Batch,
+    ClippedLoss,
     LocalEngine,
     Mesh,
     NewModel,
+    PolicyConfig,
     Ragged,
     RankFailed,
     SamplerConfig,
     Sampling,
+    SequenceLoss,
     rollout,
     stop,
     with_options,
 )
 from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl_torch.policy import TorchPolicy
 from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
@@ -116,3 +120,16 @@ def test_an_environment_without_vllm_is_said(tmp_path: Path) -> None:
         VllmSampler(config(str(tmp_path / "python")))
     with pytest.raises(ConfigError, match="whole weights"):
         VllmSampler(SamplerConfig.model_validate({"model": NEW, "lora": {}}))
+
+
+@pytest.mark.parametrize("loss", [ClippedLoss(), SequenceLoss(clip=3e-4, clip_high=4e-4)])
+async def test_with_top_p_the_ratio_of_a_first_update_is_1_and_nothing_is_clipped(
+    python: str | None, loss: ClippedLoss | SequenceLoss
+) -> None:
+    sampler = await (await Mesh.reserve(LocalEngine(), 1)).spawn(VllmSampler, config(python))
+    rows = await (await rollout(sampler, PROMPTS, Sampling(n=16, max_tokens=32, top_p=0.9))).load()
+    await stop(sampler)
+    batch = rows.assign(advantages=np.where(np.arange(len(rows)) % 2, 1, -1).astype(np.float32))
+    told = await TorchPolicy(PolicyConfig(model=NEW)).update(batch, loss)
+    assert told["ratio"] == pytest.approx(1, abs=1e-4)
+    assert told["clip_fraction"] == 0

@@ -13,6 +13,7 @@ from meshrl.roles import Sampling
 from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.samples import (
     ERROR,
+    Floats,
     begun,
     completions,
     drawn,
@@ -84,6 +85,38 @@ async def frequencies(trial: Trial) -> None:
         )
 
 
+async def restricted_draws(trial: Trial) -> None:
+    """`top_k` and `top_p` restrict what is drawn, and `sampler_logprobs` stay those of the whole distribution.
+
+    So a policy of the same weights, which computes no other, has the ratio 1 with its own rows.
+    """
+    sampler, pair = await begun(trial), await trial.pair()
+    policy = await trial.plain.policy(model=pair.old)
+    one = questions(5).select([4])
+    prefix = ids_of(str(one.objects("prompt")[0]))
+    for keys in ({"top_k": 2}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.9}):
+        for temperature in (1.0, 0.6):
+            what = f"at temperature {temperature:g} with {keys}"
+            sampling = Sampling.model_validate({"max_tokens": 16, "temperature": temperature, **keys})
+            rollouts = await drawn(sampler, questions(9), sampling)
+            mask = np.asarray(rollouts.loss_mask.values, np.bool_)
+            wanted = (await scores(policy, rollouts)).values[mask]
+            close(f"`sampler_logprobs` {what}", rollouts.sampler_logprobs.values[mask], wanted, ERROR)
+            often = sampling.model_copy(update={"n": _DRAWS // 4, "max_tokens": 1})
+            tokens = np.unique(np.concatenate(completions(await drawn(sampler, one, often))))
+            kept = _kept(np.exp(await next_token(policy, pair, prefix, temperature)), sampling)
+            strange = sorted({*tokens.tolist()} - kept)
+            require(not strange, f"{what} the tokens {strange} are drawn, which are not among the kept {sorted(kept)}")
+
+
+def _kept(probabilities: Floats, sampling: Sampling) -> set[int]:
+    """The tokens that may be drawn: the most probable `top_k`, and of these the least that have `top_p` together."""
+    order = np.argsort(-probabilities, kind="stable")[: sampling.top_k or None]
+    shares = probabilities[order] / probabilities[order].sum()
+    before = np.cumsum(shares) - shares
+    return {*order[before < sampling.top_p + ERROR].tolist()}
+
+
 async def seeds(trial: Trial) -> None:
     """After a load a sampler draws what a new one does by the same `Sampling.seed`, and other tokens by another."""
     used, weights = await begun(trial), await old_weights(trial)
@@ -136,7 +169,7 @@ async def calls_together(trial: Trial) -> None:
     await most_probable("greedy, in two calls together", policy, pair, Batch.concat(streams))
 
 
-MODEL: Final[tuple[Check, ...]] = (greedy, sampler_log_probs, frequencies, calls_together)
+MODEL: Final[tuple[Check, ...]] = (greedy, sampler_log_probs, frequencies, restricted_draws, calls_together)
 """Of draws from a model."""
 
 ANY: Final[tuple[Check, ...]] = (seeds, calls_beside, completions_of_a_prompt)

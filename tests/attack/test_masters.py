@@ -1,0 +1,132 @@
+"""A model in bfloat16 learns what one in float32 does: its optimizer steps on float32 masters."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from meshrl import (
+    Batch,
+    Critic,
+    CriticConfig,
+    CrossEntropy,
+    Loss,
+    NewModel,
+    OptimizerConfig,
+    Policy,
+    PolicyConfig,
+    ProcessLoss,
+    Ragged,
+    RewardModel,
+    RewardTrainingConfig,
+    ValueLoss,
+)
+from meshrl_hf.optimizer import Optimizer
+from meshrl_torch.critic import TorchCritic
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reward_model import TorchRewardModel
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=48, layers=2, heads=2, max_tokens=16)
+SLOW = OptimizerConfig(lr=1e-5)
+
+
+def rows() -> Batch:
+    random = np.random.default_rng(0)
+    tokens = Ragged.of([random.integers(2, 11, 12) for _ in range(8)], np.int32)
+    mask = np.ones(8 * 12, np.bool_)
+    mask[::12] = False
+    returns = Ragged(random.normal(size=8 * 12).astype(np.float32), tokens.offsets)
+    values = Ragged(np.zeros(8 * 12, np.float32), tokens.offsets)
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(mask, tokens.offsets),
+        returns=returns,
+        values=values,
+        labels=Ragged(mask.astype(np.float32), tokens.offsets),
+    )
+
+
+def policy(dtype: str, **keys: object) -> TorchPolicy:
+    table = {"model": MODEL, "dtype": dtype, "optimizer": SLOW, **keys}
+    return TorchPolicy(PolicyConfig.model_validate(table))
+
+
+async def lowered(trained: Policy, updates: int) -> float:
+    """By how much so many updates lower the loss."""
+    losses = [(await trained.update(rows(), CrossEntropy()))["loss"] for _ in range(updates + 1)]
+    return losses[0] - losses[-1]
+
+
+async def test_updates_of_1e_5_lower_the_loss_in_bfloat16_as_in_float32() -> None:
+    exact, rounded = await lowered(policy("float32"), 60), await lowered(policy("bfloat16"), 60)
+    assert exact > 0.02
+    assert rounded == pytest.approx(exact, rel=0.1)
+
+
+def make_policy(dtype: str) -> Policy:
+    return policy(dtype)
+
+
+def make_critic(dtype: str) -> Critic:
+    return TorchCritic(CriticConfig.model_validate({"model": MODEL, "dtype": dtype, "optimizer": SLOW}))
+
+
+def make_reward_model(dtype: str) -> RewardModel:
+    return TorchRewardModel(RewardTrainingConfig.model_validate({"model": MODEL, "dtype": dtype, "optimizer": SLOW}))
+
+
+Trained: TypeAlias = Policy | Critic | RewardModel
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [(make_policy, CrossEntropy()), (make_critic, ValueLoss()), (make_reward_model, ProcessLoss())]
+)
+async def test_what_is_resumed_in_bfloat16_goes_on_to_the_bit(
+    make: Callable[[str], Trained], loss: Loss, tmp_path: Path
+) -> None:
+    one = make("bfloat16")
+    for _ in range(3):
+        await one.update(rows(), loss)
+    await one.checkpoint(str(tmp_path / "state"))
+    other = make("bfloat16")
+    await other.restore(str(tmp_path / "state"))
+    for _ in range(3):
+        assert (await one.update(rows(), loss)).means() == (await other.update(rows(), loss)).means()
+    states = []
+    for role, name in ((one, "one"), (other, "other")):
+        await role.checkpoint(str(tmp_path / name))
+        states.append(load_file(tmp_path / name / "state.safetensors"))
+    assert {name for name, each in states[0].items() if not torch.equal(each, states[1][name])} == set()
+    masters = {name for name in states[0] if name.startswith("model/float32/")}
+    assert masters
+    assert all(states[0][name].dtype == torch.float32 for name in masters)
+    assert not any(
+        torch.equal(states[0][name], states[0][name].bfloat16().float()) for name in masters if "norm" in name
+    )
+
+
+async def test_float32_has_no_masters_beside_its_parameters(tmp_path: Path) -> None:
+    trained = policy("float32")
+    await trained.update(rows(), CrossEntropy())
+    await trained.checkpoint(str(tmp_path))
+    assert not [name for name in load_file(tmp_path / "state.safetensors") if "float32" in name]
+
+
+async def test_what_is_published_is_bfloat16() -> None:
+    trained = policy("bfloat16")
+    await trained.update(rows(), CrossEntropy())
+    assert {array.dtype.name for array in (await trained.weights()).tensors.values()} == {"bfloat16"}
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = Optimizer(SLOW, [parameter])
+    for _ in range(300):  # in bfloat16, 256 + 1 is 256
+        parameter.sum().backward()
+    assert optimizer.step("logprobs") == 300
+    assert parameter.grad is None

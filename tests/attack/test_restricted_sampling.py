@@ -1,0 +1,105 @@
+"""`top_p` and `top_k` restrict what is drawn; the log-probs of rows are of the whole distribution, as a trainer's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, SamplerConfig, Sampling, SequenceLoss, log, rollout
+from meshrl.cli import check
+from meshrl.run import RunConfig, find_doubts, load_job, shipped_configs
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.sampler import TorchSampler
+from meshrl_vllm.whole import tell_whole
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=32)
+
+
+@pytest.mark.parametrize("loss", [ClippedLoss(), SequenceLoss(clip=3e-4, clip_high=4e-4)])
+@pytest.mark.parametrize("keys", [{"top_p": 0.9}, {"top_k": 3}, {"top_p": 0.9, "temperature": 0.7}])
+async def test_the_ratio_of_a_first_update_is_1_and_nothing_is_clipped(
+    loss: ClippedLoss | SequenceLoss, keys: dict[str, float]
+) -> None:
+    sampling = Sampling.model_validate({"n": 16, "max_tokens": 16, **keys})
+    prompts = Batch.of(prompt=["abc>", "h>"])
+    rows = await rollout(TorchSampler(SamplerConfig(model=MODEL)), prompts, sampling)
+    batch = rows.assign(advantages=np.where(np.arange(len(rows)) % 2, 1, -1).astype(np.float32))
+    told = await TorchPolicy(PolicyConfig(model=MODEL)).update(batch, loss)
+    assert told["ratio"] == pytest.approx(1, abs=1e-4)
+    assert told["clip_fraction"] == 0
+
+
+def restricted(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+    """Written into the logits, as vLLM may: the two most probable tokens are left."""
+    if k is None and p is None:
+        return logits
+    return logits.masked_fill_(logits < logits.topk(2).values[:, 1:], -torch.inf)
+
+
+class FirstRestricting:
+    """As `TopKTopPSampler` of vLLM's first model runner."""
+
+    def forward(
+        self, logits: Tensor, generators: object, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        left = restricted(logits, k, p)
+        return left.argmax(-1), left.log_softmax(-1)
+
+
+class First:
+    """As the sampler of vLLM's first model runner."""
+
+    def __init__(self) -> None:
+        self.topk_topp_sampler = FirstRestricting()
+
+    def draw(self, logits: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.topk_topp_sampler.forward(logits, {}, None, p)
+
+
+class Second:
+    """As the sampler of vLLM's second model runner, whose log-probs are made of the logits that it gives."""
+
+    def _sample_random(
+        self, logits: Tensor, rows: object, rows_np: object, places: object, k: None, p: Tensor | None, fused: bool
+    ) -> tuple[Tensor, Tensor]:
+        left = restricted(logits, k, p)
+        return left.argmax(-1), left
+
+    def draw(self, logits: Tensor, p: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        tokens, left = self._sample_random(logits, 0, 0, 0, None, p, False)
+        return tokens, left.log_softmax(-1)
+
+
+@pytest.mark.parametrize("sampler", [First(), Second()])
+@pytest.mark.parametrize("p", [None, torch.full((3,), 0.9)])
+def test_either_of_vllms_samplers_tells_the_whole_distribution(sampler: First | Second, p: Tensor | None) -> None:
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    whole = logits.log_softmax(-1)
+    tell_whole(sampler)
+    tokens, logprobs = sampler.draw(logits.clone(), p)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert logprobs is not None
+    assert torch.equal(logprobs, whole)
+
+
+def doubts(config: str, *overrides: str) -> list[str]:
+    return find_doubts(load_job(shipped_configs()[config], list(overrides), RunConfig).config)
+
+
+def test_a_restricted_draw_under_a_loss_with_ratios_is_warned_of_by_name() -> None:
+    (doubt,) = doubts("gspo/quickstart", "sampling.top_p=0.9")
+    assert doubt.startswith("sampling.top_p = 0.9 with SequenceLoss: rows are drawn from part of the distribution")
+    assert len(doubts("grpo/quickstart", "sampling.top_p=0.9", "sampling.top_k=20")) == 2
+    assert doubts("gspo/quickstart") == []
+    assert doubts("expert_iteration/quickstart", "sampling.top_k=20") == []
+
+
+def test_check_tells_it_and_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log, "warning", lambda event, **_: told.append(event))
+    monkeypatch.chdir(tmp_path)
+    check("grpo/quickstart", ['policy.model={ characters = "ab>" }', "sampling.top_p=0.5"])
+    assert len(told) == 1
+    assert "sampling.top_p = 0.5 with ClippedLoss" in told[0]
