@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, NamedTuple, TypeGuard, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Final, NamedTuple, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -15,6 +15,9 @@ from meshrl.errors import ConfigError, did_you_mean, nearest, shortened
 C = TypeVar("C", bound="Config")
 Keys = tuple[str | int, ...]
 Table = dict[str, object]
+
+DEEPEST: Final = 100
+"""How deep lists and tables may stand in each other, in a configuration and in a row of a task."""
 
 
 class Config(BaseModel):
@@ -43,7 +46,7 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
     """
     path = Path(path)
     try:
-        table: Table = tomllib.loads(path.read_text("utf-8"))
+        table: Table = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError as error:
         beside = [each.name for each in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         hint = nearest(path.name, beside)
@@ -52,11 +55,37 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
         ) from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a folder, not a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise ConfigError(
+            f"{path}: not valid TOML: line {line} has the byte {byte:#04x}, which is not UTF-8: save the file as UTF-8"
+        ) from error
+    except ValueError as error:  # of TOML, and of a number with too many digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {_TOO_DEEP}") from error
+    if too_deep(table):
+        raise ConfigError(f"{path}: {_TOO_DEEP}")
     for override in overrides:
         _put(table, override)
+        if too_deep(table):
+            raise ConfigError(f"command line: {shortened(override)}: {_TOO_DEEP}")
     return table
+
+
+_TOO_DEEP: Final = f"lists and tables stand in each other more than {DEEPEST} deep: make it flatter"
+
+
+def too_deep(value: object) -> bool:
+    """Whether lists and tables stand in each other more than `DEEPEST` deep."""
+    below = [(0, value)]
+    while below:
+        depth, value = below.pop()
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+        if inner is not None and depth == DEEPEST:
+            return True
+        below += [(depth + 1, each) for each in inner or ()]
+    return False
 
 
 def validate(
@@ -124,7 +153,7 @@ def _put(table: Table, override: str) -> None:
 def _value(text: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # of TOML, of a number with too many digits, and of nothing but brackets
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

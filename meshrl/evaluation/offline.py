@@ -17,7 +17,16 @@ from meshrl.evaluation.estimates import Estimate, bootstrap, pass_at_k, powers_o
 from meshrl.evaluation.judge import judge
 from meshrl.mesh import Mesh
 from meshrl.rewards import RewardConfig
-from meshrl.roles import PolicyConfig, Reward, RewardModelConfig, Sampler, SamplerConfig, Sampling, implementation
+from meshrl.roles import (
+    MOST_COMPLETIONS,
+    PolicyConfig,
+    Reward,
+    RewardModelConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    implementation,
+)
 from meshrl.run import find_config, newest_model, table_of
 from meshrl.tasks import Task, TaskConfig
 
@@ -31,7 +40,7 @@ class Question(Config):
 
     task: str | None = None
     """A configuration, or a .jsonl or .parquet file that the run's templates fit; nothing means the run's own."""
-    n: int = Field(default=8, ge=1)
+    n: int = Field(default=8, ge=1, le=MOST_COMPLETIONS)
     """Completions a prompt, for pass@k."""
     reward: str | None = None
     """A reward function, as `reward.function` names one; nothing means the run's reward."""

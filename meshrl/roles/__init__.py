@@ -26,11 +26,12 @@ from meshrl.roles.config import (
 )
 from meshrl.roles.generate_calls import GenerateCalls, places_of
 from meshrl.roles.registry import BackendOptions, Models, backends, backends_with, class_for, implementation, models_of
-from meshrl.roles.sampling import GroupSampling, PairSampling, Sampling
+from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
 from meshrl.roles.tokens import check_teacher
 
 __all__ = [
+    "MOST_COMPLETIONS",
     "Address",
     "BackendOptions",
     "Critic",

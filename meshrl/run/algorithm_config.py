@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from meshrl.config import Config
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
+    MOST_COMPLETIONS,
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -26,7 +27,7 @@ class EvaluationConfig(Config):
 
     every: int = Field(ge=1)
     """Steps: it begins before the first, after so many, and so on."""
-    n: int = Field(default=4, ge=1)
+    n: int = Field(default=4, ge=1, le=MOST_COMPLETIONS)
     """Completions a prompt, for pass@k; one greedy completion more is drawn."""
     rows: int | None = Field(default=None, ge=1)
     """The first so many prompts; nothing means all."""
@@ -42,6 +43,8 @@ class EvaluationConfig(Config):
 
 _LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches": 1, "ahead": 0, "kl": 0}
 """Keys that mean the same in every algorithm, and the least that each may be."""
+_MOST_ROWS: Final = 2**22
+"""Of one step, all of which are in memory at once."""
 
 
 class AlgorithmConfig(Config):
@@ -49,7 +52,8 @@ class AlgorithmConfig(Config):
 
     A role that names no `model` has the policy's, but for a reward and a teacher. Refused are values without sense of
     the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`, where a script has them, and a
-    learning rate that is 0 before the last of `steps * epochs * minibatches` updates.
+    learning rate that is 0 before the last of `steps * epochs * minibatches` updates; and steps of more rows than a
+    machine holds.
     """
 
     evaluation: EvaluationConfig | None = None
@@ -62,6 +66,21 @@ class AlgorithmConfig(Config):
         if least is not None and isinstance(value, int | float) and value < least:
             raise ValueError(f"must be greater than or equal to {least}")
         return value
+
+    @model_validator(mode="after")
+    def _rows_fit_in_memory(self) -> Self:
+        prompts, n = (
+            getattr(self, "prompts", getattr(self, "rows", 1)),
+            getattr(getattr(self, "sampling", None), "n", 1),
+        )
+        if isinstance(prompts, int) and isinstance(n, int) and prompts * n > _MOST_ROWS:
+            told = (
+                f"{prompts:,} prompts with sampling.n = {n:,} are {prompts * n:,} rows"
+                if n > 1
+                else f"{prompts:,} rows"
+            )
+            raise ValueError(f"{told} a step, and a step has at most {_MOST_ROWS:,}: lower them")
+        return self
 
     @model_validator(mode="after")
     def _learns_to_the_end(self) -> Self:

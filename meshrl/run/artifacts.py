@@ -56,7 +56,7 @@ def sample_prompt(run: Path, model: str | NewModel) -> str:
     try:
         with (run / "samples.jsonl").open("rb") as samples:
             line = msgspec.json.decode(next(samples, b"{}"), type=dict[str, object])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, msgspec.DecodeError):
         line = {}
     return str(line.get("prompt", model.characters[0] if isinstance(model, NewModel) else "Hello"))
 

@@ -13,7 +13,7 @@ from meshrl.roles import Shape
 class MeshConfig(Resources):
     """One named mesh: how many ranks, and what each may use."""
 
-    ranks: int = Field(default=1, ge=1)
+    ranks: int = Field(default=1, ge=1, le=65_536)
     axes: Shape = Field(default={})
     """The axes, the last one fastest; nothing means `dp = ranks`."""
 

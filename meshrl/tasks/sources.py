@@ -1,18 +1,25 @@
 """Where a task's rows are read from: JSON lines, parquet, reasoning_gym, verifiers."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast, get_type_hints
 
 import msgspec
 from pydantic import JsonValue
 
-from meshrl.errors import DataError, did_you_mean
+from meshrl.config import DEEPEST, too_deep
+from meshrl.errors import ConfigError, DataError, did_you_mean, shortened
 from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
 
 Row = dict[str, object]
+
+_MARK: Final = b"\xef\xbb\xbf"
+"""A byte order mark, with which some editors begin a file in UTF-8."""
+_MOST: Final = 10_000_000
+"""Rows that are made for a task, all of which are held in memory."""
 
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
@@ -46,16 +53,36 @@ def _some(rows: Iterator[tuple[str, Row]], source: str) -> Iterator[tuple[str, R
 def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            if not line.strip():
-                continue
-            try:
-                row: object = msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
-                raise DataError(f"{where}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f'{where}: a row must be an object such as {{"question": ...}}, not {_kind(row)}')
-            yield where, cast("Row", row)
+            text = line.removeprefix(_MARK) if number == 1 else line
+            if text.strip():
+                yield (where := f"{path}, line {number}"), _json_row(text, where)
+
+
+def _json_row(line: bytes, where: str) -> Row:
+    row: object = None
+    try:
+        row = msgspec.json.decode(line)
+        deep = line.count(b"[") + line.count(b"{") > DEEPEST and too_deep(row)
+    except msgspec.DecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+    except UnicodeDecodeError:
+        raise DataError(f"{where}: {_not_utf8(line)}") from None
+    except RecursionError:
+        deep = True
+    if deep:
+        raise DataError(f"{where}: lists and tables stand in each other more than {DEEPEST} deep: make the row flatter")
+    if not isinstance(row, dict):
+        raise DataError(f'{where}: a row must be an object such as {{"question": ...}}, not {_kind(row)}')
+    return cast("Row", row)
+
+
+def _not_utf8(line: bytes) -> str:
+    """What is wrong with bytes that are no UTF-8."""
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return f"byte {error.start + 1} is {line[error.start]:#04x}, which is not UTF-8: save the file as UTF-8"
+    return "not UTF-8: save the file as UTF-8"
 
 
 def _kind(value: object) -> str:
@@ -75,14 +102,66 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         from pyarrow import parquet  # noqa: PLC0415
     except ImportError as error:
         raise DataError(f"{path}: parquet files need pyarrow: pip install 'meshrl[tasks]'") from error
+    number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            numbers = itertools.count()
+        # Damage of a page whose bytes have a checksum would else give another text.
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_columns(path, file.schema_arrow)
             for part in file.iter_batches():
                 for row in part.to_pylist():
-                    yield f"{path}, row {next(numbers)}", row
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
+                    yield f"{path}, row {number}", row
+                    number += 1
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: of texts that are no UTF-8, too
+        raise DataError(
+            f"{path}: not a parquet file that can be read from row {number} on: {error}. Make or download it again"
+        ) from error
+
+
+class _Kind(Protocol):
+    """A type of pyarrow's, which has no types itself."""
+
+    num_fields: int
+
+    def field(self, index: int) -> "_Field": ...
+
+
+class _Field(Protocol):
+    type: _Kind
+
+
+class _Schema(Protocol):
+    names: list[str]
+
+    def field(self, name: str) -> _Field: ...
+
+
+def _check_columns(path: Path, schema: _Schema) -> None:
+    """DataError where a column is of a kind that a row cannot hold, or two have one name."""
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise DataError(f"{path}: {schema.names.count(name)} columns have the name {name!r}: rename all but one")
+        field = schema.field(name)
+        if alien := _alien(field.type):
+            raise DataError(
+                f"{path}: column {name!r} is of {field.type}, and a row cannot hold {alien}: rows are of texts, "
+                "numbers, true, false, null, lists and tables. Write the column as text, or leave it out"
+            )
+
+
+def _alien(kind: _Kind) -> str:
+    """What in a column's type has no place in a row; empty where nothing is."""
+    from pyarrow import types  # noqa: PLC0415 -- an extra, and slow to import
+
+    if types.is_temporal(kind):
+        return "a date or time"
+    if types.is_decimal(kind):
+        return "a decimal"
+    if types.is_map(kind):
+        return "a map"
+    inner = [kind.field(index).type for index in range(kind.num_fields)]
+    if value := getattr(kind, "value_type", None):  # of a dictionary
+        inner.append(value)
+    return next(filter(None, map(_alien, inner)), "")
 
 
 class _Dataset(Protocol):
@@ -103,9 +182,39 @@ def _reasoning_gym(name: str, options: Mapping[str, JsonValue], rows: int | None
         )
     # Without a seed reasoning_gym draws other rows in each process.
     given: dict[str, object] = {"seed": 0, "size": 10_000, **options}
+    _check_options(source, options, DATASETS[name][1])
     try:
         dataset: _Dataset = reasoning_gym.create_dataset(name, **given)
     except (TypeError, ValueError, AssertionError) as error:
         raise DataError(f"{source}: its options {given} do not fit: {error}") from error
     items = itertools.islice(iter(dataset), rows)
     return _some(((f"{source}, row {number}", item) for number, item in enumerate(items)), source)
+
+
+def _check_options(source: str, options: Mapping[str, JsonValue], schema: type) -> None:
+    """ConfigError where an option is not of the type that the dataset declares, or asks for more than `_MOST` rows.
+
+    Of an option whose own default does not fit its type nothing is known.
+    """
+    hints: Mapping[str, object] = get_type_hints(schema)
+    defaults = {field.name: field.default for field in dataclasses.fields(schema)}
+    for key, value in options.items():
+        if key not in hints or not _fits(defaults[key], hints[key]):
+            continue
+        where = f"{source}: task.options.{key} = {shortened(value)}"
+        try:
+            msgspec.convert(value, hints[key])
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        if key == "size" and isinstance(value, int | float) and value > _MOST:
+            raise ConfigError(f"{where}: a task has at most {_MOST:,} rows, which are held in memory: ask for fewer")
+
+
+def _fits(default: object, kind: object) -> bool:
+    if default is dataclasses.MISSING:
+        return True
+    try:
+        msgspec.convert(msgspec.to_builtins(default), kind)
+    except (msgspec.ValidationError, TypeError):
+        return False
+    return True

@@ -97,7 +97,7 @@ def updates(seconds: float, **chosen: object) -> tuple[list[Batch], list[dict[st
         run = FakeRun(policy, sampler, FakeReward(RewardConfig()))
         with patch.object(FakePolicy, "save"):
             await train(run, fakes(), **{"steps": 8, "evaluation": None, **chosen})
-        return policy.updates, run.evaluated, asyncio.get_running_loop().time()
+        return list(policy.updates), run.evaluated, asyncio.get_running_loop().time()
 
     return simulate(script)
 

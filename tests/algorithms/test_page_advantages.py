@@ -116,7 +116,7 @@ async def run_page(name: str, policy: Told, table: Mapping[str, object]) -> list
     sampler = FakeSampler(SamplerConfig(model="none"))
     with patch.object(Task, "load", lambda _: task):
         await script.function(FakeRun(policy, sampler, Graded(RewardConfig()), *reference), config)
-    return policy.updates
+    return list(policy.updates)
 
 
 def rows_of(updates: Sequence[Batch]) -> list[Row]:
