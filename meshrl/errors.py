@@ -1,5 +1,6 @@
 """The one tree of errors. Each says what happened, where, the numbers, and what to do."""
 
+import asyncio
 import difflib
 from collections.abc import Iterable, Mapping
 
@@ -20,6 +21,16 @@ def shortened(value: object) -> str:
     """A value as an error shows it, in at most 60 letters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: what`, in letters that every file holds; also of an error whose own text cannot be made."""
+    try:
+        text = str(error)
+    except (Exception, SystemExit, asyncio.CancelledError) as worse:  # noqa: BLE001 -- a user's class may do anything
+        text = f"(its text cannot be made: str() raised {type(worse).__name__})"
+    # A half of a surrogate pair is no letter of UTF-8.
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
 
 
 class MeshrlError(Exception):

@@ -1,5 +1,6 @@
 """A user's own code, such as a script or a reward function: found by its path or name, and its errors told."""
 
+import asyncio
 import importlib
 import importlib.util
 import sys
@@ -7,9 +8,13 @@ import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 from meshrl import log
-from meshrl.errors import ConfigError, did_you_mean
+from meshrl.errors import ConfigError, described, did_you_mean
+
+RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
+"""What a user's function may raise that costs its own row alone; `unless_cancelled` tells the last one apart."""
 
 
 def import_file(path: Path) -> ModuleType:
@@ -38,12 +43,26 @@ def import_file(path: Path) -> ModuleType:
     return module
 
 
+def unless_cancelled(error: BaseException) -> None:
+    """Raise it again where it is this task that is cancelled, and not a CancelledError of the user's own."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
 def where_raised(error: BaseException) -> str:
     """`ValueError: what (file, line 3)`: the last line of a traceback, and its place where that is the user's."""
+    place = _place(error)
+    return described(error) + (place and f" ({place})")
+
+
+def _place(error: BaseException) -> str:
+    """`file, line 3`; empty where no line of the user's is known, or the error's own text tells it."""
     ours = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<frozen")
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}" + ("" if isinstance(error, SyntaxError) else place)
+    if isinstance(error, SyntaxError) or not frames:
+        return ""
+    return f"{frames[-1].filename}, line {frames[-1].lineno}"
 
 
 class FirstErrors:
@@ -54,14 +73,14 @@ class FirstErrors:
         self._warning = warning
         self._told: set[str] = set()
 
-    def told(self, error: Exception | SystemExit) -> str:
+    def told(self, error: BaseException) -> str:
         """The error as a text of at most 500 letters."""
-        text = f"{type(error).__name__}: {error}"[:500]
+        text = described(error)[:500]
         # The place tells one mistake from another; the text may hold a value of the row.
-        place = where_raised(error).removeprefix(f"{type(error).__name__}: {error}")
-        if (kind := type(error).__name__ + place) not in self._told:
+        place = _place(error)
+        if (kind := f"{type(error).__name__} {place}") not in self._told:
             self._told.add(kind)
-            log.warning(self._warning, error=text, at=place.strip(" ()"))
+            log.warning(self._warning, error=text, at=place)
         return text
 
 

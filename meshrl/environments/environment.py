@@ -28,7 +28,7 @@ from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function
 from meshrl.roles import RoleConfig
 from meshrl.tasks import Row, verifiers
-from meshrl.user_code import FirstErrors, load_name
+from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
 """What a step returns: the observation, the reward of this turn, and whether the episode is over."""
@@ -117,7 +117,8 @@ class FunctionEnvironment(Environment):
             try:
                 instance = self._instances[_number(batch, index)] = self._make()
                 return _text(await _awaited(instance.reset(row)), "reset"), None
-            except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's class may raise anything; it is data
+            except RAISED as error:  # a user's class may raise anything; it is data
+                unless_cancelled(error)
                 return str(prompts[index]), await self._broken(_number(batch, index), error)
 
         begun = await gathered(one, len(batch), self._concurrency)
@@ -133,7 +134,8 @@ class FunctionEnvironment(Environment):
                 raise DataError(f"episode {number} has no environment on this rank: it is over, or never began here")
             try:
                 told = _checked(await _awaited(self._instances[number].step(str(texts[index]))))
-            except (Exception, SystemExit) as error:  # noqa: BLE001
+            except RAISED as error:
+                unless_cancelled(error)
                 return ("", 0.0, True), await self._broken(number, error)
             if told[2]:
                 return told, await self._let_go(number)
@@ -160,11 +162,12 @@ class FunctionEnvironment(Environment):
             close: Callable[[], object] | None = getattr(instance, "close", None)
             if close is not None:
                 await _awaited(close())
-        except (Exception, SystemExit) as error:  # noqa: BLE001
+        except RAISED as error:
+            unless_cancelled(error)
             return self._errors.told(error)
         return None
 
-    async def _broken(self, number: int, error: Exception | SystemExit) -> str:
+    async def _broken(self, number: int, error: BaseException) -> str:
         await self._let_go(number)
         return self._errors.told(error)
 

@@ -23,7 +23,7 @@ from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
 from meshrl.rewards.sandbox import check_safe, code_tests
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
-from meshrl.user_code import FirstErrors, load_name
+from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
 
 T = TypeVar("T")
 
@@ -202,14 +202,15 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 async def boundary(
     function: RewardFunction, prompt: str, completion: str, row: Row
-) -> tuple[float, Exception | SystemExit | None]:
+) -> tuple[float, BaseException | None]:
     """The reward, or 0.0 and what the function raised, or why what it returned is no reward."""
     try:
         value = function(prompt, completion, row)
         if inspect.isawaitable(value):
             value = await value
         return finite(value), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 -- a user's function may raise anything; it is data
+    except RAISED as error:  # a user's function may raise anything; it is data
+        unless_cancelled(error)
         return 0.0, error
 
 

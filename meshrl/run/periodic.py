@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Never
 
 from meshrl import log
-from meshrl.errors import MeshrlError
+from meshrl.errors import MeshrlError, described
 from meshrl.events import waiting
 
 Numbers = Mapping[str, float]
@@ -85,7 +85,7 @@ class BackgroundMeasurements:
             raise MeshrlError(f"{what} was cancelled, and has no numbers")
         error = task.exception()
         if isinstance(error, Exception):
-            raise MeshrlError(f"{what} failed: {type(error).__name__}: {error}") from error
+            raise MeshrlError(f"{what} failed: {described(error)}") from error
         if error is not None:
             raise error
 

@@ -5,7 +5,7 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ import tomli_w
 
 from meshrl import log
 from meshrl.data import Batch
-from meshrl.errors import DataError
+from meshrl.errors import DataError, described
 from meshrl.events import clock
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ _METRICS = "metrics.jsonl"
 _SAMPLES = "samples.jsonl"
 _EVENTS = "events.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
+_RESERVED = 16384
+"""Bytes that the summary has on the disk from the beginning, should it be full at the end."""
 _GROWING = (_METRICS, _SAMPLES, _EVALUATIONS)
 
 
@@ -79,6 +81,8 @@ class Recorder:
         self._metrics = (folder / _METRICS).open("ab")
         self._samples = (folder / _SAMPLES).open("ab")
         self._events = _Events(folder, begins)
+        self._part = (folder / "summary.json.part").open("wb", buffering=0)
+        self._part.write(b" " * _RESERVED)
         self._progress: Progress | None = None
 
     def begin(self, count: int, done: int = 0) -> None:
@@ -137,12 +141,17 @@ class Recorder:
     def close(self, error: BaseException | None) -> None:
         """Write summary.json, whole or not at all. `error`: what ended the run, None where it finished.
 
-        DataError, and nothing written, where the folder is another run's and no error has said so.
+        DataError, and nothing written, where the folder is another run's and no error has said so. OSError where a file
+        could not be written to its end, as on a full disk; the summary is written all the same, and tells it.
         """
         self._end_progress()
-        self._metrics.close()
-        self._samples.close()
-        self._events.close()
+        with ExitStack() as ends:  # each of them, whatever those after it raise: the last comes first
+            ends.callback(self._part.close)
+            ends.push(lambda *raised: self._write_summary(raised[1] if error is None else error))
+            for file in (self._events, self._samples, self._metrics):
+                ends.callback(file.close)
+
+    def _write_summary(self, error: BaseException | None) -> None:
         try:
             self._check()
         except DataError:
@@ -159,10 +168,12 @@ class Recorder:
             **self._extra,
         }
         if error is not None:
-            summary["error"] = f"{type(error).__name__}: {error}"
-        part = self.folder / "summary.json.part"
-        part.write_bytes(msgspec.json.format(_encode(summary), indent=2) + b"\n")
-        part.replace(self.folder / "summary.json")
+            summary["error"] = described(error)
+        content = msgspec.json.format(_encode(summary), indent=2) + b"\n"
+        self._part.seek(0)
+        self._part.write(content)
+        self._part.truncate()
+        Path(self._part.name).replace(self.folder / "summary.json")
 
     def __enter__(self) -> Self:
         return self

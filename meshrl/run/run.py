@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from math import isfinite
@@ -277,28 +278,36 @@ class Run:
             await self._end(error)
 
     async def _end(self, error: BaseException | None) -> None:
-        try:
+        with ExitStack() as ends:  # each of them, whatever those after it raise: the last comes first
+            ends.callback(self._lock.release)
+            ends.push(lambda *raised: self._close_files(raised[1] if error is None else error))
             try:
                 await self._beside.close()
                 await self._checkpoints.close(error)
             finally:
                 await self.engine.close()
-        finally:
-            if self._watch:
-                self._watch.stop()
-            self._end_step()
-            if self._events:
-                self._events.close()
-            if sink.get() is self._events:  # not where the end is in another context than the beginning
-                sink.set(self._outer)
-            if data_cursor.get() is self._cursor:
-                data_cursor.set(None)
-            if self._schedule:
-                self._schedule.close()
-            try:
-                self.recorder.close(error)
-            finally:
-                self._lock.release()
+
+    def _close_files(self, error: BaseException | None) -> None:
+        """DataError where the disk does not take the last of them; where an error ended the run, that is logged."""
+        if self._watch:
+            self._watch.stop()
+        if sink.get() is self._events:  # not where the end is in another context than the beginning
+            sink.set(self._outer)
+        if data_cursor.get() is self._cursor:
+            data_cursor.set(None)
+        try:
+            with ExitStack() as ends:  # as above
+                ends.push(lambda *raised: self.recorder.close(raised[1] if error is None else error))
+                if self._schedule:
+                    ends.callback(self._schedule.close)
+                if self._events:
+                    ends.callback(self._events.close)
+                self._end_step()
+        except OSError as failed:
+            what = f"{self.folder}: the end of the run could not be written: {failed}"
+            if error is None:
+                raise DataError(f"{what}. Make room on the disk, and run it again, or take it without that") from failed
+            log.warning(what)
 
     async def _reserve(self, name: str) -> Mesh:
         config = self._mesh_config(name)

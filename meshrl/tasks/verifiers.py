@@ -19,7 +19,7 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import ConfigError, DataError, described
 
 NAME: Final = "verifiers"
 _KNOWN: Final = "0.3"
@@ -81,7 +81,7 @@ def rows(env_id: str, options: _Options, count: int | None) -> Iterator[dict[str
         try:
             said = _conversation(given["prompt"])
         except (TypeError, KeyError) as error:
-            raise DataError(f"{NAME}:{env_id}, row {number}: {type(error).__name__}: {error}") from error
+            raise DataError(f"{NAME}:{env_id}, row {number}: {described(error)}") from error
         yield {
             "question": "\n\n".join(text for role, text in said if role != "system"),
             "system": "\n\n".join(text for role, text in said if role == "system"),
@@ -242,9 +242,7 @@ def _load(env_id: str, options: _Options) -> _Environment:
     try:
         return cast("_Library", library).load_environment(env_id, **options)
     except Exception as error:
-        raise ConfigError(
-            f"{source}: cannot be loaded with options {dict(options)}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{source}: cannot be loaded with options {dict(options)}: {described(error)}") from error
 
 
 def _tool(tool: _Dumped) -> str:

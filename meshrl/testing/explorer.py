@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 
 import structlog
 
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, described
 from meshrl.simulation import simulate
 from meshrl.user_code import import_file
 
@@ -61,7 +61,7 @@ def explore(
     try:
         replay(scenario, seed, time_limit=time_limit)
     except (Exception, asyncio.CancelledError) as error:
-        what = f"{type(error).__name__}: {error}"
+        what = described(error)
         raise ScheduleFailed(seed, f"{name} fails under seed {seed}: {what}\nTo replay it: {command}") from error
     raise ScheduleFailed(
         seed,

@@ -1,7 +1,10 @@
 """A run for tests: it gives an algorithm the roles that the test made, and keeps what the algorithm records."""
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -35,10 +38,12 @@ class FakeRun(Run):
         """What evaluations found, with the `step` after which they began."""
         self._beside = BackgroundMeasurements(lambda step, numbers: self.evaluated.append({"step": step, **numbers}))
 
-    @property
+    @cached_property
     def folder(self) -> Path:
-        """A folder that is not there."""
-        return Path(tempfile.gettempdir()) / "meshrl-fake-run"
+        """A folder of its own that no other user can have prepared; it goes when the run does."""
+        folder = tempfile.mkdtemp(prefix="meshrl-fake-run-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
     async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
         """The first of the actors that is of this role; BackendError where none is."""

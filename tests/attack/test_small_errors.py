@@ -1,0 +1,214 @@
+"""What a user's code raises that no error should be, and a disk that is full at the end of a run."""
+
+import asyncio
+import gc
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import Actor, LocalEngine, Mesh, Metrics, Resources, Run, RunConfig, endpoint
+from meshrl.data import Batch
+from meshrl.errors import DataError, RankFailed, described
+from meshrl.rewards import RewardConfig
+from meshrl.rewards.function import FunctionReward, boundary
+from meshrl.testing import FakeRun
+
+if TYPE_CHECKING:
+    from meshrl.mesh import Engine
+
+REWARDS = """
+import asyncio
+
+class Silent(Exception):
+    def __str__(self):
+        raise KeyError("not even this")
+    __repr__ = __str__
+
+def silent(prompt, completion, row):
+    raise Silent("x")
+
+def half(prompt, completion, row):
+    raise ValueError("half of a pair: \\ud800")
+
+def gives_up(prompt, completion, row):
+    raise asyncio.CancelledError("of its own")
+
+async def gives_up_later(prompt, completion, row):
+    await asyncio.sleep(0)
+    raise asyncio.CancelledError("of its own")
+"""
+SAYS = {
+    "silent": "Silent: (its text cannot be made: str() raised KeyError)",
+    "half": "ValueError: half of a pair: \\ud800",
+    "gives_up": "CancelledError: of its own",
+    "gives_up_later": "CancelledError: of its own",
+}
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_a_text_is_described() -> None:
+    assert described(ValueError("what")) == "ValueError: what"
+    assert described(Silent()) == "Silent: (its text cannot be made: str() raised RuntimeError)"
+    assert described(ValueError("\ud800")) == "ValueError: \\ud800"
+
+
+@pytest.mark.parametrize("seconds", [None, 60.0], ids=["at-once", "in-time"])
+@pytest.mark.parametrize("name", SAYS)
+async def test_what_a_reward_raises_is_of_its_row(tmp_path: Path, name: str, seconds: float | None) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    config = RewardConfig(function=f"{tmp_path / 'rewards.py'}:{name}", seconds=seconds)
+    batch = Batch.of(prompt=["a", "b"], completion=["c", "d"])
+    with capture_logs() as logs:
+        async with asyncio.timeout(30), Run(RunConfig(folder=str(tmp_path), samples_every=1)) as run:
+            reward = await (await run.mesh(1)).spawn(FunctionReward, config)
+            scored = await reward.score(batch)
+            await run.record(Metrics.of(loss=(1.0, 1.0)), scored)
+    assert scored.rewards.tolist() == [0.0, 0.0]
+    assert scored.objects("reward_error") == (SAYS[name],) * 2
+    told = [each for each in logs if each["log_level"] == "warning"]
+    assert [each["error"] for each in told] == [SAYS[name]]
+    assert "rewards.py, line " in told[0]["at"]
+    sample = msgspec.json.decode((tmp_path / "run/samples.jsonl").read_bytes().splitlines()[0])
+    assert sample["reward_error"] == SAYS[name]
+
+
+async def test_a_reward_that_is_cancelled_is_cancelled() -> None:
+    began = asyncio.Event()
+
+    async def forever(*_: object) -> float:
+        began.set()
+        await asyncio.Event().wait()
+        return 1.0
+
+    task = asyncio.create_task(boundary(forever, "", "", {}))
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+class Raises(Actor):
+    @endpoint
+    async def work(self) -> None:
+        raise Silent
+
+    @endpoint
+    async def cancel(self) -> None:
+        raise asyncio.CancelledError("of its own")
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+async def test_what_an_endpoint_raises_is_told_by_its_rank(engine: str, request: pytest.FixtureRequest) -> None:
+    made: Engine = LocalEngine()
+    if engine == "ray":
+        request.getfixturevalue("ray_cluster")
+        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
+
+        made = RayEngine()
+    async with asyncio.timeout(60):
+        actor = await (await Mesh.reserve(made, 1, Resources(cpus=0))).spawn(Raises)
+        with pytest.raises(RankFailed, match=r"Raises\.work on rank 0 .*Silent"):
+            await actor.work()
+        with pytest.raises(RankFailed, match=r"Raises\.cancel on rank 0 .*CancelledError: of its own"):
+            await actor.cancel()
+    await made.close()
+
+
+async def test_a_script_whose_error_has_no_text_leaves_a_summary(tmp_path: Path) -> None:
+    with pytest.raises(Silent):
+        async with Run(RunConfig(folder=str(tmp_path))):
+            raise Silent
+    summary = msgspec.json.decode((tmp_path / "run/summary.json").read_bytes())
+    assert summary["status"] == "failed"
+    assert summary["error"] == "Silent: (its text cannot be made: str() raised RuntimeError)"
+
+
+def fill(run: Run) -> None:
+    """Let the numbers of a run no longer reach the disk."""
+    run.recorder._metrics.close()
+    run.recorder._metrics = Path("/dev/full").open("ab")  # noqa: SIM115 -- the run closes it
+    run.recorder._metrics.write(b"a line")
+
+
+async def under_way(folder: Path, error: Exception | None) -> None:
+    async with Run(RunConfig(folder=str(folder))) as run:
+        await run.record(Metrics.of(loss=(1.0, 1.0)))
+        fill(run)
+        if error:
+            raise error
+
+
+async def test_a_file_that_cannot_be_closed_keeps_no_summary_from_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"run: the end of the run could not be written: .*No space left on device"):
+        await under_way(tmp_path, None)
+    summary = msgspec.json.decode((tmp_path / "run/summary.json").read_bytes())
+    assert summary["status"] == "failed"
+    assert "No space left on device" in summary["error"]
+    async with Run(RunConfig(folder=str(tmp_path), resume=True)):  # it is nobody's any more
+        pass
+
+
+async def test_what_ended_a_run_is_raised_though_its_end_cannot_be_written(tmp_path: Path) -> None:
+    with capture_logs() as logs, pytest.raises(ValueError, match="of the script"):
+        await under_way(tmp_path, ValueError("of the script"))
+    assert msgspec.json.decode((tmp_path / "run/summary.json").read_bytes())["error"] == "ValueError: of the script"
+    assert any("could not be written" in each["event"] for each in logs)
+
+
+FULL = """
+import asyncio, errno, sys
+from pathlib import Path
+from meshrl import Actor, LocalEngine, Mesh, Metrics, Resources, Run, RunConfig
+
+async def main():
+    async with Run(RunConfig(folder=sys.argv[1])) as run:
+        async for step in run.steps(3):
+            if step == 1:
+                with (Path(sys.argv[1]) / "other").open("wb", buffering=0) as other:
+                    try:
+                        while other.write(b"x" * 1000):
+                            pass
+                    except OSError as error:
+                        assert error.errno == errno.ENOSPC
+            await run.record(Metrics.of(loss=(1.0, 1.0)), **{f"number_{n}": 1.0 for n in range(1000)})
+
+asyncio.run(main())
+"""
+MOUNTS = 'mount -t tmpfs -o size=1m none "$1" && "$2" -c "$3" "$1" > /dev/null; cat "$1/run/summary.json"'
+
+
+def test_a_disk_that_is_full_at_the_end_has_the_summary(tmp_path: Path) -> None:
+    alone = ["unshare", "--mount", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    done = subprocess.run(
+        [*alone, "sh", "-c", MOUNTS, "sh", str(tmp_path), sys.executable, FULL],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert "No space left on device" in done.stderr
+    summary = msgspec.json.decode(done.stdout)
+    assert (summary["status"], summary["steps"]) == ("failed", 1)
+
+
+def test_the_folder_of_a_fake_run_is_nobody_elses() -> None:
+    one, other = FakeRun(), FakeRun()
+    folder = one.folder
+    assert folder == one.folder != other.folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not list(folder.iterdir())
+    del one
+    gc.collect()
+    assert not folder.exists()
