@@ -90,7 +90,7 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     python: Annotated[
         str | None,
-        typer.Option(help="The interpreter that has the server; else its backend's option, or this one."),
+        typer.Option(help="The interpreter that has the server; else this one. The run's own is not taken."),
     ] = None,
 ) -> None:
     """Serve a run's newest model or checkpoint, as OpenAI's servers do, until Ctrl-C."""

@@ -2,7 +2,8 @@
 
     python -m meshrl_vllm.launch OPTION...
 
-The options are those of vLLM's server. It ends when its standard input does. It needs vLLM alone.
+The options are those of vLLM's server. The first line of the standard input is the key of `guard.Guard`; it ends when
+that input does. It needs vLLM alone.
 """
 
 # vLLM may be in another environment than this one.
@@ -15,6 +16,8 @@ import sys
 import threading
 from typing import Final
 
+from meshrl_vllm import guard
+
 _CACHE: Final = "--kv-cache-memory-bytes"
 _CPU_CACHE_BYTES: Final = 512 << 20
 """Of keys and values, on a CPU."""
@@ -22,6 +25,9 @@ _CPU_CACHE_BYTES: Final = 512 << 20
 
 def main() -> None:
     """Serve until the parent is gone."""
+    # Not a variable or an option, which others may read: processes inherit the one, and all see the other.
+    if key := sys.stdin.buffer.readline().decode().strip():
+        guard.keys.append(key)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Before vLLM is imported, which reads these.
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")

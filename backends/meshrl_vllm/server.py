@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Final
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Server, ServerConfig, options_of
 from meshrl_vllm.environment import environment
+from meshrl_vllm.guard import HEADER
 from meshrl_vllm.options import VllmConfig
 
 _PATIENCE: Final = 600.0
@@ -37,6 +39,7 @@ class VllmServer(Server):
         """ConfigError where the address cannot be used."""
         _check_address(config)
         self._config = config
+        self._key = secrets.token_urlsafe(32)
         self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
         self._log = Path(self._folder.name, "log")
         variables = environment(Path(self._folder.name))
@@ -51,11 +54,12 @@ class VllmServer(Server):
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # it has the endpoints for new weights
             options["--weight-transfer-config"] = '{"backend": "meshrl"}'
             options["--worker-extension-cls"] = "meshrl_vllm.following.Extension"
+            options["--middleware"] = "meshrl_vllm.guard.Guard"
         own = options_of(config, VllmConfig)
         if own.kv_cache_mib is not None:
             options["--kv-cache-memory-bytes"] = str(own.kv_cache_mib << 20)
         words = [word for option in options.items() for word in option]
-        command = [config.python or own.python or sys.executable, "-m", "meshrl_vllm.launch"]
+        command = [config.python or sys.executable, "-m", "meshrl_vllm.launch"]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the user names
@@ -70,6 +74,10 @@ class VllmServer(Server):
             self._folder.cleanup()
             raise ModelError(f"vLLM's server cannot be started: {error}. Give --python an interpreter of an "
                              "environment that has vLLM") from error  # fmt: skip
+        if self._process.stdin:
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and `check` says how
+                self._process.stdin.write(f"{self._key}\n".encode())
+                self._process.stdin.flush()
 
     async def started(self) -> str:
         """Wait until it answers; a line for the shell that asks it something. ModelError where it does not start."""
@@ -143,7 +151,8 @@ class VllmServer(Server):
     def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection(self._host, self._config.port, timeout=_PATIENCE)
         try:
-            connection.request(method, f"/{path}", body, {"Content-Type": "application/json"} if body else {})
+            headers = {HEADER: self._key} | ({"Content-Type": "application/json"} if body else {})
+            connection.request(method, f"/{path}", body, headers)
             response = connection.getresponse()
             return response.status, response.read().decode(errors="replace")
         finally:

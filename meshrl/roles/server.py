@@ -15,7 +15,7 @@ class Address(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, gt=0, lt=65536)
     python: str | None = None
-    """The interpreter of an environment that has the server; nothing leaves it to the backend's options."""
+    """The interpreter of an environment that has the server; nothing means this one."""
     follow: bool = False
     """Take each newer model of the run."""
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from meshrl import log
 from meshrl.config import Table, load_toml, validate
-from meshrl.errors import BackendError
+from meshrl.errors import BackendError, ModelError
 from meshrl.roles import (
     Address,
     PolicyConfig,
@@ -31,11 +32,19 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
     policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
     with tempfile.TemporaryDirectory(prefix="meshrl-serve-") as scratch:
         source, folder = await newest_source(run, policy, Path(scratch))
-        config = _server_config(run, table, policy, folder, address)
+        config, python = _server_config(run, table, policy, folder, address)
+        # A run's folder is data, and may be of anybody: what it names is not run unless the user names it.
+        unused = f"{run / 'config.toml'} names the interpreter {python}, which is not run without --python {python}"
+        other = python is not None and address.python is None
+        if other:
+            log.info(f"the server runs in this environment: {unused}")
         server = implementation(Server, config.backend)(config)
         try:
             say(f"{source.path} is loaded")
-            say(f"{address.url} answers: try\n{await server.started()}")
+            try:
+                say(f"{address.url} answers: try\n{await server.started()}")
+            except ModelError as error:
+                raise (ModelError(f"{error}\n{unused}") if other else error) from error.__cause__
             while True:
                 await asyncio.sleep(_LOOKS)
                 server.check()
@@ -49,7 +58,10 @@ async def serve(run: Path, address: Address, say: Callable[[str], None]) -> None
             server.close()
 
 
-def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address) -> ServerConfig:
+def _server_config(
+    run: Path, table: Table, policy: PolicyConfig, folder: Path, address: Address
+) -> tuple[ServerConfig, object]:
+    """What the server is told, and the interpreter that the run's sampler had."""
     sampler = table_of(table, "sampler")
     most = table_of(table, "sampling").get("max_tokens")
     backend = _server(str(sampler.get("backend")))
@@ -63,9 +75,10 @@ def _server_config(run: Path, table: Table, policy: PolicyConfig, folder: Path, 
         "chat": bool(sampler.get("chat", policy.chat)),
         "max_tokens": most if isinstance(most, int) else 16,
     }
-    # A server runs as its backend's sampler does.
-    own = {backend: sampler[backend]} if backend in sampler else {}
-    return validate(ServerConfig, told | own, run / "config.toml")
+    # A server runs as its backend's sampler does, but for the interpreter.
+    own = table_of(sampler, backend)
+    python = own.pop("python", None)
+    return validate(ServerConfig, told | ({backend: own} if own else {}), run / "config.toml"), python
 
 
 def _server(sampler: str) -> str:

@@ -39,7 +39,7 @@ model = { characters = "abcdefgh>", hidden_size = 64, ffn_size = 96, layers = 2,
 lr = 1e-2
 
 [sampler.vllm]
-python = "PYTHON"
+python = "/nowhere/an-interpreter-of-the-folder"
 """
 PROMPTS = [[2, 3, 10], [9, 8, 10], [4], [2, 3, 4] * 50]
 """The last one fills a block of keys and values, which vLLM keeps for others that begin like it."""
@@ -72,6 +72,15 @@ class Served(NamedTuple):
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
 
+    def status(self, path: str, method: str = "POST") -> int:
+        """What somebody is told who has no key."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, f"/{path}", "{}", {"Content-Type": "application/json"})
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
 
 @pytest.fixture
 def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
@@ -79,7 +88,7 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
     (tmp_path / "words.jsonl").write_text(
         "".join(f'{{"question": "{word}>", "answer": "{word[::-1]}"}}\n' for word in WORDS)
     )
-    (tmp_path / "tiny.toml").write_text(CONFIG.replace("PYTHON", python or sys.executable))
+    (tmp_path / "tiny.toml").write_text(CONFIG)
     subprocess.run([*MESHRL, "run", "tiny.toml"], cwd=tmp_path, check=True, capture_output=True)
     run = tmp_path / "runs" / "tiny"
     (run / "model").rename(tmp_path / "finished")
@@ -87,7 +96,7 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen(
-        [*MESHRL, "serve", "tiny", "--follow", "--port", str(port)],
+        [*MESHRL, "serve", "tiny", "--follow", "--port", str(port), "--python", python or sys.executable],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -127,6 +136,9 @@ def test_a_run_is_served_and_followed(served: Served) -> None:
     shell = subprocess.run(["bash", "-c", served.says()], capture_output=True, text=True, check=True)  # noqa: S607
     assert json.loads(shell.stdout)["model"] == "tiny"
     assert [served.ask(prompt, temperature=0) for prompt in PROMPTS] == before
+
+    assert [served.status(path) for path in ("pause", "collective_rpc", "reset_prefix_cache")] == [401, 401, 401]
+    assert served.status("health", "GET") == 200
 
     over, lengths = threading.Event(), list[int]()
 
