@@ -27,7 +27,7 @@ import asyncio
 
 class Silent(Exception):
     def __str__(self):
-        raise SystemExit("not even this")
+        raise KeyError("not even this")
     __repr__ = __str__
 
 def silent(prompt, completion, row):
@@ -44,7 +44,7 @@ async def gives_up_later(prompt, completion, row):
     raise asyncio.CancelledError("of its own")
 """
 SAYS = {
-    "silent": "Silent: (its text cannot be made: str() raised SystemExit)",
+    "silent": "Silent: (its text cannot be made: str() raised KeyError)",
     "half": "ValueError: half of a pair: \\ud800",
     "gives_up": "CancelledError: of its own",
     "gives_up_later": "CancelledError: of its own",
