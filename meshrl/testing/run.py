@@ -4,7 +4,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -29,6 +28,7 @@ class FakeRun(Run):
     def __init__(self, *actors: Actor, seed: int = 0, engine: Engine | None = None) -> None:
         self.config = RunConfig(seed=seed)
         self.engine = engine or LocalEngine()
+        self._folder: Path | None = None
         self.actors = actors
         self.recorded: list[dict[str, float]] = []
         """The numbers of each `record`."""
@@ -38,12 +38,13 @@ class FakeRun(Run):
         """What evaluations found, with the `step` after which they began."""
         self._beside = BackgroundMeasurements(lambda step, numbers: self.evaluated.append({"step": step, **numbers}))
 
-    @cached_property
+    @property
     def folder(self) -> Path:
         """A folder of its own that no other user can have prepared; it goes when the run does."""
-        folder = tempfile.mkdtemp(prefix="meshrl-fake-run-")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        return Path(folder)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="meshrl-fake-run-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        return self._folder
 
     async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
         """The first of the actors that is of this role; BackendError where none is."""

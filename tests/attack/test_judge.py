@@ -18,8 +18,13 @@ job = frame.f_locals["job"]
 """
 
 
-def left() -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob("meshrl-sandbox-*"))
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sandboxes of this test alone are made, whoever they run as."""
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-judge-"))
+    folder.chmod(0o711)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -33,9 +38,11 @@ def left() -> list[Path]:
         (f"{JOB}\nimport os\nos.close(job['result'])", "failed"),
     ],
 )
-async def test_the_judge_is_neither_held_up_nor_believes_another_type(code: str, outcome: Outcome) -> None:
+async def test_the_judge_is_neither_held_up_nor_believes_another_type(
+    code: str, outcome: Outcome, temporary: Path
+) -> None:
     began = time.monotonic()
     result = await run_tests(code, ["assert True"], LIMITS)
     assert result.outcome == outcome, result.output
     assert time.monotonic() - began < 60, "a judge that waits waits for ever"
-    assert not left()
+    temporary.rmdir()  # of the sandbox nothing is left

@@ -59,11 +59,11 @@ def opened(command: Sequence[str], hold: Path) -> list[str]:
 
 def judged(codes: Mapping[str, str], *, plain: bool, bare: bool, folder: Path, hold: Path) -> dict[str, list[str]]:
     """The outcome and the output of each code, and what holds, by a judge with a secret in its environment."""
-    path = "" if bare else os.environ["PATH"]
-    environment = {**os.environ, "PATH": path, "TMPDIR": str(folder), "SECRET_OF_MINE": "do-not-tell"}
-    judge = [sys.executable, "-c", JUDGES]
+    environment = {**os.environ, "TMPDIR": str(folder), "SECRET_OF_MINE": "do-not-tell"}
+    hidden = ["PATH="] if bare else []  # where `unshare` is looked for
+    judge = ["/usr/bin/env", *hidden, *(PLAIN if plain else ()), sys.executable, "-c", JUDGES]
     done = subprocess.run(
-        opened([*PLAIN, *judge], hold) if plain else judge,
+        opened(judge, hold) if plain else judge,
         input=json.dumps(codes),
         capture_output=True,
         text=True,
