@@ -5,7 +5,7 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -81,13 +81,15 @@ class Recorder:
         self._rewards: list[float] = []
         self._extra: dict[str, object] = {}
         begins = self._recall()
-        self._metrics = (folder / _METRICS).open("ab")
-        self._samples = (folder / _SAMPLES).open("ab")
-        self._groups = (folder / _GROUPS).open("ab")
-        self._events = _Events(folder, begins)
-        self._part = (folder / "summary.json.part").open("wb", buffering=0)
-        self._part.write(b" " * _RESERVED)
         self._progress: Progress | None = None
+        with ExitStack() as opened:  # closed where one that follows fails
+            self._metrics, self._samples, self._groups = (
+                opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
+            )
+            self._events = opened.enter_context(closing(_Events(folder, begins)))
+            self._part = opened.enter_context((folder / "summary.json.part").open("wb", buffering=0))
+            self._part.write(b" " * _RESERVED)
+            opened.pop_all()
 
     def begin(self, count: int, done: int = 0) -> None:
         """Show progress from here on, over `count` steps, of which so many are done."""
@@ -250,10 +252,13 @@ class _Events:
         # TensorBoard knows a file of events by `tfevents` in its name.
         self._file = (folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}").open("wb")
         self._records = records(self._file)
-        self._add(file_version="brain.Event:2")
-        if step:
-            started = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-            self._add(step=step, session_log=started(status=started.START))
+        with ExitStack() as opened:
+            opened.callback(self._file.close)
+            self._add(file_version="brain.Event:2")
+            if step:
+                started = import_module("tensorboard.compat.proto.event_pb2").SessionLog
+                self._add(step=step, session_log=started(status=started.START))
+            opened.pop_all()
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]

@@ -22,6 +22,7 @@ from meshrl.simulation import (
 from meshrl.testing.critic import FakeCritic
 from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
+from meshrl.testing.faulty_files import FaultyFiles
 from meshrl.testing.reward_model import FakeRewardModel
 from meshrl.testing.run import FakeRun
 from meshrl.testing.witness import PromiseBroken, Witness
@@ -38,6 +39,7 @@ __all__ = [
     "FakeRewardModel",
     "FakeRun",
     "FakeSampler",
+    "FaultyFiles",
     "Latency",
     "LeftRunning",
     "Lognormal",

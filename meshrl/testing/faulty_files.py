@@ -1,0 +1,74 @@
+"""A disk that fails: any write or sync below a folder may be the one."""
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
+
+Fault: TypeAlias = Literal["EIO", "ENOSPC", "short"]
+"""The operation raises this OSError, or writes one byte of what it is given and says so."""
+
+
+class FaultyFiles:
+    """Counts the writes and syncs of this process below a folder; one of them fails, and all after it work."""
+
+    def __init__(self, folder: Path, at: int | None = None, fault: Fault = "EIO") -> None:
+        """`at`: the number of the operation that fails, from 0; None: none does."""
+        self._folder = folder.resolve()
+        self._at = at
+        self._fault = fault
+        self.operations = 0
+        """How many there were."""
+
+    @contextmanager
+    def installed(self) -> Generator["FaultyFiles"]:
+        """Files that are opened inside the block are of this disk, whichever thread opens them."""
+        really_open, really_sync = io.open, os.fsync
+
+        def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
+            if isinstance(file, int) or not set(mode) & set("wax+") or not self._holds(Path(file)):
+                return really_open(file, mode, buffering, *rest, **named)
+            raw = _FaultyFile(file, mode.replace("b", "").replace("t", ""), self._next)
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *rest[:3], **named)
+
+        def sync(descriptor: int) -> None:
+            if self._holds(Path(f"/proc/self/fd/{descriptor}")) and self._next() not in (None, "short"):
+                raise self._error()
+            really_sync(descriptor)
+
+        with patch.object(builtins, "open", opened), patch.object(io, "open", opened), patch.object(os, "fsync", sync):
+            yield self
+
+    def _holds(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self._folder)
+
+    def _next(self) -> Fault | None:
+        """What is wrong with the operation that comes now."""
+        self.operations += 1
+        return self._fault if self.operations - 1 == self._at else None
+
+    def _error(self) -> OSError:
+        return _error(self._fault)
+
+
+def _error(fault: Fault) -> OSError:
+    number = getattr(errno, fault)
+    return OSError(number, os.strerror(number))
+
+
+class _FaultyFile(io.FileIO):
+    def __init__(self, file: Any, mode: str, following: Callable[[], Fault | None]) -> None:
+        super().__init__(file, mode)
+        self._following = following
+
+    def write(self, data: Any, /) -> int:
+        fault = self._following()
+        if fault in (None, "short"):
+            return super().write(memoryview(data)[:1] if fault else data) or 0
+        raise _error(fault)
