@@ -158,7 +158,9 @@ def test_one_interrupt_ends_a_run_whose_reward_hangs(tmp_path: Path, engine: str
     run = f'algorithm = "mine.py"\n[run]\nname = "mine"\nengine = "{engine}"\n'
     table = f'{run}[reward]\nfunction = "mine.py:hangs"\n'
     (tmp_path / "mine.toml").write_text(table)
-    command = [str(Path(sys.executable).with_name("meshrl")), "run", "mine.toml", f"run.folder={tmp_path}"]
+    # Whoever runs the tests in the background may have them ignore interrupts, and their children too.
+    code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "mine.toml", f"run.folder={tmp_path}"]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

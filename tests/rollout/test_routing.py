@@ -178,7 +178,7 @@ def test_the_completions_of_a_prompt_stay_on_one_rank_also_where_they_were_abort
         async with rollouts(made, prompts(4), Sampling(n=4), ahead=2, swap="abort") as stream:
             async for batch in stream:
                 batches.append(batch)
-                policy.updates.append(batch)
+                policy._made += 1
                 await publish(policy, stream)
                 if len(batches) == 10:
                     break
