@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-bits test-lowest test-gpu test-vllm lint check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-gpu test-vllm lint check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,7 +34,10 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup  ## the tests
-	$(TESTS)
+	$(TESTS) --ignore tests/attack
+
+test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
+	$(TESTS) tests/attack
 
 test-fast: setup  ## the tests that start no process and no model, for the loop of writing code: about a minute
 	$(TESTS) -m "not process and not slow" $(FAST)
@@ -58,7 +61,7 @@ lint: setup  ## formatting, lint, both type checkers
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint test test-bits test-lowest test-vllm  ## all of it: what CI runs
+check: lint test test-attack test-bits test-lowest test-vllm  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
