@@ -21,7 +21,7 @@ class FaultyFiles:
         """`at`: the number of the operation that fails, from 0; None: none does."""
         self._folder = folder.resolve()
         self._at = at
-        self._fault = fault
+        self._fault: Fault = fault
         self.operations = 0
         """How many there were."""
 
