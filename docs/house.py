@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "meshrl"
 ROOMS = (
+    ("config",),
     ("mesh", "report"),
     ("data",),
     ("engines", "weights", "losses", "objectives", "tasks"),
@@ -18,7 +19,7 @@ ROOMS = (
     ("environments",),
     ("run",),
     ("deprecated", "evaluation", "simulation"),
-    ("testing",),
+    ("testing", "cli"),
 )
 """The rooms by level: each imports from levels below it alone."""
 

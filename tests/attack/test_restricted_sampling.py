@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, SamplerConfig, Sampling, SequenceLoss, log, rollout
-from meshrl.cli import check
+from meshrl.cli.configurations import check
 from meshrl.run import RunConfig, find_doubts, load_job, shipped_configs
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.sampler import TorchSampler

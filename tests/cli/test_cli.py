@@ -111,7 +111,7 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals, sta
     # Whoever runs the tests in the background may have them ignore interrupts, and their children too.
     code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
     command = [sys.executable, "-c", code, "run", "count.toml", "wait=true"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -336,9 +336,9 @@ def test_an_error_that_a_rank_raised_on_purpose_is_told_without_its_traceback(
 
         return find_config
 
-    monkeypatch.setattr(cli, "find_config", fail(ModelError("there is no folder x")))
+    monkeypatch.setattr(cli.configurations, "find_config", fail(ModelError("there is no folder x")))
     assert meshrl("run", "x")[2] == "error: there is no folder x\n(in Policy.__init__ on rank 1)\n"
-    monkeypatch.setattr(cli, "find_config", fail(ValueError("a bug")))
+    monkeypatch.setattr(cli.configurations, "find_config", fail(ValueError("a bug")))
     assert "Traceback ..." in meshrl("run", "x")[2]
 
 

@@ -1,0 +1,35 @@
+"""The application that commands add themselves to, and the arguments that several of them take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshrl.errors import ConfigError
+
+app = typer.Typer(
+    help="Reinforcement learning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one: see `meshrl configs`.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in policy.optimizer.lr=1e-4 steps=20")
+]
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its name under runs/.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where to write; else into the run's folder.")]
+
+
+def write(file: Path, content: bytes) -> None:
+    """Write a file that the user asked for, and say so; ConfigError where it cannot be."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
+    typer.echo(f"wrote {file}")

@@ -1,0 +1,132 @@
+"""The commands about configurations: run, check, simulate, new, configs."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated, cast
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshrl import log
+from meshrl.cli.application import ConfigArgument, Overrides, app, write
+from meshrl.cli.signals import Terminated, cancelled_by_sigterm
+from meshrl.config import as_list
+from meshrl.engines.local import RankLoop
+from meshrl.errors import ConfigError
+from meshrl.report import find_run
+from meshrl.run import (
+    Job,
+    Run,
+    RunConfig,
+    about,
+    copy_script,
+    find_config,
+    find_doubts,
+    find_mistakes,
+    load_job,
+    shipped_configs,
+)
+
+
+@app.command()
+def run(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Run a configuration. Its files go to runs/NAME."""
+    job = load_job(find_config(config), overrides or [], RunConfig)
+    _tell_doubts(job)
+    folder = Path(job.run.folder) / job.run.name
+    try:
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            runner.run(_run(job))
+    except (KeyboardInterrupt, Terminated) as ending:
+        typer.echo(f"Interrupted. What was recorded so far is in {folder}", err=True)
+        number = signal.SIGTERM if isinstance(ending, Terminated) else signal.SIGINT
+        raise typer.Exit(128 + number) from None
+    _show_summary(folder)
+
+
+@app.command()
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Find what is wrong with a configuration before any model loads."""
+    source = find_config(config)
+    job = load_job(source, overrides or [], RunConfig)
+    mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
+    if mistakes:
+        raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
+    _tell_doubts(job)
+    typer.echo(f"{source}: nothing wrong was found")
+
+
+@app.command()
+def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps of the script; else as many as are configured.")
+    ] = None,
+    recorded: Annotated[
+        str | None, typer.Option("--from", metavar="RUN", help="A recorded run, whose calls tell what calls take.")
+    ] = None,
+    rollout: Annotated[float | None, typer.Option(help="Or a guess: seconds of one rank's rollouts of a step.")] = None,
+    train: Annotated[float | None, typer.Option(help="And: seconds of one rank's update on them.")] = None,
+    seed: Annotated[int, typer.Option(help="What is drawn of the recorded times.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,
+) -> None:
+    """Say what a configuration's steps would take: its script in virtual time, without models."""
+    from meshrl.simulation import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
+
+    given = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
+    job = load_job(find_config(config), given, RunConfig)
+    record = find_run(recorded) if recorded else None
+    forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)
+    table = Table(box=None, show_header=False)
+    for name, value in forecast.lines():
+        table.add_row(name, value)
+    Console().print(table)
+    if json:
+        write(json, msgspec.json.encode(forecast))
+
+
+@app.command()
+def new(
+    algorithm: Annotated[str, typer.Argument(metavar="ALGORITHM", help="A shipped algorithm, such as grpo.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copies go.")],
+) -> None:
+    """Copy an algorithm and its first configuration into a folder, to change them."""
+    for path in copy_script(algorithm, folder):
+        typer.echo(f"wrote {path}")
+        if path.suffix == ".toml":
+            typer.echo(f"run it with: meshrl run {path}")
+
+
+@app.command()
+def configs() -> None:
+    """List the shipped configurations."""
+    table = Table("name", "what it is", box=None, header_style="bold")
+    table.columns[0].no_wrap = True
+    for name, path in shipped_configs().items():
+        table.add_row(name, about(path))
+    Console().print(table)
+
+
+def _tell_doubts(job: Job[RunConfig]) -> None:
+    for doubt in find_doubts(job.config):
+        log.warning(f"{job.source}: {doubt}")
+
+
+async def _run(job: Job[RunConfig]) -> None:
+    with cancelled_by_sigterm():
+        async with Run(job.run, job.resolved) as under_way:
+            await job.script.function(under_way, job.config)
+
+
+def _show_summary(folder: Path) -> None:
+    summary: object = msgspec.json.decode((folder / "summary.json").read_bytes())
+    table = Table(box=None, show_header=False)
+    for name, value in cast("dict[str, object]", summary).items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    table.add_row("folder", str(folder))
+    Console().print(table)

@@ -1,0 +1,131 @@
+"""The commands about a run's folder: serve, eval, report, trace, audit."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.cli.application import Out, RunArgument, app, write
+from meshrl.cli.signals import Terminated, cancelled_by_sigterm
+from meshrl.cli.terminal import show_error
+from meshrl.config import validate
+from meshrl.engines.local import RankLoop
+from meshrl.errors import DataError, MeshrlError
+from meshrl.evaluation import Question, evaluate_run
+from meshrl.report import find_run, make_trace, read_run, render
+from meshrl.roles import Address
+from meshrl.run import audit_run
+from meshrl.run import serve as serve_run
+
+_BREACHES = 10
+"""Of a promise, as many are shown."""
+
+
+@app.command()
+def serve(
+    run: RunArgument,
+    follow: Annotated[bool, typer.Option("--follow", help="Take each newer model of a run that goes on.")] = False,
+    host: Annotated[
+        str, typer.Option(help="Who may ask: this machine, or with 0.0.0.0 all that reach it.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    python: Annotated[
+        str | None,
+        typer.Option(help="The interpreter that has the server; else this one. The run's own is not taken."),
+    ] = None,
+) -> None:
+    """Serve a run's newest model or checkpoint, as OpenAI's servers do, until Ctrl-C."""
+    folder, address = find_run(run).resolve(), Address(host=host, port=port, python=python, follow=follow)
+    try:
+        with asyncio.Runner(loop_factory=RankLoop) as runner:
+            runner.run(_serve(folder, address))
+    except (KeyboardInterrupt, Terminated):
+        typer.echo("The server has ended.", err=True)
+
+
+async def _serve(folder: Path, address: Address) -> None:
+    with cancelled_by_sigterm():
+        await serve_run(folder, address, typer.echo)
+
+
+@app.command(name="eval")
+def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
+    run: RunArgument,
+    task: Annotated[
+        str | None, typer.Argument(metavar="[TASK]", help="A configuration, or a .jsonl or .parquet file.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Completions a prompt.")] = 8,
+    reward: Annotated[str | None, typer.Option(help="A reward function; else the run's reward.")] = None,
+    at_least: Annotated[float, typer.Option(help="The reward from which on a completion is right.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(min=1, help="The first so many prompts; else all.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Else the run's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Else the run's.")] = None,
+    backend: Annotated[str | None, typer.Option(help="What samples; else the run's sampler.backend.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn, and of the intervals.")] = 0,
+    out: Out = None,
+) -> None:
+    """Judge a run's newest model or checkpoint: pass@k on the prompts it held out, or on TASK."""
+    folder = find_run(run).resolve()
+    given: dict[str, object] = {
+        "task": task,
+        "n": n,
+        "reward": reward,
+        "at_least": at_least,
+        "rows": rows,
+        "temperature": temperature,
+    }
+    given |= {"max_tokens": max_tokens, "backend": backend, "seed": seed}
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        found = runner.run(evaluate_run(folder, validate(Question, given, "command line")))
+    title = f"{found.model}: {found.prompts} prompts ({found.task}), {found.n} completions each"
+    table = Table(
+        "measure", "value", "95 % from", "to", box=None, header_style="bold", title=title, title_justify="left"
+    )
+    for name, estimate in found.lines():
+        table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
+    Console().print(table)
+    write(out or folder / "eval.json", msgspec.json.encode(found))
+
+
+@app.command()
+def report(run: RunArgument, out: Out = None) -> None:
+    """Write a page about a run, one HTML file: timeline, what bounded each step, curves, samples."""
+    folder = find_run(run)
+    write(out or folder / "report.html", render(read_run(folder)).encode())
+
+
+@app.command()
+def trace(run: RunArgument, out: Out = None) -> None:
+    """Write a run's timeline as a trace that ui.perfetto.dev opens."""
+    folder = find_run(run)
+    record = read_run(folder)
+    if not record.events:
+        raise DataError(f"{folder}: there is nothing to trace: {' '.join(record.notes) or 'events.jsonl is empty.'}")
+    write(out or folder / "trace.json", msgspec.json.encode(make_trace(record.events)))
+
+
+@app.command()
+def audit(run: RunArgument) -> None:
+    """Say whether a run kept its promises, by its files: each prompt once, versions, the bound, steps.
+
+    Exit status 0 where it did, 1 where it did not, 2 where the files cannot say.
+    """
+    try:
+        found = audit_run(find_run(run))
+    except MeshrlError as error:
+        show_error(error)
+        raise typer.Exit(2) from None
+    again = f", which went on from a checkpoint {found.resumed} times" if found.resumed else ""
+    typer.echo(f"{found.folder}: {found.steps:,} steps{again}; {found.status}")
+    for verdict in found.verdicts:
+        typer.echo(f"{'holds ' if verdict.holds else 'BROKEN'}  {verdict.promise}: {verdict.told}")
+        for breach in verdict.breaches[:_BREACHES]:
+            typer.echo(f"          {breach}")
+        if (more := len(verdict.breaches) - _BREACHES) > 0:
+            typer.echo(f"          and {more:,} more")
+    if not found.holds:
+        raise typer.Exit(1)

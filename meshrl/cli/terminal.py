@@ -1,0 +1,34 @@
+"""What a terminal is told: log lines and errors."""
+
+import sys
+
+import structlog
+import typer
+
+from meshrl.errors import MeshrlError, RankFailed
+
+
+def show_error(error: MeshrlError) -> None:
+    """Tell a mistake of the user's, without a traceback."""
+    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    typer.echo(_told(error), err=True)
+
+
+def _told(error: MeshrlError) -> str:
+    """The message; what a rank raised on purpose needs no traceback."""
+    if isinstance(error, RankFailed) and isinstance(error.__cause__, MeshrlError):
+        return f"{error.__cause__}\n(in {error.actor}.{error.endpoint} on rank {error.rank})"
+    return str(error)
+
+
+def log_to_stderr() -> None:
+    """Send log lines to where errors go, in colours where a person reads them."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper("%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, pad_event_to=0),
+        ],
+        # Looked up at each line: while the progress line is live, rich has put itself in its place.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )

@@ -1,0 +1,194 @@
+"""Pydantic's errors, told in the words of a configuration file."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, NamedTuple, TypeGuard, Union, cast, get_args, get_origin
+
+from pydantic_core import ErrorDetails
+
+from meshrl.config.base import Config, Keys, dotted, shown
+from meshrl.errors import did_you_mean, nearest
+
+
+class _Place(NamedTuple):
+    """Where an error is."""
+
+    path: Keys
+    """The keys that lead there, without pydantic's names of union members."""
+    unions: tuple[tuple[int, int], ...]
+    """Of each union on the way: where its member is named in pydantic's location, and how deep it is in the path."""
+    table: object
+    """What the table that the last key stands in should have been."""
+
+
+def mistakes_of(
+    schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
+) -> list[tuple[Keys, str]]:
+    """What pydantic found wrong with a table, each with the keys that lead there, in the order it was found."""
+    found: dict[Keys, list[str]] = {}
+    for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
+        found.setdefault(place.path, []).append(_told(schema, table, place, error))
+    lines: list[tuple[Keys, str]] = []
+    for path, texts in found.items():
+        key = dotted(path)
+        value = lookup(table, path)
+        unknown = any(text.startswith("no such key") for text in texts)
+        hidden = unknown or value is ABSENT or isinstance(value, Mapping)
+        has = "" if hidden else f" = {shown(value)}"
+        lines.append(
+            (
+                path,
+                (f"{key}{has}: " if key else "") + ", or ".join(dict.fromkeys(texts)),
+            )
+        )
+    return lines
+
+
+def _fitting(
+    table: Mapping[str, object], errors: Sequence[tuple[_Place, ErrorDetails]]
+) -> Sequence[tuple[_Place, ErrorDetails]]:
+    """Without what other forms of a table say, where it may have several: it is judged as the form that fits best."""
+    unions = {(error["loc"][:at], place.path[:depth]) for place, error in errors for at, depth in place.unions}
+    for loc, path in sorted(unions, key=lambda union: -len(union[0])):  # the innermost first
+        if not isinstance(lookup(table, path), Mapping):
+            continue
+        at = len(loc)
+        forms: dict[str | int, list[ErrorDetails]] = {}
+        for _, error in errors:
+            if error["loc"][:at] == loc and len(error["loc"]) > at:
+                forms.setdefault(error["loc"][at], []).append(error)
+        best = min(forms, key=lambda form: _misfit(forms[form], at + 1))
+        errors = [each for each in errors if each[1]["loc"][:at] != loc or each[1]["loc"][at:][:1] == (best,)]
+    return errors
+
+
+def _misfit(errors: Sequence[ErrorDetails], at: int) -> tuple[bool, int, int, int]:
+    """How badly a form fits a table, by its errors: no table at all, unknown keys, wrong values, keys left out."""
+    kinds = [error["type"] for error in errors]
+    no_table = any(len(error["loc"]) == at and error["type"] != "value_error" for error in errors)
+    unknown, missing = kinds.count("extra_forbidden"), kinds.count("missing")
+    return no_table, unknown, len(kinds) - unknown - missing, missing
+
+
+def _resolve(schema: type[Config], loc: Keys) -> _Place:
+    path: list[str | int] = []
+    unions: list[tuple[int, int]] = []
+    annotation: object = schema
+    table: object = None
+    for at, part in enumerate(loc):
+        members = _members(annotation)
+        if len(members) > 1:
+            unions.append((at, len(path)))
+            annotation = next((each for each in members if _names(part, each)), None)
+        elif part != "[key]":
+            path.append(part)
+            table = members[0] if members else None
+            annotation = _below(table, part)
+    return _Place(tuple(path), tuple(unions), table)
+
+
+def _names(part: str | int, member: object) -> bool:
+    """Whether pydantic means this member of a union: one with a validator is `function-after[..., Name]`."""
+    name = getattr(member, "__name__", None)
+    return part == name or str(part).rstrip("]").endswith(f", {name}")
+
+
+def _members(annotation: object) -> list[object]:
+    """The types that a value may have, without None."""
+    annotation = getattr(annotation, "__value__", annotation)
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin is Union or origin is UnionType:
+        return [each for each in get_args(annotation) if each is not NoneType]
+    return [annotation]
+
+
+def _below(annotation: object, part: str | int) -> object:
+    if _is_config(annotation):
+        return _keys(annotation).get(str(part))
+    arguments = get_args(annotation)
+    origin = get_origin(annotation)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return arguments[1]
+    if origin is tuple and arguments[-1] is not Ellipsis and isinstance(part, int):
+        return arguments[min(part, len(arguments) - 1)]
+    return arguments[0] if arguments else None
+
+
+def _is_config(annotation: object) -> TypeGuard[type[Config]]:
+    return isinstance(annotation, type) and issubclass(annotation, Config)
+
+
+def _keys(schema: type[Config]) -> dict[str, object]:
+    """Each key of a table, and what its value may be."""
+    fields = {name: cast("object", field.annotation) for name, field in schema.model_fields.items()}
+    return fields | dict(schema.open_tables())
+
+
+ABSENT = object()
+
+
+def lookup(table: object, path: Keys) -> object:
+    """The value that keys lead to; `ABSENT` where there is none."""
+    for part in path:
+        try:
+            table = table[part]  # type: ignore[index]
+        except (LookupError, TypeError):
+            return ABSENT
+    return table
+
+
+_WANTED = {
+    "string_type": "text in quotes",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "model_type": "a table",
+    "dict_type": "a table",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
+
+
+def _told(schema: type[Config], table: Mapping[str, object], place: _Place, error: ErrorDetails) -> str:
+    kind = error["type"]
+    context: Mapping[str, object] = error.get("ctx", {})
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return _unknown(schema, place)
+    if kind == "literal_error":
+        known = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        hint = did_you_mean(str(lookup(table, place.path)), known)
+        return f"must be {context['expected']}" + (hint and f"; {hint}")
+    if kind == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    if kind in _WANTED:
+        return f"must be {_WANTED[kind]}"
+    # "Input should be greater than 0", "Tuple should have at least 1 item ..."
+    text = error["msg"].replace("Input should", "must", 1).replace(" should ", " must ", 1)
+    return text[0].lower() + text[1:]
+
+
+def _unknown(schema: type[Config], place: _Place) -> str:
+    path, above = place.path, place.path[:-1]
+    known = sorted(_keys(place.table)) if _is_config(place.table) else []
+    near = nearest(str(path[-1]), known)
+    if near:
+        return f"no such key; did you mean {dotted((*above, near))}?"
+    has = f"{dotted(above) or 'the file'} has {', '.join(known)}"
+    elsewhere = [each for each in _paths(schema) if each[-1] == path[-1]]
+    if path in elsewhere:  # in another form of the table
+        return f"no such key beside the others; with these {has}"
+    return f"no such key; did you mean {dotted(elsewhere[0])}?" if elsewhere else f"no such key; {has}"
+
+
+def _paths(schema: type[Config], above: Keys = ()) -> Iterator[Keys]:
+    for name, annotation in _keys(schema).items():
+        yield (*above, name)
+        for member in _members(annotation):
+            if _is_config(member) and len(above) < 6:
+                yield from _paths(member, (*above, name))

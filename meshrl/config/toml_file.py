@@ -1,0 +1,88 @@
+"""TOML files and the overrides of a command line, as tables."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from meshrl.config.base import Table, dotted, shown
+from meshrl.errors import ConfigError, nearest, shortened
+
+DEEPEST: Final = 100
+"""How deep lists and tables may stand in each other, in a configuration and in a row of a task."""
+
+
+def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
+    """The tables of a TOML file, with `key.sub=value` overrides put over them.
+
+    A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and, where it is none, taken as text.
+    """
+    path = Path(path)
+    try:
+        table: Table = tomllib.loads(path.read_text("utf-8-sig"))
+    except FileNotFoundError as error:
+        beside = [each.name for each in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        hint = nearest(path.name, beside)
+        raise ConfigError(
+            f"{path}: no such file" + (f"; did you mean {path.parent / hint}?" if hint else "")
+        ) from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a folder, not a TOML file") from error
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise ConfigError(
+            f"{path}: not valid TOML: line {line} has the byte {byte:#04x}, which is not UTF-8: save the file as UTF-8"
+        ) from error
+    except ValueError as error:  # of TOML, and of a number with too many digits
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: {_TOO_DEEP}") from error
+    if too_deep(table):
+        raise ConfigError(f"{path}: {_TOO_DEEP}")
+    for override in overrides:
+        _put(table, override)
+        if too_deep(table):
+            raise ConfigError(f"command line: {shortened(override)}: {_TOO_DEEP}")
+    return table
+
+
+_TOO_DEEP: Final = f"lists and tables stand in each other more than {DEEPEST} deep: make it flatter"
+
+
+def too_deep(value: object) -> bool:
+    """Whether lists and tables stand in each other more than `DEEPEST` deep."""
+    below = [(0, value)]
+    while below:
+        depth, value = below.pop()
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else None
+        if inner is not None and depth == DEEPEST:
+            return True
+        below += [(depth + 1, each) for each in inner or ()]
+    return False
+
+
+def _put(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(
+            f"command line: {override!r} is no override; write key.sub=value, as in policy.optimizer.lr=1e-4"
+        )
+    here = table
+    for depth, part in enumerate(parts[:-1], start=1):
+        below = here.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError(
+                f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
+                f"which has no key {parts[depth]!r}; give the whole of it, as in {dotted(parts[:depth])}=..."
+            )
+        here = below
+    here[parts[-1]] = _value(text.strip())
+
+
+def _value(text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # of TOML, of a number with too many digits, and of nothing but brackets
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
