@@ -43,19 +43,28 @@ class FolderLock:
         self._folder = folder
         self._file = folder.parent.resolve() / f".{folder.name}.lock"
         self._own = msgspec.json.encode(Owner(socket.gethostname(), os.getpid(), secrets.token_hex(8)))
-        descriptor = self._locked()
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, self._own, 0)
-        self.release = weakref.finalize(self, _release, self._file, descriptor, self._own)
+        self._descriptors = [self._locked()]
+        os.ftruncate(self._descriptors[0], 0)
+        os.pwrite(self._descriptors[0], self._own, 0)
+        self.release = weakref.finalize(self, _release, self._file, self._descriptors, self._own)
         """Let the next run have the folder."""
 
+    def hold(self) -> None:
+        """Write to the folder that is there now, and to no other that takes its name."""
+        self._descriptors[1:] = [os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)]
+
     def check(self) -> None:
-        """DataError where another process owns the folder by now: what it writes is not to be touched."""
+        """DataError where another process owns the folder by now, or it is no longer the one that was held."""
         owner = _read(self._file)
         if owner != self._own:
             raise DataError(
                 f"{self._folder} was taken over by {_told(owner)}: this run writes nothing there any more. A file "
                 "system that tells other hosts of locks would have refused that run; give each its own run.name"
+            )
+        if any(not _is_at(self._folder, held) for held in self._descriptors[1:]):
+            raise DataError(
+                f"{self._folder} was moved, removed or replaced while the run wrote it: this run writes nothing there "
+                "any more. Put the folder back, and start the run again with run.resume=true"
             )
 
     def _locked(self) -> int:
@@ -79,15 +88,16 @@ class FolderLock:
             os.close(descriptor)  # whoever had it removed it in the meantime
 
 
-def _release(file: Path, descriptor: int, own: bytes) -> None:
+def _release(file: Path, descriptors: list[int], own: bytes) -> None:
     if _read(file) == own:
         file.unlink(missing_ok=True)
-    os.close(descriptor)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
-def _is_at(file: Path, descriptor: int) -> bool:
+def _is_at(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(file.stat(), os.fstat(descriptor))
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

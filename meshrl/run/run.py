@@ -107,6 +107,7 @@ class Run:
         else:
             goes_on = {} if config.resume and was_cut_short(folder) else None
         self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check)
+        self._lock.hold()
 
     @property
     def folder(self) -> Path:

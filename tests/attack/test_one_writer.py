@@ -97,6 +97,22 @@ async def test_a_run_whose_folder_another_host_took_writes_no_more(tmp_path: Pat
     assert (tmp_path / ".mine.lock").read_bytes() == other
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+async def test_a_run_whose_folder_was_moved_writes_nowhere_else(tmp_path: Path, replaced: bool) -> None:
+    async def train() -> None:
+        async with Run(config(tmp_path)) as run:
+            await run.record(Metrics.of(loss=(1.0, 1.0)))
+            (tmp_path / "mine").rename(tmp_path / "elsewhere")
+            if replaced:
+                (tmp_path / "mine").mkdir()
+            await run.record(Metrics.of(loss=(2.0, 1.0)))
+
+    with pytest.raises(DataError, match=r"mine was moved, removed or replaced while the run wrote it"):
+        await train()
+    assert (tmp_path / "elsewhere/metrics.jsonl").read_bytes().count(b"\n") == 1
+    assert not list((tmp_path / "mine").glob("*"))
+
+
 async def test_of_many_that_open_a_folder_at_once_one_does(tmp_path: Path) -> None:
     def attempt() -> bool:
         try:
