@@ -61,9 +61,10 @@ class Watch:
             own = psutil.Process()
             for process in (own, *own.children(recursive=True)):
                 try:
-                    title = "controller" if process == own else " ".join(process.cmdline())
-                    if process == own or title.startswith("ray::RankProcess"):
-                        self.seen[f"{title.split('.')[0]} {process.pid}"].append(process.memory_full_info().uss / 2**20)
+                    is_rank = process.cmdline()[:1] and process.cmdline()[0].startswith("ray::RankProcess")
+                    if process == own or is_rank:
+                        name = f"{'rank' if is_rank else 'controller'}, process {process.pid}"
+                        self.seen[name].append(process.memory_full_info().uss / 2**20)
                 except psutil.Error:
                     continue
             await asyncio.sleep(1)
