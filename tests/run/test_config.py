@@ -295,18 +295,19 @@ class Trained(AlgorithmConfig):
     ("reward", "expected"),
     [
         ("", RewardConfig()),
-        ("model = 'judge'", RewardModelConfig(model="judge")),
-        ("backend = 'fsdp'\nmodel = 'judge'", RewardModelConfig(backend="fsdp", model="judge")),
+        ("model = 'judge'", RewardModelConfig(model="/judge")),
+        ("backend = 'fsdp'\nmodel = 'judge'", RewardModelConfig(backend="fsdp", model="/judge")),
     ],
 )
 def test_a_role_that_names_no_model_has_the_policys_but_no_reward(
-    tmp_path: Path, reward: str, expected: Config
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: Config
 ) -> None:
     path = tmp_path / "x.toml"
     path.write_text(f"{MODEL}[sampler]\n[critic]\n[either]\n[reward]\n{reward}", "utf-8")
+    monkeypatch.chdir("/")
     trained = validate(Trained, load_toml(path), path)
-    assert trained.critic == CriticConfig(model="folder")
-    assert trained.sampler == SamplerConfig(model="folder")
+    assert trained.critic == CriticConfig(model="/folder")
+    assert trained.sampler == SamplerConfig(model="/folder")
     assert trained.reward == expected
     assert trained.either == RewardConfig()
     with pytest.raises(ConfigError, match=r"judge.model: is missing$"):
