@@ -146,6 +146,10 @@ class EventLog:
         """Seconds since the start of the run."""
         return clock() - self.began
 
+    def moved(self, folder: Path) -> None:
+        """The file is in this folder now."""
+        self._path = folder / self._path.name
+
     def emit(self, event: Event) -> None:
         """Keep an event; it is written within a second, while the loop runs. From any thread."""
         self._kept.append(event)

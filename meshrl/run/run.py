@@ -21,9 +21,10 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.folder import was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
-from meshrl.run.recorder import Recorder, was_cut_short
+from meshrl.run.recorder import Recorder
 from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
 
@@ -110,7 +111,8 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where everything that the run writes lies."""
+        """Where everything that the run writes lies. An earlier run's folder makes room for it where this is asked."""
+        self._settle()
         return self.recorder.folder
 
     @property
@@ -182,6 +184,7 @@ class Run:
         after = self._stepping
         self._end_step()
         if after:
+            self._settle()
             self.recorder.account(self._cursor.account(self._step))
         self._done += after
         await self._checkpoints.settle(wait=step is None)
@@ -213,7 +216,7 @@ class Run:
         if self._saved and loop == self._saved.loop:
             self._checkpoints.check()
             self._done = self._saved.done
-            log.info(f"{self.folder} goes on after step {first} of {count}")
+            log.info(f"{self.recorder.folder} goes on after step {first} of {count}")
         self._cursor.begun = True
         self.recorder.begin(count, first)
 
@@ -243,9 +246,16 @@ class Run:
             **self._synced(),
             **numbers,
         }
+        self._settle()
         self.recorder.step(step, {**values, "step_s": seconds})
         if batch is not None and step % self.config.samples_every == 0:
             await self.recorder.samples(step, batch)
+
+    def _settle(self) -> None:
+        """Have the run's own folder, from its first step on."""
+        self.recorder.settle()
+        if self._events:
+            self._events.moved(self.recorder.folder)
 
     def _synced(self) -> dict[str, float]:
         """How far the sampler was from the policy at the last load of weights."""
@@ -257,12 +267,12 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.folder / "events.jsonl")
+        self._events = EventLog(self.recorder.folder / "events.jsonl")
         self._step_began = self.recorder.began = self._events.began
         self._outer = sink.get()
         sink.set(self._events)
         if self.config.deterministic or self.config.replay:
-            self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
+            self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed)
         schedule.set(self._schedule)
         data_cursor.set(self._cursor)
         self._watch = Watch(self.config.slow_after)
@@ -310,7 +320,7 @@ class Run:
                     ends.callback(self._events.close)
                 self._end_step()
         except OSError as failed:
-            what = f"{self.folder}: the end of the run could not be written: {failed}"
+            what = f"{self.recorder.folder}: the end of the run could not be written: {failed}"
             if error is None:
                 raise DataError(f"{what}. Make room on the disk, and run it again, or take it without that") from failed
             log.warning(what)

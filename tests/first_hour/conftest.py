@@ -37,6 +37,7 @@ def terminal(
             status = int(leaving.code or 0)
         finally:
             structlog.reset_defaults()
-        return Answer(status, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return Answer(status, out, err)
 
     return command
