@@ -3,15 +3,17 @@
 import os
 import shutil
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 import msgspec
 
 from meshrl import log
+from meshrl.config import Table
 from meshrl.errors import DataError
+from meshrl.run.artifacts import table_of
 
 EVENTS: Final = "events.jsonl"
 
@@ -39,12 +41,31 @@ def take(folder: Path, begun: Path) -> None:
 
 def was_cut_short(folder: Path) -> bool:
     """Whether the folder is of a run with `resume` that did not finish: it crashed, or was interrupted."""
-    config, summary = folder / "config.toml", folder / "summary.json"
+    summary = folder / "summary.json"
     with suppress(OSError, ValueError, msgspec.DecodeError):
-        table = cast("Mapping[str, Mapping[str, object]]", tomllib.loads(config.read_text("utf-8")))
         told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
-        return table.get("run", {}).get("resume") is True and told.get("status") != "finished"
+        return table_of(_configuration(folder), "run").get("resume") is True and told.get("status") != "finished"
     return False
+
+
+def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
+    """Of a run that goes on: the learning rates that fall to another end than they began with, a sentence each."""
+    with suppress(OSError, ValueError):
+        earlier = _configuration(folder)
+        for role in resolved:
+            was, now = (table_of(table_of(table, role), "optimizer") for table in (earlier, resolved))
+            ends = was.get("total_steps"), now.get("total_steps")
+            if ends[0] != ends[1] and "constant" not in (was.get("schedule"), now.get("schedule")):
+                yield (
+                    f"{role}.optimizer.total_steps was {ends[0]} and is {ends[1]}: the learning rate has fallen toward "
+                    f"0 at {ends[0]}, and goes on as if it had fallen toward {ends[1]} from the beginning. The numbers "
+                    f"are not those of a run that began so; to have these, set total_steps = {ends[1]} when it begins"
+                )
+
+
+def _configuration(folder: Path) -> Table:
+    """What a run recorded of it; OSError or ValueError where it cannot be read."""
+    return tomllib.loads((folder / "config.toml").read_text("utf-8"))
 
 
 def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> None:

@@ -21,7 +21,7 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.folder import was_cut_short
+from meshrl.run.folder import rescheduled, was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder
@@ -105,6 +105,8 @@ class Run:
         self._saved = self._checkpoints.saved
         if self._saved:
             goes_on: Mapping[str, int] | None = self._saved.files
+            for told in rescheduled(folder, resolved):
+                log.warning(told)
         else:
             goes_on = {} if config.resume and was_cut_short(folder) else None
         self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check)
@@ -150,10 +152,10 @@ class Run:
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
 
-        Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
-        the loop where that was written; loops before it are over. DataError for a count below 0, and for steps that
-        a replayed schedule does not fit: fewer than there, more where weights came after the loop there, and others
-        that weights are published at for an evaluation.
+        Between two steps a checkpoint is written, where one is due, and one after the last. A run that goes on begins
+        after its checkpoint, in the loop where that was written; loops before it are over. DataError for a count below
+        0, and for steps that a replayed schedule does not fit: fewer than there, more where weights came after the loop
+        there, and others that weights are published at for an evaluation.
         """
         if count < 0:
             raise DataError(f"run.steps({count}): a loop has 0 steps or more")
@@ -189,23 +191,36 @@ class Run:
         self._done += after
         await self._checkpoints.settle(wait=step is None)
         if step is None:
-            if after:
-                await self._beside.turn(self._done)
-            await self._beside.settle()
-            if self._schedule:
-                self._schedule.end_loop()
+            await self._end_loop(loop, first, count, after=after)
             return
+        every = self.config.checkpoint_every
         if step == first:
             self._begin_loop(loop, first, count)
-        elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
-            await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
-            self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
-            data = self._cursor.reached()  # before anything else goes on
-            once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
-            saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
-            await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
+        elif after and every and self._done % every == 0:
+            await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
         await self._beside.turn(self._done)
         self._begin_step(step)
+
+    async def _end_loop(self, loop: int, first: int, count: int, *, after: bool) -> None:
+        """After the last step of a loop, or where none is left of that in which the run goes on."""
+        goes_on = not after and self._saved is not None and loop == self._saved.loop
+        if goes_on:
+            self._begin_loop(loop, first, count)
+        if after and self.config.checkpoint_every:
+            await self._checkpoint(loop, count, wait=True)  # from which a run of more steps goes on
+        if after or goes_on:
+            await self._beside.turn(self._done)
+        await self._beside.settle()
+        if self._schedule:
+            self._schedule.end_loop()
+
+    async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
+        """Write one, from which a run goes on with this step of this loop."""
+        await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
+        self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
+        data = self._cursor.reached()  # before anything else goes on
+        once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
+        await self._checkpoints.write(Saved(loop, step, self._done, self.recorder.sizes(), once, data), wait=wait)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
         if self._expects_evaluation and not self._beside:
@@ -216,7 +231,8 @@ class Run:
         if self._saved and loop == self._saved.loop:
             self._checkpoints.check()
             self._done = self._saved.done
-            log.info(f"{self.recorder.folder} goes on after step {first} of {count}")
+            none_left = "" if first < count else ": none is left, and a run of more steps goes on from here"
+            log.info(f"{self.recorder.folder} goes on after step {first} of {count}{none_left}")
         self._cursor.begun = True
         self.recorder.begin(count, first)
 
