@@ -190,9 +190,11 @@ class EventLog:
         for pending in list(Pending.table.values()):
             if pending.to is self:
                 pending.note()
-        self.flush()
-        self._kept = deque(maxlen=0)
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._kept = deque(maxlen=0)
+            self._file.close()
 
 
 sink: ContextVar[Sink | None] = ContextVar("sink", default=None)

@@ -51,7 +51,7 @@ class RunConfig(Config):
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between two checkpoints; without it none is written."""
+    """Steps between two checkpoints, and one after the last step; without it none is written."""
     checkpoints_kept: int = Field(default=2, ge=1)
     """How many of them stay, the newest."""
     checkpoint_async: bool = False
