@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -51,19 +51,18 @@ class _Walk:
         others = schema.open_tables() if table.keys() - fields.keys() else {}
         placed: Table = {}
         for key, value in table.items():
-            field = fields.get(key)
-            annotation = Annotated[field.annotation, *field.metadata, None] if field else others.get(key)
-            placed[key] = self._value(annotation, value, (*above, key))
+            path = (*above, key)
+            if field := fields.get(key):
+                placed[key] = self._value(field.annotation, self._marked(field.metadata, value, path), path)
+            else:
+                placed[key] = self._value(others.get(key), value, path)
         return placed
 
     def _value(self, annotation: object, value: object, path: Keys) -> object:
         annotation = getattr(annotation, "__value__", annotation)
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin is Annotated:
-            for mark in arguments[1:]:
-                if isinstance(mark, PathIn) and isinstance(value, str):
-                    value = self._text(mark, value, path)
-            return self._value(arguments[0], value, path)
+            return self._value(arguments[0], self._marked(arguments[1:], value, path), path)
         if origin is Union or origin is UnionType:
             for member in arguments:
                 value = self._value(member, value, path)
@@ -75,6 +74,12 @@ class _Walk:
                 return {key: self._value(arguments[1], each, (*path, key)) for key, each in table.items()}
         elif isinstance(value, list) and arguments:
             return [self._value(arguments[0], each, (*path, at)) for at, each in enumerate(value)]
+        return value
+
+    def _marked(self, marks: Sequence[object], value: object, path: Keys) -> object:
+        for mark in marks:
+            if isinstance(mark, PathIn) and isinstance(value, str):
+                value = self._text(mark, value, path)
         return value
 
     def _text(self, mark: PathIn, text: str, path: Keys) -> str:
