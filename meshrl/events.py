@@ -146,6 +146,10 @@ class EventLog:
         """Seconds since the start of the run."""
         return clock() - self.began
 
+    def moved(self, folder: Path) -> None:
+        """The file is in this folder now."""
+        self._path = folder / self._path.name
+
     def emit(self, event: Event) -> None:
         """Keep an event; it is written within a second, while the loop runs. From any thread."""
         self._kept.append(event)
@@ -186,9 +190,11 @@ class EventLog:
         for pending in list(Pending.table.values()):
             if pending.to is self:
                 pending.note()
-        self.flush()
-        self._kept = deque(maxlen=0)
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._kept = deque(maxlen=0)
+            self._file.close()
 
 
 sink: ContextVar[Sink | None] = ContextVar("sink", default=None)

@@ -11,10 +11,14 @@ from types import ModuleType
 from typing import Final
 
 from meshrl import log
+from meshrl.config import PathIn
 from meshrl.errors import ConfigError, described, did_you_mean
 
 RAISED: Final = (Exception, SystemExit, asyncio.CancelledError)
 """What a user's function may raise that costs its own row alone; `unless_cancelled` tells the last one apart."""
+
+CODE: Final = PathIn(r"(?:\w+:)?(.+\.py):.*")
+"""Marks a key of a configuration that `load_name` reads, perhaps after a word and a colon."""
 
 
 def import_file(path: Path) -> ModuleType:

@@ -1,16 +1,17 @@
 """The table `[sampler.vllm]`, of which a server takes the environment and the memory."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from meshrl.config import PathIn
 from meshrl.roles import BackendOptions
 
 
 class VllmConfig(BackendOptions):
     """How the backend `vllm` runs its engines: one for each place along `dp`, over the ranks along `tp`."""
 
-    python: str | None = None
+    python: Annotated[str | None, PathIn("(.*/.*)")] = None
     """The interpreter of an environment that has vLLM, whose pins need not be those of this one; nothing means this."""
     kv_cache_mib: int | None = Field(default=None, gt=0)
     """Memory for keys and values; nothing means what `memory_share` leaves, and on a CPU 512."""

@@ -33,30 +33,25 @@ from meshrl.run import (
 
 @app.command()
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Run a configuration. Its files go to runs/NAME."""
-    job = load_job(find_config(config), overrides or [], RunConfig)
-    _tell_doubts(job)
-    folder = Path(job.run.folder) / job.run.name
+    """Check a configuration and run it. Its files go to runs/NAME."""
+    job = _checked(config, overrides)
+    begun: list[Run] = []
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run(_run(job))
+            runner.run(_run(job, begun))
     except (KeyboardInterrupt, Terminated) as ending:
-        typer.echo(f"Interrupted. What was recorded so far is in {folder}", err=True)
+        where = f" What was recorded so far is in {begun[0].recorder.folder}" if begun else ""
+        typer.echo(f"Interrupted.{where}", err=True)
         number = signal.SIGTERM if isinstance(ending, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None
-    _show_summary(folder)
+    _show_summary(begun[0].folder)
 
 
 @app.command()
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
-    source = find_config(config)
-    job = load_job(source, overrides or [], RunConfig)
-    mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
-    if mistakes:
-        raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
-    _tell_doubts(job)
-    typer.echo(f"{source}: nothing wrong was found")
+    job = _checked(config, overrides)
+    typer.echo(f"{job.source}: nothing wrong was found")
 
 
 @app.command()
@@ -112,14 +107,22 @@ def configs() -> None:
     Console().print(table)
 
 
-def _tell_doubts(job: Job[RunConfig]) -> None:
+def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
+    """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong."""
+    job = load_job(find_config(config), overrides or [], RunConfig)
+    mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
+    if mistakes:
+        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in mistakes]))
     for doubt in find_doubts(job.config):
         log.warning(f"{job.source}: {doubt}")
+    return job
 
 
-async def _run(job: Job[RunConfig]) -> None:
+async def _run(job: Job[RunConfig], begun: list[Run]) -> None:
+    """Run a job; `begun` is given its run, for whom it interrupts."""
     with cancelled_by_sigterm():
         async with Run(job.run, job.resolved) as under_way:
+            begun.append(under_way)
             await job.script.function(under_way, job.config)
 
 

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from meshrl.config.base import Config, dotted
+from meshrl.config.base import Config, Keys
 from meshrl.config.mistakes import ABSENT, lookup, mistakes_of
+from meshrl.config.paths import is_given, with_absolute_paths
 from meshrl.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
@@ -19,12 +20,26 @@ def validate(
     table: Mapping[str, object],
     source: str | Path,
     overrides: Sequence[str] = (),
+    folder: Path = Path(),
 ) -> C:
-    """The table as a `schema`, or one ConfigError that lists every mistake in it.
+    """The table as a `schema`, its paths absolute, or one ConfigError that lists every mistake in it.
 
-    `overrides`: those already in the table, so that a mistake in one is told as the command line's.
+    `overrides`: those already in the table, so that a mistake in one is told as the command line's, and its paths start
+    at the current folder; those of the table itself start at `folder`.
     Nothing is converted: "3" is no integer, and 1 is no boolean; an integer is a number.
     """
+    given = [override.partition("=")[0].strip() for override in overrides]
+    table, misplaced = with_absolute_paths(schema, table, folder, given)
+    read = _read(schema, table)
+    mistakes = [*misplaced, *(read if isinstance(read, list) else ())]
+    if isinstance(read, list) or mistakes:
+        lines = [f"{'command line' if is_given(path, given) else source}: {text}" for path, text in mistakes]
+        raise ConfigError(as_list(lines))
+    return read
+
+
+def _read(schema: type[C], table: Mapping[str, object]) -> C | list[tuple[Keys, str]]:
+    """The table as a `schema`, or each mistake in it with the keys that lead there."""
     whole = schema.prepared(table)
     try:
         # As JSON, where pydantic's strict mode still turns arrays into tuples and texts into paths.
@@ -32,14 +47,7 @@ def validate(
     except ValidationError as error:
         found = mistakes_of(schema, whole, error.errors(include_url=False))
     # A value that was filled in from another key is told there.
-    found = [(path, text) for path, text in found if (lookup(table, path) is ABSENT) == (lookup(whole, path) is ABSENT)]
-    given = [override.partition("=")[0].strip() for override in overrides]
-    lines: list[str] = []
-    for path, text in found:
-        key = dotted(path)
-        ours = any(key == each or key.startswith((f"{each}.", f"{each}[")) for each in given)
-        lines.append(f"{'command line' if ours else source}: {text}")
-    raise ConfigError(as_list(lines))
+    return [(path, text) for path, text in found if (lookup(table, path) is ABSENT) == (lookup(whole, path) is ABSENT)]
 
 
 def as_list(mistakes: Sequence[str]) -> str:

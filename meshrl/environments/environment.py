@@ -17,7 +17,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeAlias, cast
+from typing import Annotated, Protocol, TypeAlias, cast
 
 import numpy as np
 from pydantic import Field, JsonValue, field_validator
@@ -28,7 +28,7 @@ from meshrl.mesh import Actor, Gather, Shard, endpoint
 from meshrl.rewards import RewardFunction, exact_match, finite, gathered, load_function
 from meshrl.roles import RoleConfig
 from meshrl.tasks import Row, verifiers
-from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
 """What a step returns: the observation, the reward of this turn, and whether the episode is over."""
@@ -52,7 +52,7 @@ class EnvironmentConfig(RoleConfig):
     role = "Environment"
 
     backend: str = "function"
-    source: str
+    source: Annotated[str, CODE]
     """`retry` (`Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME`: one turn, judged by the
     reward function NAME, or `verifiers:ENV_ID`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})

@@ -27,7 +27,7 @@ from meshrl.roles import (
     Sampling,
     implementation,
 )
-from meshrl.run import find_config, newest_model, table_of
+from meshrl.run import find_config, newest_model, root_of, table_of
 from meshrl.tasks import Task, TaskConfig
 
 _FILES: Final = (".jsonl", ".parquet")
@@ -141,7 +141,8 @@ def _prompts(file: Path, table: Table, question: Question) -> tuple[Batch, str]:
         config, source = validate(TaskConfig, given, file), question.task
     else:
         other = find_config(question.task)
-        config, source = validate(TaskConfig, table_of(load_toml(other), "task"), other), str(other)
+        given = table_of(load_toml(other), "task")
+        config, source = validate(TaskConfig, given, other, folder=root_of(other)), str(other)
     task = Task.load(config)
     held_out = task.held_out if config.held_out else task.train
     if question.task is None and not config.held_out:

@@ -48,7 +48,7 @@ def find_run(name: str) -> Path:
             if any((folder / file).is_file() for file in FILES):
                 return folder
             raise ConfigError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
-    known = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+    known = sorted(path.name for path in runs.glob("[!.]*") if path.is_dir())
     if near := did_you_mean(name, known, "{}"):
         hint = near
     elif known:

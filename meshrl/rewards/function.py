@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Self, TypeAlias, TypeVar, cast
+from typing import Annotated, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -23,7 +23,7 @@ from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
 from meshrl.rewards.sandbox import check_safe, code_tests
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
-from meshrl.user_code import RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
 
 T = TypeVar("T")
 
@@ -37,13 +37,13 @@ class RewardConfig(RoleConfig):
     role = "Reward"
 
     backend: str = "function"
-    function: str = "exact_match"
+    function: Annotated[str, CODE] = "exact_match"
     """`exact_match`, `reasoning_gym` (the dataset's own scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or
     `package.module:name`.
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
-    functions: dict[str, str] = Field(default={})
+    functions: dict[str, Annotated[str, CODE]] = Field(default={})
     """Several in place of `function`, each by a name of yours: `rewards` is their weighted sum."""
     weights: dict[str, float] = Field(default={})
     """Of `functions`, by the same names; 1 where none is given."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-from meshrl.config import Config
+from meshrl.config import Config, PathIn
 from meshrl.errors import BackendError, ConfigError
 from meshrl.roles.registry import BackendOptions, backends, models_of, options_schema
 
@@ -132,7 +132,7 @@ class NewModel(Config):
 class ModelConfig(RoleConfig):
     """A role that holds a model."""
 
-    model: str | NewModel
+    model: Annotated[str | NewModel, PathIn(r"(?!package:)(.+)", name=r"\w[\w.-]*/[\w.-]+(@.+)?(?<!\.gguf)")]
     """A Hugging Face folder, a .gguf file (`package:NAME/FILE`: inside an installed package), or a table."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What passes are computed in, and what a policy publishes. Each backend's optimizer steps in float32."""

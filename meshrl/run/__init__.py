@@ -11,7 +11,7 @@ from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import find_doubts, find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, shipped_configs
+from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, root_of, shipped_configs
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
@@ -37,6 +37,7 @@ __all__ = [
     "find_mistakes",
     "load_job",
     "newest_model",
+    "root_of",
     "serve",
     "shipped_configs",
     "table_of",

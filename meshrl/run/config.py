@@ -1,11 +1,11 @@
 """The `[run]` table of a configuration."""
 
 from math import prod
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from meshrl.config import Config
+from meshrl.config import Config, PathIn
 from meshrl.mesh import INLINE_BYTES, Resources
 from meshrl.roles import Shape
 
@@ -32,6 +32,7 @@ class RunConfig(Config):
     name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
     """The run's folder is `folder/name`."""
     folder: str = "runs"
+    """Of all runs; one that is not absolute is where the command is typed, whichever file names it."""
     seed: int = 0
     """Decides the order of the data, and is the seed of each role that has none of its own."""
     engine: str = Field(default="local", pattern=r"^(local|ray|auto|[\w.-]+:\d+)$")
@@ -43,14 +44,14 @@ class RunConfig(Config):
     """The meshes that roles name; one that is not here has one rank and the cores that are free."""
     deterministic: bool = False
     """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
-    replay: str | None = None
+    replay: Annotated[str | None, PathIn("(.+)")] = None
     """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
     slow_after: float = Field(default=60.0, gt=0)
     """Seconds after which a line says which call is still running, and on which rank."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between two checkpoints; without it none is written."""
+    """Steps between two checkpoints, and one after the last step; without it none is written."""
     checkpoints_kept: int = Field(default=2, ge=1)
     """How many of them stay, the newest."""
     checkpoint_async: bool = False

@@ -5,11 +5,11 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar, cast, get_type_hints
+from typing import Annotated, Generic, TypeVar, cast, get_type_hints
 
 from pydantic import create_model
 
-from meshrl.config import Config, Table, load_toml, validate
+from meshrl.config import Config, PathIn, Table, load_toml, validate
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.user_code import import_file
 
@@ -37,7 +37,13 @@ class Job(Generic[R]):
     run: R
     config: Config
     resolved: Table
-    """The whole file with the defaults and overrides in place."""
+    """The whole file with the defaults and overrides in place, and its paths absolute."""
+
+
+class _Head(Config):
+    """What has to be read of a file to know its schema."""
+
+    algorithm: Annotated[str, PathIn(r"(.+\.py)")]
 
 
 def shipped(kind: str) -> Path:
@@ -74,17 +80,22 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"{name}: no such file or shipped configuration; {hint}")
 
 
+def root_of(source: Path) -> Path:
+    """Where the paths of a configuration start: its folder. A shipped one has none of its own: where one stands."""
+    return Path() if source.resolve().is_relative_to(shipped("configs").resolve()) else source.parent
+
+
 def shipped_scripts() -> dict[str, Path]:
     """Name and file of each shipped algorithm, sorted."""
     return {path.stem: path for path in sorted(shipped("algorithms").glob("*.py"))}
 
 
 def find_script(algorithm: str, source: Path | None = None) -> Path:
-    """The shipped script of this name; with `source`, the file that names it, also a .py file beside that."""
+    """The shipped script of this name; with `source`, the file that names it, also a .py file."""
     if source is not None and algorithm.endswith(".py"):
-        path = source.parent / algorithm
+        path = Path(algorithm)
         if not path.is_file():
-            raise ConfigError(f"{source}: algorithm = {algorithm!r}: there is no file {path.resolve()}")
+            raise ConfigError(f"{source}: algorithm = {path.name!r}: there is no file {path}")
         return path
     known = shipped_scripts()
     if algorithm not in known:
@@ -125,27 +136,25 @@ def load_script(path: Path) -> Script:
 def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
     """Read a configuration file: load its script, validate the `[run]` table as `run` and all else as the script's.
 
-    Raises one ConfigError with all mistakes of the file.
+    Its paths start at `root_of(source)`, those of the overrides where one stands. Raises one ConfigError with all
+    mistakes of the file.
     """
-    table = load_toml(source, overrides)
-    algorithm = table.get("algorithm")
-    if not isinstance(algorithm, str):
+    table, folder = load_toml(source, overrides), root_of(source)
+    if not isinstance(table.get("algorithm"), str):
         names = ", ".join(shipped_scripts())
         raise ConfigError(f'{source}: algorithm is missing: write algorithm = "NAME" (of {names}) or "FILE.py"')
-    script = load_script(find_script(algorithm, source))
+    named = validate(_Head, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
+    script = load_script(find_script(named, source))
     # One schema for the whole file, so that its mistakes come together and a key's nearest is sought everywhere.
     whole = create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
-    read = validate(whole, table, source, overrides)
+    read = validate(whole, {**table, "algorithm": named}, source, overrides, folder)
     values = {name: getattr(read, name) for name in script.schema.model_fields}
     return Job(
         source=source,
         script=script,
         run=cast("R", vars(read)["run"]),
         config=script.schema.model_validate(values),
-        resolved={
-            "algorithm": str(script.path) if algorithm.endswith(".py") else algorithm,
-            **read.model_dump(mode="json"),
-        },
+        resolved={"algorithm": named, **read.model_dump(mode="json")},
     )
 
 

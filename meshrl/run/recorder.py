@@ -3,9 +3,8 @@
 import asyncio
 import os
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError, described
 from meshrl.events import clock
+from meshrl.run.folder import beginning, cut, take
 from meshrl.tasks import StepAccount
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _SAMPLED = 8
 _METRICS = "metrics.jsonl"
 _SAMPLES = "samples.jsonl"
-_EVENTS = "events.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
 _GROUPS = "groups.jsonl"
 _GROWING = (_METRICS, _SAMPLES, _EVALUATIONS, _GROUPS)
+_PART = "summary.json.part"
 _RESERVED = 16384
 """Bytes that the summary has on the disk from the beginning, should it be full at the end."""
 
@@ -39,6 +39,8 @@ _RESERVED = 16384
 class Recorder:
     """Writes `folder`; a folder of that name that an earlier run left is renamed, never deleted.
 
+    That happens when this run has made a step, or ends well: `settle`. Until then it writes into another folder, which
+    stays where the run fails before its first step.
     A run that goes on keeps the folder: what was appended to its files after the checkpoint is cut off, and numbers
     count from the run's first beginning. The events of each earlier part are kept as events-1.jsonl and so on.
 
@@ -64,14 +66,15 @@ class Recorder:
         begins again in the folder of an attempt that had none; None for a new folder. `check`: raises where the folder
         is another run's.
         """
-        self.folder = folder
+        self._place = folder
+        self.folder = beginning(folder) if goes_on is None else folder
+        """Where the files are now."""
         self._check = check
         self.began = clock()
         """Since when `seconds` count, on the event loop's clock."""
-        if goes_on is None:
-            _make_room(folder)
-        else:
-            _cut(folder, goes_on)
+        folder = self.folder
+        if goes_on is not None:
+            cut(folder, goes_on, _GROWING)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(tomli_w.dumps(_without_none(resolved)), "utf-8")
         self._earlier = 0.0
@@ -87,9 +90,24 @@ class Recorder:
                 opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
             )
             self._events = opened.enter_context(closing(_Events(folder, begins)))
-            self._part = opened.enter_context((folder / "summary.json.part").open("wb", buffering=0))
+            self._part = opened.enter_context((folder / _PART).open("wb", buffering=0))
             self._part.write(b" " * _RESERVED)
             opened.pop_all()
+
+    def settle(self) -> None:
+        """Take the run's own folder; an earlier run's makes room for it."""
+        if self.folder != self._place:
+            self._check()
+            take(self._place, self.folder)
+            self.folder = self._place
+
+    def _stay(self) -> None:
+        """Leave the files of a run that has made no step where they are."""
+        if self.folder != self._place:
+            log.warning(
+                f"no step was made: {self._place} is the earlier run's, and this one's files are in {self.folder}"
+            )
+            self._place = self.folder
 
     def begin(self, count: int, done: int = 0) -> None:
         """Show progress from here on, over `count` steps, of which so many are done."""
@@ -158,10 +176,13 @@ class Recorder:
         """
         self._end_progress()
         with ExitStack() as ends:  # each of them, whatever those after it raise: the last comes first
+            ends.callback(self._stay)
             ends.callback(self._part.close)
             ends.push(lambda *raised: self._write_summary(raised[1] if error is None else error))
             for file in (self._events, self._samples, self._metrics, self._groups):
                 ends.callback(file.close)
+            if error is None:
+                self.settle()
             if rest is not None and self._is_own(error):
                 self._write_account(rest)
 
@@ -193,7 +214,7 @@ class Recorder:
         self._part.seek(0)
         self._part.write(content)
         self._part.truncate()
-        Path(self._part.name).replace(self.folder / "summary.json")
+        (self.folder / _PART).replace(self.folder / "summary.json")
 
     def __enter__(self) -> Self:
         return self
@@ -270,56 +291,6 @@ class _Events:
     def _add(self, **fields: object) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._file.flush()
-
-
-def _make_room(folder: Path) -> None:
-    """Rename what an earlier run left to the first free of NAME-1, NAME-2, ..."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    log.info(f"{folder} was there already: the earlier one is now {aside}")
-
-
-def was_cut_short(folder: Path) -> bool:
-    """Whether the folder is of a run with `resume` that did not finish: it crashed, or was interrupted."""
-    config, summary = folder / "config.toml", folder / "summary.json"
-    with suppress(OSError, ValueError, msgspec.DecodeError):
-        table = cast("Mapping[str, Mapping[str, object]]", tomllib.loads(config.read_text("utf-8")))
-        told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
-        return table.get("run", {}).get("resume") is True and told.get("status") != "finished"
-    return False
-
-
-def _cut(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Cut files to the bytes that they had; what is kept of the events is a file of its own."""
-    if unknown := sorted(sizes.keys() - set(_GROWING)):
-        raise DataError(
-            f"the checkpoint of {folder} names the files {', '.join(unknown)}, and a run cuts {', '.join(_GROWING)} "
-            "alone: it was damaged or changed. Remove it, to go on from the checkpoint before it"
-        )
-    if not sizes:  # nothing of the attempt before counts
-        for file in (folder / _EVENTS, *folder.glob("events.out.tfevents.*")):
-            file.unlink(missing_ok=True)
-    for name in _GROWING:
-        file, size = folder / name, sizes.get(name, 0)
-        if file.is_symlink():
-            raise DataError(f"{file} is a link, which a run does not follow: put the file itself there")
-        there = file.stat().st_size if file.exists() else 0
-        if there < size:
-            raise DataError(
-                f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
-                "bring it back, or start a run of another name"
-            )
-        if there > size:
-            os.truncate(file, size)
-    if (folder / _EVENTS).exists():
-        number = 1
-        while (aside := folder / f"events-{number}.jsonl").exists():
-            number += 1
-        (folder / _EVENTS).rename(aside)
 
 
 def _status(error: BaseException | None) -> str:

@@ -21,9 +21,10 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.folder import rescheduled, was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
-from meshrl.run.recorder import Recorder, was_cut_short
+from meshrl.run.recorder import Recorder
 from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
 
@@ -104,6 +105,8 @@ class Run:
         self._saved = self._checkpoints.saved
         if self._saved:
             goes_on: Mapping[str, int] | None = self._saved.files
+            for told in rescheduled(folder, resolved):
+                log.warning(told)
         else:
             goes_on = {} if config.resume and was_cut_short(folder) else None
         self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check)
@@ -111,7 +114,8 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where everything that the run writes lies."""
+        """Where everything that the run writes lies. An earlier run's folder makes room for it where this is asked."""
+        self._settle()
         return self.recorder.folder
 
     @property
@@ -149,10 +153,10 @@ class Run:
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
 
-        Between two steps a checkpoint is written, where one is due. A run that goes on begins after its checkpoint, in
-        the loop where that was written; loops before it are over. DataError for a count below 0, and for steps that
-        a replayed schedule does not fit: fewer than there, more where weights came after the loop there, and others
-        that weights are published at for an evaluation.
+        Between two steps a checkpoint is written, where one is due, and one after the last. A run that goes on begins
+        after its checkpoint, in the loop where that was written; loops before it are over. DataError for a count below
+        0, and for steps that a replayed schedule does not fit: fewer than there, more where weights came after the loop
+        there, and others that weights are published at for an evaluation.
         """
         if count < 0:
             raise DataError(f"run.steps({count}): a loop has 0 steps or more")
@@ -183,27 +187,41 @@ class Run:
         after = self._stepping
         self._end_step()
         if after:
+            self._settle()
             self.recorder.account(self._cursor.account(self._step))
         self._done += after
         await self._checkpoints.settle(wait=step is None)
         if step is None:
-            if after:
-                await self._beside.turn(self._done)
-            await self._beside.settle()
-            if self._schedule:
-                self._schedule.end_loop()
+            await self._end_loop(loop, first, count, after=after)
             return
+        every = self.config.checkpoint_every
         if step == first:
             self._begin_loop(loop, first, count)
-        elif after and self.config.checkpoint_every and self._done % self.config.checkpoint_every == 0:
-            await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
-            self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
-            data = self._cursor.reached()  # before anything else goes on
-            once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
-            saved = Saved(loop, step, self._done, self.recorder.sizes(), once, data)
-            await self._checkpoints.write(saved, wait=not self.config.checkpoint_async)
+        elif after and every and self._done % every == 0:
+            await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
         await self._beside.turn(self._done)
         self._begin_step(step)
+
+    async def _end_loop(self, loop: int, first: int, count: int, *, after: bool) -> None:
+        """After the last step of a loop, or where none is left of that in which the run goes on."""
+        goes_on = not after and self._saved is not None and loop == self._saved.loop
+        if goes_on:
+            self._begin_loop(loop, first, count)
+        if after and self.config.checkpoint_every:
+            await self._checkpoint(loop, count, wait=True)  # from which a run of more steps goes on
+        if after or goes_on:
+            await self._beside.turn(self._done)
+        await self._beside.settle()
+        if self._schedule:
+            self._schedule.end_loop()
+
+    async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
+        """Write one, from which a run goes on with this step of this loop."""
+        await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
+        self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
+        data = self._cursor.reached()  # before anything else goes on
+        once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
+        await self._checkpoints.write(Saved(loop, step, self._done, self.recorder.sizes(), once, data), wait=wait)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
         if self._expects_evaluation and not self._beside:
@@ -214,7 +232,8 @@ class Run:
         if self._saved and loop == self._saved.loop:
             self._checkpoints.check()
             self._done = self._saved.done
-            log.info(f"{self.folder} goes on after step {first} of {count}")
+            none_left = "" if first < count else ": none is left, and a run of more steps goes on from here"
+            log.info(f"{self.recorder.folder} goes on after step {first} of {count}{none_left}")
         self._cursor.begun = True
         self.recorder.begin(count, first)
 
@@ -244,9 +263,16 @@ class Run:
             **self._synced(),
             **numbers,
         }
+        self._settle()
         self.recorder.step(step, {**values, "step_s": seconds})
         if batch is not None and step % self.config.samples_every == 0:
             await self.recorder.samples(step, batch)
+
+    def _settle(self) -> None:
+        """Have the run's own folder, from its first step on."""
+        self.recorder.settle()
+        if self._events:
+            self._events.moved(self.recorder.folder)
 
     def _synced(self) -> dict[str, float]:
         """How far the sampler was from the policy at the last load of weights."""
@@ -258,12 +284,12 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.folder / "events.jsonl")
+        self._events = EventLog(self.recorder.folder / "events.jsonl")
         self._step_began = self.recorder.began = self._events.began
         self._outer = sink.get()
         sink.set(self._events)
         if self.config.deterministic or self.config.replay:
-            self._schedule = Schedule(self.folder / "schedule.jsonl", self._replayed)
+            self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed)
         schedule.set(self._schedule)
         data_cursor.set(self._cursor)
         self._watch = Watch(self.config.slow_after)
@@ -311,7 +337,7 @@ class Run:
                     ends.callback(self._events.close)
                 self._end_step()
         except OSError as failed:
-            what = f"{self.folder}: the end of the run could not be written: {failed}"
+            what = f"{self.recorder.folder}: the end of the run could not be written: {failed}"
             if error is None:
                 raise DataError(f"{what}. Make room on the disk, and run it again, or take it without that") from failed
             log.warning(what)

@@ -1,18 +1,18 @@
 """The table of a task: where its rows are, and the templates that make prompts and answers of them."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from meshrl.config import Config
+from meshrl.config import Config, PathIn
 
 
 class TaskConfig(Config):
     """Rows of data, and the templates that make a prompt and an answer of each."""
 
-    source: str
-    """`reasoning_gym:NAME`, `verifiers:ENV_ID`, or a .jsonl or .parquet file (from the folder where the command
-    runs)."""
+    source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
+    """`reasoning_gym:NAME`, `verifiers:ENV_ID`, or a .jsonl or .parquet file."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Of reasoning_gym: its own, such as `size` (here 10,000 unless told), `seed` (0) and the dataset's. Of verifiers:
     what the environment is loaded with."""

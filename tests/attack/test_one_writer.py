@@ -136,7 +136,7 @@ class Crash(Exception):
     pass
 
 
-async def attempt(folder: Path, steps: int, every: int = 100) -> None:
+async def attempt(folder: Path, steps: int, every: int | None = 100) -> None:
     """A run of ten steps that is to be gone on with, and crashes after so many."""
     made = config(folder, resume=True, checkpoint_every=every)
     with capture_logs():
@@ -158,8 +158,8 @@ async def test_a_crash_loop_before_the_first_checkpoint_keeps_one_folder(tmp_pat
     assert len(list((tmp_path / "mine").glob("events.out.tfevents.*"))) == 1
 
 
-async def test_a_run_that_finished_is_renamed_and_not_begun_again(tmp_path: Path) -> None:
-    await attempt(tmp_path, steps=99)
-    await attempt(tmp_path, steps=99)
+async def test_a_run_that_finished_without_a_checkpoint_is_renamed(tmp_path: Path) -> None:
+    await attempt(tmp_path, steps=99, every=None)
+    await attempt(tmp_path, steps=99, every=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-1"]
     assert (tmp_path / "mine-1/metrics.jsonl").read_bytes().count(b"\n") == 10

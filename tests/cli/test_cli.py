@@ -87,7 +87,7 @@ def test_run_writes_the_runs_folder_and_prints_its_summary(meshrl: Meshrl, tmp_p
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=dict[str, object])
     assert (summary["status"], summary["steps"], summary["last_reward"]) == ("finished", 3, 1.0)
     resolved = tomllib.loads((folder / "config.toml").read_text("utf-8"))
-    assert (resolved["algorithm"], resolved["steps"], resolved["run"]["seed"]) == ("count.py", 3, 0)
+    assert (resolved["algorithm"], resolved["steps"], resolved["run"]["seed"]) == (str(tmp_path / "count.py"), 3, 0)
 
 
 def test_an_error_of_the_users_is_told_without_a_traceback(meshrl: Meshrl, tmp_path: Path) -> None:
@@ -264,12 +264,12 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
     for line, expected in zip(
         found[1:],
         [
-            "mine.toml: task: data.jsonl, line 1: prompt: the template '{questoin}' needs 'questoin', ",
+            f"mine.toml: task: {tmp_path}/data.jsonl, line 1: prompt: the template '{{questoin}}' needs 'questoin', ",
             "mine.toml: sampler: no backend 'functoin' is installed: did you mean 'function'?",
-            "mine.toml: sampler: model 'no/other/folder': there is no folder /",
+            f"mine.toml: sampler: model '{tmp_path}/no/other/folder': there is no folder {tmp_path}",
             "mine.toml: reward: reward function 'exact_mach': ",
             "mine.toml: reference: backend 'function' has no Reference: it has Environment, Reward",
-            "mine.toml: reference: model 'no/such/model.gguf': there is no file /",
+            f"mine.toml: reference: model '{tmp_path}/no/such/model.gguf': there is no file {tmp_path}",
             "mine.toml: run.meshes.mian: no role has `mesh = 'mian'`; did you mean 'main'?",
         ],
         strict=True,
@@ -286,7 +286,7 @@ def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) ->
     assert status == 1
     assert [line.strip() for line in err.splitlines()[1:]] == [
         "mine.toml: reward: no backend 'sft' is installed: There are fake, fsdp, function, megatron, sim, torch, vllm",
-        f"mine.toml: reward: model 'judge': there is no folder {tmp_path / 'judge'}",
+        f"mine.toml: reward: model '{tmp_path / 'judge'}': there is no folder {tmp_path / 'judge'}",
     ]
     assert meshrl("check", "mine.toml", "reward.backend=fake")[0] == 0
     (tmp_path / "judge").mkdir()

@@ -44,6 +44,13 @@ def misplaced_key() -> None:
     _check("lr = 1e-4")
 
 
+def path_from_elsewhere() -> None:
+    Path("below").mkdir()
+    Path("words.jsonl").write_text(WORDS, "utf-8")
+    Path("below/mine.toml").write_text(f'algorithm = "grpo"\n{TABLES}', "utf-8")
+    _meshrl("run", "below/mine.toml")
+
+
 def schedule_of_half_a_run() -> None:
     _check("", "[run]\ndeterministic = true", "run.resume=true")
 

@@ -252,3 +252,16 @@ asyncio.run(main())
     events = read(tmp_path / "mine")
     assert [event.step for event in events if isinstance(event, Step)] == [0, 1]
     assert len([event for event in events if isinstance(event, Span)]) >= 4
+
+
+def test_a_log_whose_folder_was_renamed_is_cut_there(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    log = EventLog(first / "events.jsonl", most=256)
+    first.rename(second)
+    log.moved(second)
+    for number in range(8):
+        log.emit(Gauge("number", number, number))
+        log.flush()
+    log.close()
+    assert sorted(path.name for path in second.iterdir()) == ["events-before.jsonl", "events.jsonl"]

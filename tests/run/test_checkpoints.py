@@ -90,9 +90,9 @@ def names(folder: Path) -> list[str]:
 
 async def test_a_checkpoint_is_written_every_so_many_steps_and_the_newest_stay(tmp_path: Path) -> None:
     folder = await run(counting(9), tmp_path)
-    assert names(folder) == ["step-000006", "step-000008"]
-    assert names(await run(counting(9), tmp_path, name="one", checkpoints_kept=1)) == ["step-000008"]
-    assert names(await run(counting(8), tmp_path, name="even")) == ["step-000004", "step-000006"], "none after the last"
+    assert names(folder) == ["step-000008", "step-000009"], "one after the last"
+    assert names(await run(counting(9), tmp_path, name="one", checkpoints_kept=1)) == ["step-000009"]
+    assert names(await run(counting(8), tmp_path, name="even")) == ["step-000006", "step-000008"]
     never = await run(counting(9), tmp_path, name="never", checkpoint_every=None)
     assert not (never / "checkpoints").exists()
 
@@ -144,7 +144,7 @@ async def test_what_is_half_written_or_half_removed_is_cleaned_up_and_never_read
     seen: list[int] = []
     await run(counting(5, seen=seen), tmp_path)
     assert seen == [4]
-    assert names(folder) == ["step-000002", "step-000004"]
+    assert names(folder) == ["step-000004", "step-000005"]
 
 
 class Failing(FakePolicy):
@@ -227,7 +227,7 @@ async def test_a_script_of_two_loops_goes_on_in_the_second(tmp_path: Path) -> No
         return two
 
     folder = await run(script(dies_in=2), tmp_path)
-    assert names(folder) == ["step-000002", "step-000004"]
+    assert names(folder) == ["step-000003", "step-000004"], "one after the last of a loop"
     assert seen[-1] == ("second", 2, 4)
     seen.clear()
     await run(script(dies_in=-1), tmp_path)

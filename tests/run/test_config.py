@@ -1,14 +1,14 @@
 """Configuration: TOML, overrides, and mistakes told all at once."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, SamplerConfig
 from meshrl import PolicyConfig as PolicyTable
-from meshrl.config import Config, load_toml, validate
+from meshrl.config import Config, PathIn, load_toml, validate
 from meshrl.errors import ConfigError, nearest
 
 
@@ -295,18 +295,19 @@ class Trained(AlgorithmConfig):
     ("reward", "expected"),
     [
         ("", RewardConfig()),
-        ("model = 'judge'", RewardModelConfig(model="judge")),
-        ("backend = 'fsdp'\nmodel = 'judge'", RewardModelConfig(backend="fsdp", model="judge")),
+        ("model = 'judge'", RewardModelConfig(model="/judge")),
+        ("backend = 'fsdp'\nmodel = 'judge'", RewardModelConfig(backend="fsdp", model="/judge")),
     ],
 )
 def test_a_role_that_names_no_model_has_the_policys_but_no_reward(
-    tmp_path: Path, reward: str, expected: Config
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: Config
 ) -> None:
     path = tmp_path / "x.toml"
     path.write_text(f"{MODEL}[sampler]\n[critic]\n[either]\n[reward]\n{reward}", "utf-8")
+    monkeypatch.chdir("/")
     trained = validate(Trained, load_toml(path), path)
-    assert trained.critic == CriticConfig(model="folder")
-    assert trained.sampler == SamplerConfig(model="folder")
+    assert trained.critic == CriticConfig(model="/folder")
+    assert trained.sampler == SamplerConfig(model="/folder")
     assert trained.reward == expected
     assert trained.either == RewardConfig()
     with pytest.raises(ConfigError, match=r"judge.model: is missing$"):
@@ -331,3 +332,25 @@ def test_a_reward_of_a_new_model_is_refused(tmp_path: Path) -> None:
 def test_nearest() -> None:
     assert nearest("grop", ["sft", "grpo"]) == "grpo"
     assert nearest("zzz", ["sft", "grpo"]) is None
+
+
+class Located(Config):
+    words: Annotated[str, PathIn("(.+)")]
+    many: list[Annotated[str, PathIn(r"(.+\.txt)")]] = Field(default=[])
+    by_name: dict[str, Annotated[str, PathIn(r"(.+\.txt)")] | int] = Field(default={})
+
+
+def test_a_marked_key_holds_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    table = {"words": "words", "many": ["a.txt", "name"], "by_name": {"one": "../b.txt", "two": 2, "three": "/c.txt"}}
+    read = validate(Located, table, tmp_path / "x.toml", ["many=[]"], tmp_path / "below")
+    assert read == Located(
+        words=f"{tmp_path}/below/words",
+        many=["/a.txt", "name"],
+        by_name={"one": f"{tmp_path}/b.txt", "two": 2, "three": "/c.txt"},
+    )
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 5000, "x/" * 3000])
+def test_what_no_disk_can_hold_is_told_by_who_reads_it(tmp_path: Path, name: str) -> None:
+    assert validate(Located, {"words": name}, "x.toml", folder=tmp_path).words.endswith(name.rstrip("/"))

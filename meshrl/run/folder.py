@@ -1,0 +1,97 @@
+"""The folder of a run: where it begins, what becomes of an earlier run's, and what a run that goes on finds in it."""
+
+import os
+import shutil
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from meshrl import log
+from meshrl.config import Table
+from meshrl.errors import DataError
+from meshrl.run.artifacts import table_of
+
+EVENTS: Final = "events.jsonl"
+
+
+def beginning(folder: Path) -> Path:
+    """Where a run writes until its first step: its folder, or `.NAME.next` beside it, where an earlier run's is there.
+
+    What is left there of a run that made no step is removed.
+    """
+    beside = folder.with_name(f".{folder.name}.next")
+    if beside.is_dir():
+        shutil.rmtree(beside)
+    return beside if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())) else folder
+
+
+def take(folder: Path, begun: Path) -> None:
+    """Rename what an earlier run left to the first free of NAME-1, NAME-2, ..., and `begun` to the folder."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    begun.rename(folder)
+    log.info(f"{folder} was there already: the earlier one is now {aside}")
+
+
+def was_cut_short(folder: Path) -> bool:
+    """Whether the folder is of a run with `resume` that did not finish: it crashed, or was interrupted."""
+    summary = folder / "summary.json"
+    with suppress(OSError, ValueError, msgspec.DecodeError):
+        told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
+        return table_of(_configuration(folder), "run").get("resume") is True and told.get("status") != "finished"
+    return False
+
+
+def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
+    """Of a run that goes on: the learning rates that fall to another end than they began with, a sentence each."""
+    with suppress(OSError, ValueError):
+        earlier = _configuration(folder)
+        for role in resolved:
+            was, now = (table_of(table_of(table, role), "optimizer") for table in (earlier, resolved))
+            ends = was.get("total_steps"), now.get("total_steps")
+            if ends[0] != ends[1] and "constant" not in (was.get("schedule"), now.get("schedule")):
+                yield (
+                    f"{role}.optimizer.total_steps was {ends[0]} and is {ends[1]}: the learning rate has fallen toward "
+                    f"0 at {ends[0]}, and goes on as if it had fallen toward {ends[1]} from the beginning. The numbers "
+                    f"are not those of a run that began so; to have these, set total_steps = {ends[1]} when it begins"
+                )
+
+
+def _configuration(folder: Path) -> Table:
+    """What a run recorded of it; OSError or ValueError where it cannot be read."""
+    return tomllib.loads((folder / "config.toml").read_text("utf-8"))
+
+
+def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> None:
+    """Cut files that grow to the bytes that they had; what is kept of the events is a file of its own."""
+    if unknown := sorted(sizes.keys() - set(growing)):
+        raise DataError(
+            f"the checkpoint of {folder} names the files {', '.join(unknown)}, and a run cuts {', '.join(growing)} "
+            "alone: it was damaged or changed. Remove it, to go on from the checkpoint before it"
+        )
+    if not sizes:  # nothing of the attempt before counts
+        for file in (folder / EVENTS, *folder.glob("events.out.tfevents.*")):
+            file.unlink(missing_ok=True)
+    for name in growing:
+        file, size = folder / name, sizes.get(name, 0)
+        if file.is_symlink():
+            raise DataError(f"{file} is a link, which a run does not follow: put the file itself there")
+        there = file.stat().st_size if file.exists() else 0
+        if there < size:
+            raise DataError(
+                f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
+                "bring it back, or start a run of another name"
+            )
+        if there > size:
+            os.truncate(file, size)
+    if (folder / EVENTS).exists():
+        number = 1
+        while (aside := folder / f"events-{number}.jsonl").exists():
+            number += 1
+        (folder / EVENTS).rename(aside)

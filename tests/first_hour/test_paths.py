@@ -1,0 +1,168 @@
+"""Where paths start: in a file at its folder, on the command line where one stands."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.run import RunConfig, find_config, load_job
+
+Terminal = Callable[..., tuple[int, str, str]]
+
+FAKES = """
+policy = { backend = "fake", model = "models/start" }
+sampler.backend = "fake"
+reference.backend = "fake"
+sampling.max_tokens = 4
+prompts = 2
+steps = 2
+"""
+TASK = '{"question": "1+1=", "answer": "2"}\n{"question": "1+2=", "answer": "3"}\n'
+REWARD = "def score(prompt, completion, row):\n    return float(completion == row['answer'])\n"
+
+
+def project(folder: Path, lines: str = "") -> Path:
+    """A folder with a configuration, and beside that its task, its reward and its script."""
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "sums.jsonl").write_text(TASK, "utf-8")
+    (folder / "reward.py").write_text(REWARD, "utf-8")
+    (folder / "models" / "start").mkdir(parents=True)
+    grpo = Path(__file__).parents[2] / "algorithms" / "grpo.py"
+    (folder / "mine.py").write_text(grpo.read_text("utf-8").replace("async def grpo", "async def mine"), "utf-8")
+    own = 'task = { source = "data/sums.jsonl", held_out = 0 }\nreward.function = "reward.py:score"\n'
+    (folder / "mine.toml").write_text(f'algorithm = "mine.py"\n{FAKES}{own}run.name = "mine"\n{lines}', "utf-8")
+    return folder
+
+
+def resolved(run: Path) -> dict[str, Any]:
+    return tomllib.loads((run / "config.toml").read_text("utf-8"))
+
+
+def test_a_configuration_runs_from_anywhere(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = project(tmp_path / "mine")
+    assert terminal("run", "mine/mine.toml")[0] == 0
+    table = resolved(tmp_path / "runs" / "mine")
+    assert table["algorithm"] == str(mine / "mine.py")
+    assert table["task"]["source"] == str(mine / "data" / "sums.jsonl")
+    assert table["reward"]["function"] == f"{mine / 'reward.py'}:score"
+    assert table["policy"]["model"] == table["sampler"]["model"] == str(mine / "models" / "start")
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert terminal("run", "../runs/mine/config.toml")[0] == 0
+    # A run is written where one stands, whichever file it is of.
+    assert resolved(elsewhere / "runs" / "mine") == table
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mine"]
+
+
+def test_a_value_of_the_command_line_starts_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
+    project(tmp_path / "mine")
+    (tmp_path / "other.jsonl").write_text(TASK, "utf-8")
+    (tmp_path / "other.py").write_text(REWARD, "utf-8")
+    given = ("task.source=other.jsonl", "reward={functions = {half = 'other.py:score'}}")
+    assert terminal("run", "mine/mine.toml", *given)[0] == 0
+    table = resolved(tmp_path / "runs" / "mine")
+    assert table["task"]["source"] == str(tmp_path / "other.jsonl")
+    assert table["reward"]["functions"] == {"half": f"{tmp_path / 'other.py'}:score"}
+    assert table["policy"]["model"] == str(tmp_path / "mine" / "models" / "start")
+    assert terminal("run", "mine/mine.toml", "algorithm=mine/mine.py", "run.name=again")[0] == 0
+
+
+def test_a_file_that_is_at_the_other_root_is_told(terminal: Terminal, tmp_path: Path) -> None:
+    project(tmp_path / "mine")
+    (tmp_path / "mine" / "data").rename(tmp_path / "data")
+    (tmp_path / "mine" / "models").rename(tmp_path / "models")
+
+    def moved(file: str) -> str:
+        return f"there is no {tmp_path}/mine/{file}, and {tmp_path}/{file} is there"
+
+    status, _, err = terminal("run", "mine/mine.toml", "reward.function=reward.py:score")
+    assert status == 1
+    in_a_file = "paths in a file start at its folder: write"
+    typed = "paths on the command line start where you stand: write"
+    at_the_file = f"there is no {tmp_path}/reward.py, and {tmp_path}/mine/reward.py is there"
+    assert [line.strip() for line in err.splitlines()] == [
+        "error: 3 mistakes:",
+        f"mine/mine.toml: policy.model = 'models/start': {moved('models/start')}: {in_a_file} ../models/start",
+        f"mine/mine.toml: task.source = 'data/sums.jsonl': {moved('data/sums.jsonl')}: {in_a_file} ../data/sums.jsonl",
+        f"command line: reward.function = 'reward.py:score': {at_the_file}: {typed} mine/reward.py",
+    ]
+    assert not (tmp_path / "runs").exists()
+    told = ("policy.model=models/start", "task.source=data/sums.jsonl", "reward.function=mine/reward.py:score")
+    assert terminal("run", "mine/mine.toml", *told)[0] == 0
+
+
+def test_the_paths_of_a_shipped_configuration_start_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = load_job(find_config("grpo/quickstart"), ["task.source=sums.jsonl", "task.options={}"], RunConfig).resolved
+    assert f"'model': '{tmp_path}/runs/quickstart-sft/model'" in str(table["policy"])
+    assert f"'source': '{tmp_path}/sums.jsonl'" in str(table["task"])
+    assert table["algorithm"] == "grpo"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.model=ORG/NAME",
+        "policy.model=ORG/NAME@v1.0",
+        "policy.model=package:llm/model.gguf",
+        "task.source=reasoning_gym:spell_backward",
+        "reward.function=exact_match",
+        "reward.function=package.module:name",
+    ],
+)
+def test_a_name_is_no_path(tmp_path: Path, override: str) -> None:
+    project(tmp_path / "mine")
+    key, _, name = override.partition("=")
+    table, _, below = key.partition(".")
+    config = load_job(tmp_path / "mine" / "mine.toml", [override], RunConfig).config
+    assert getattr(getattr(config, table), below) == name
+
+
+def test_a_folder_of_the_form_of_a_name_is_a_path(tmp_path: Path) -> None:
+    project(tmp_path / "mine")
+    config = load_job(tmp_path / "mine" / "mine.toml", [], RunConfig).config
+    assert getattr(config, "sampler").model == f"{tmp_path}/mine/models/start"  # noqa: B009 -- it is of the script's class
+
+
+def test_each_kind_of_path_starts_at_the_file(terminal: Terminal, tmp_path: Path) -> None:
+    mine = project(tmp_path / "mine")
+    (mine / "mine.toml").write_text(
+        f"""
+        algorithm = "multiturn"
+        {FAKES}
+        task.source = "data/sums.parquet"
+        environment.source = "reward:reward.py:score"
+        run.replay = "earlier"
+        [sampler.vllm]
+        python = "venv/bin/python"
+        """,
+        "utf-8",
+    )
+    job = load_job(Path("mine/mine.toml"), [], RunConfig)
+    assert job.run.replay == f"{mine}/earlier"
+    text = str(job.resolved)
+    for path in ("data/sums.parquet", "venv/bin/python"):
+        assert f"'{mine}/{path}'" in text
+    assert f"'reward:{mine}/reward.py:score'" in text
+    found = load_job(Path("mine/mine.toml"), ["sampler.vllm.python=python3"], RunConfig)
+    assert "'python': 'python3'" in str(found.resolved)
+
+
+def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
+    project(tmp_path / "mine")
+    assert terminal("run", "mine/mine.toml")[0] == 0
+    status, _, err = terminal("eval", "runs/mine", "nowhere.jsonl")
+    assert status == 1
+    assert f"task source '{tmp_path}/nowhere.jsonl': there is no file" in err
+    for task in ("mine/data/sums.jsonl", "mine/mine.toml"):
+        status, _, err = terminal("eval", "runs/mine", task)
+        assert status == 1
+        assert "has neither a model" in err
