@@ -50,8 +50,9 @@ class FolderLock:
         """Let the next run have the folder."""
 
     def hold(self) -> None:
-        """Write to the folder that is there now, and to no other that takes its name."""
-        self._descriptors[1:] = [os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)]
+        """Write to the folder that is there at the first call, and to no other that takes its name."""
+        if len(self._descriptors) == 1:
+            self._descriptors.append(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
 
     def check(self) -> None:
         """DataError where another process owns the folder by now, or it is no longer the one that was held."""

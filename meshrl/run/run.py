@@ -110,7 +110,6 @@ class Run:
         else:
             goes_on = {} if config.resume and was_cut_short(folder) else None
         self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check)
-        self._lock.hold()
 
     @property
     def folder(self) -> Path:
@@ -271,6 +270,7 @@ class Run:
     def _settle(self) -> None:
         """Have the run's own folder, from its first step on."""
         self.recorder.settle()
+        self._lock.hold()
         if self._events:
             self._events.moved(self.recorder.folder)
 
