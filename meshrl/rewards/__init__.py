@@ -5,6 +5,7 @@ User code runs inside one boundary: what it raises is told on its row and costs 
 
 from meshrl.rewards.builtin import exact_match, finite, overlong_penalty
 from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function
+from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import code_tests
 
 __all__ = [
@@ -16,5 +17,7 @@ __all__ = [
     "finite",
     "gathered",
     "load_function",
+    "numeric_answer",
     "overlong_penalty",
+    "reasoning_format",
 ]

@@ -20,6 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
+from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import check_safe, code_tests
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
@@ -38,8 +39,8 @@ class RewardConfig(RoleConfig):
 
     backend: str = "function"
     function: str = "exact_match"
-    """`exact_match`, `reasoning_gym` (the dataset's own scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or
-    `package.module:name`.
+    """`exact_match`, `numeric_answer`, `reasoning_format`, `reasoning_gym` (the dataset's own scorer), `code_tests`
+    (`sandbox.code_tests`), `file.py:name` or `package.module:name`.
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
@@ -228,6 +229,8 @@ async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: 
 _SHIPPED: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "reasoning_gym": reasoning_gym,
+    "numeric_answer": numeric_answer,
+    "reasoning_format": reasoning_format,
     "code_tests": code_tests,
 }
 
