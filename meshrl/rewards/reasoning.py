@@ -1,6 +1,7 @@
 """Rewards for reasoning: whether the last number is the answer, and whether thought and answer are told apart."""
 
 import re
+from collections import deque
 from fractions import Fraction
 from typing import Final
 
@@ -13,7 +14,7 @@ _MARK: Final = "####"
 _LONGEST: Final = 100
 """Characters of a number; longer ones are no answer to anything."""
 _NUMBER: Final = re.compile(
-    r"(?P<sign>(?<![\w.)\]}])[-−][$€£]?)?"
+    r"(?P<sign>(?<![\w.)\]}])[-\N{MINUS SIGN}][$€£]?)?"
     r"(?:\\[dt]?frac\{(?P<over>\d+)\}\{(?P<under>\d+)\}"
     r"|(?P<decimal>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![.,])\.\d+)(?:/(?P<below>\d+))?)",
     re.ASCII,
@@ -68,10 +69,7 @@ def _braced(text: str, start: int) -> str:
 
 
 def _last(text: str) -> Fraction | None:
-    found = None
-    for found in _NUMBER.finditer(_plain(text)):
-        pass
-    return _value(found)
+    return _value(next(iter(deque(_NUMBER.finditer(_plain(text)), maxlen=1)), None))
 
 
 def _first(text: str) -> Fraction | None:
