@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl import log
-from meshrl.cli.application import ConfigArgument, Overrides, app, write
+from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
 from meshrl.config import as_list
 from meshrl.engines.local import RankLoop
@@ -31,10 +31,11 @@ from meshrl.run import (
 )
 
 
-@app.command()
+@app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Run a configuration. Its files go to runs/NAME."""
-    job = load_job(find_config(config), overrides or [], RunConfig)
+    given = settings(config, overrides)
+    job = load_job(find_config(config), given, RunConfig)
     _tell_doubts(job)
     folder = Path(job.run.folder) / job.run.name
     try:
@@ -47,11 +48,12 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     _show_summary(folder)
 
 
-@app.command()
+@app.command(context_settings=WITH_SETTINGS)
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
+    given = settings(config, overrides)
     source = find_config(config)
-    job = load_job(source, overrides or [], RunConfig)
+    job = load_job(source, given, RunConfig)
     mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
     if mistakes:
         raise ConfigError(as_list([f"{source}: {mistake}" for mistake in mistakes]))
@@ -59,7 +61,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     typer.echo(f"{source}: nothing wrong was found")
 
 
-@app.command()
+@app.command(context_settings=WITH_SETTINGS)
 def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     config: ConfigArgument,
     overrides: Overrides = None,
@@ -78,7 +80,7 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     """Say what a configuration's steps would take: its script in virtual time, without models."""
     from meshrl.simulation import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
 
-    given = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
+    given = [*settings(config, overrides), *([f"steps={steps}"] if steps is not None else [])]
     job = load_job(find_config(config), given, RunConfig)
     record = find_run(recorded) if recorded else None
     forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)

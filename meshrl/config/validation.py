@@ -37,7 +37,9 @@ def validate(
     lines: list[str] = []
     for path, text in found:
         key = dotted(path)
-        ours = any(key == each or key.startswith((f"{each}.", f"{each}[")) for each in given)
+        ours = any(
+            key == each or key.startswith((f"{each}.", f"{each}[")) or each.startswith(f"{key}.") for each in given
+        )
         lines.append(f"{'command line' if ours else source}: {text}")
     raise ConfigError(as_list(lines))
 

@@ -6,7 +6,6 @@ import pytest
 
 from meshrl.rewards import numeric_answer, reasoning_format
 from meshrl.rewards.reasoning import final_number
-from meshrl.tasks import Row
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_the_number_that_a_text_gives_as_its_answer(text: str, number: Fraction 
 
 
 def test_answers_are_compared_by_value() -> None:
-    gsm8k: Row = {"answer": "He has 3 boxes of 14, so <<3*14=42>>42.\n#### 42"}
+    gsm8k: dict[str, object] = {"answer": "He has 3 boxes of 14, so <<3*14=42>>42.\n#### 42"}
     assert numeric_answer("", "3 * 14 = 42.0", gsm8k) == 1.0
     assert numeric_answer("", "42 is not what I think, but 41", gsm8k) == 0.0
     assert numeric_answer("", "", gsm8k) == 0.0
