@@ -26,6 +26,7 @@ def mistakes_of(
     schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
 ) -> list[tuple[Keys, str]]:
     """What pydantic found wrong with a table, each with the keys that lead there, in the order it was found."""
+    errors = [error for error in errors if error["type"] != "callable_type"]  # which no file can hold
     found: dict[Keys, list[str]] = {}
     for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
         found.setdefault(place.path, []).append(_told(schema, table, place, error))

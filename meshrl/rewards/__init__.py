@@ -7,6 +7,7 @@ from meshrl.rewards.builtin import exact_match, finite, overlong_penalty
 from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function
 from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import code_tests
+from meshrl.rewards.trl import from_trl
 
 __all__ = [
     "FunctionReward",
@@ -15,6 +16,7 @@ __all__ = [
     "code_tests",
     "exact_match",
     "finite",
+    "from_trl",
     "gathered",
     "load_function",
     "numeric_answer",

@@ -127,7 +127,11 @@ def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
 
     Raises one ConfigError with all mistakes of the file.
     """
-    table = load_toml(source, overrides)
+    return make_job(source, load_toml(source, overrides), run, overrides)
+
+
+def make_job(source: Path, table: Table, run: type[R], overrides: Sequence[str] = ()) -> Job[R]:
+    """A job of the tables of a configuration. `source`: what errors say is wrong; `overrides`: those in the tables."""
     algorithm = table.get("algorithm")
     if not isinstance(algorithm, str):
         names = ", ".join(shipped_scripts())
