@@ -56,10 +56,10 @@ class RewardConfig(RoleConfig):
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
-    functions: dict[str, Function] = Field(default={})
+    functions: Mapping[str, Function] = Field(default={})
     """Several in place of `function`, each by a name of yours, or a list of functions that have names of their own:
     `rewards` is their weighted sum."""
-    weights: dict[str, float] = Field(default={})
+    weights: Mapping[str, float] = Field(default={})
     """Of `functions`, by the same names, or as a list beside theirs; 1 where none is given."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from meshrl.rewards.function import RewardFunction
 from meshrl.tasks import Row
@@ -25,8 +25,8 @@ def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
         columns = {**row, "prompts": _said("user", prompt, chat), "completions": _said("assistant", completion, chat)}
         values = function(**{name: [value] for name, value in columns.items() if takes_all or name in takes})
         if inspect.isawaitable(values):
-            values = await cast("Awaitable[_Rewards]", values)
-        (value,) = cast("_Rewards", values)
+            values = await values
+        (value,) = values
         return 0.0 if value is None else value
 
     for own in ("__module__", "__name__", "__qualname__"):

@@ -79,9 +79,7 @@ def _table(model: str | Path | NewModel, reward: object, settings: Mapping[str, 
         "task.source": str(Path(str(folder)) / str(name) / _ROWS),
         "task.held_out": "all",
         "policy.model": model.model_dump() if isinstance(model, NewModel) else str(model),
-        **(
-            {"reward.function": reward} if isinstance(reward, str) else {"reward.backend": "function"} if reward else {}
-        ),
+        **({"reward.function": reward} if isinstance(reward, str) else {"reward": {}} if reward else {}),
         **settings,
     }
     table: Table = {}

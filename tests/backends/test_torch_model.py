@@ -82,7 +82,7 @@ async def test_a_chat_template_is_given_its_variables(folder: Path) -> None:
         sampler = TorchSampler(SamplerConfig.model_validate(table))
         trained = await policy.encode(Batch.of(prompt=["c"], completion=["d"]))
         assert trained.tokens[0].tolist() == [*prompt, 5, 1]
-        drawn = await sampler.generate(Batch.of(prompt=["c"]), Sampling(max_tokens=1))
+        (drawn,) = [part async for part in sampler.generate(Batch.of(prompt=["c"]), Sampling(max_tokens=1))]
         assert drawn.tokens[0].tolist()[:-1] == prompt
 
 
