@@ -106,7 +106,7 @@ def make_model(device: torch.device) -> LanguageModel:
     )
     network = LlamaForCausalLM(config)
     tokenizer = load(ModelConfig(model=NewModel(characters="abc", max_tokens=8))).tokenizer
-    model = ready(network, tokenizer, chat=False)
+    model = ready(network, tokenizer, chat=None)
     if device.type == "cuda":
         nn.Module.to(network, device, torch.bfloat16)
     return model

@@ -92,7 +92,7 @@ from meshrl.objectives import (
     whiten,
     with_labels,
 )
-from meshrl.rewards import RewardConfig, overlong_penalty
+from meshrl.rewards import RewardConfig, from_trl, overlong_penalty
 from meshrl.roles import (
     BackendOptions,
     Critic,
@@ -121,7 +121,7 @@ from meshrl.roles import (
     with_options,
 )
 from meshrl.rollout import Rollouts, greedy_baseline, has_signal, publish, rollout, rollouts
-from meshrl.run import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, Run, RunConfig
+from meshrl.run import AlgorithmConfig, EvaluationConfig, MeshConfig, RolloutConfig, Run, RunConfig, Trained, train
 from meshrl.tasks import (
     Task,
     TaskConfig,
@@ -219,6 +219,7 @@ __all__ = [
     "Task",
     "TaskConfig",
     "TeacherConfig",
+    "Trained",
     "ValueLoss",
     "Weights",
     "answer_pairs",
@@ -234,6 +235,7 @@ __all__ = [
     "evaluate",
     "evaluate_during",
     "explained_variance",
+    "from_trl",
     "gae",
     "greedy_baseline",
     "group_advantages",
@@ -268,6 +270,7 @@ __all__ = [
     "score_metrics",
     "step_score_metrics",
     "stop",
+    "train",
     "whiten",
     "with_labels",
     "with_options",

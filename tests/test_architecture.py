@@ -213,6 +213,7 @@ NAMED = {
     "roles.config": {"torch"},  # a default value: who gives no backend has this one
     "rewards.function": {"function"},  # a default value; and the key of the table
     "environments.environment": {"function"},  # a default value
+    "run.train": {"function"},  # the key of a reward's table
     "simulation.forecast": {"sim"},  # the room's own backend
     "testing.conformance.subject": {"torch"},  # the backend that the kit compares others with
     "tasks.verifiers": {"function"},  # a word of the format in which models are offered tools

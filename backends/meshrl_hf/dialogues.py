@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from meshrl.data import Batch, Ragged
 from meshrl.errors import DataError, ModelError
-from meshrl_hf.text import Words, encode_texts
+from meshrl_hf.text import Words, encode_texts, in_template
 
 Learn: TypeAlias = Literal["all", "last"]
 """Which of the assistant's turns are learned."""
@@ -39,7 +38,7 @@ def encode_messages(words: Words, batch: Batch) -> Batch:
     tokens: list[list[int]] = []
     masks: list[list[bool]] = []
     for row, (messages, which) in enumerate(zip(rows, learn, strict=True)):
-        parts = list(_parts(words.tokenizer, _dialogue(messages, row), _learned(which, row), row))
+        parts = list(_parts(words, _dialogue(messages, row), _learned(which, row), row))
         pieces = encode_texts(words.tokenizer, [text for text, _ in parts])
         tokens.append([token for piece in pieces for token in piece])
         learned = (_mask(piece, part[1], words.ends) for part, piece in zip(parts, pieces, strict=True))
@@ -50,13 +49,13 @@ def encode_messages(words: Words, batch: Batch) -> Batch:
     return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
 
 
-def _parts(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, row: int) -> Iterator[Part]:
+def _parts(words: Words, messages: Sequence[Message], learn: Learn, row: int) -> Iterator[Part]:
     """The rendered text in pieces: what is learned, and what is between."""
     turns = [at for at, message in enumerate(messages) if message["role"] == _ASSISTANT]
     seen = ""
     for at in turns if learn == "all" else turns[-1:]:
-        opened = _render(tokenizer, messages[:at], row, opens=True)
-        ended = _render(tokenizer, messages[: at + 1], row)
+        opened = _render(words, messages[:at], row, opens=True)
+        ended = _render(words, messages[: at + 1], row)
         yield _added(seen, opened, at, row), False
         yield _added(opened, ended, at, row), True
         seen = ended
@@ -82,10 +81,9 @@ def _added(before: str, after: str, at: int, row: int) -> str:
     )
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], row: int, opens: bool = False) -> str:
+def _render(words: Words, messages: Sequence[Message], row: int, opens: bool = False) -> str:
     try:
-        turns = [dict(message) for message in messages]
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opens))
+        return in_template(words.tokenizer, messages, words.chat or {}, add_generation_prompt=opens)
     except Exception as error:
         raise DataError(f"row {row}: the chat template refuses it: {type(error).__name__}: {error}") from error
 

@@ -77,7 +77,7 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except OSError:  # one without the file has what its configuration says
             generation = GenerationConfig.from_model_config(shape)
-        return words(_tokenizer(str(folder), folder), shape, generation, config.chat)
+        return words(_tokenizer(str(folder), folder), shape, generation, config.template)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
         network = _empty(config.model, folder, kind)
         if not _named_alike(network, folder):
             return None
-        return Outline(ready(network, _tokenizer(config.model, folder), config.chat), folder)
+        return Outline(ready(network, _tokenizer(config.model, folder), config.template), folder)
 
 
 def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
@@ -135,7 +135,7 @@ def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
         with quiet():
             folder = folder_of(config.model)
             network, tokenizer = _read(config.model, folder, dtype, kind)
-    return ready(network, tokenizer, config.chat)
+    return ready(network, tokenizer, config.template)
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -16,7 +16,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
 from meshrl_hf import attention
 from meshrl_hf.attention import Attend, Group, Packed
-from meshrl_hf.text import Words, words
+from meshrl_hf.text import Template, Words, words
 
 MAX_LOGITS: Final = 1 << 26
 """Logits made at once, 256 MiB in float32; more are made in chunks, and made again for the backward pass.
@@ -122,7 +122,7 @@ class _Chosen(torch.autograd.Function):
         return result.to(ctx.dtype), None, None
 
 
-def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: bool) -> LanguageModel:
+def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Template | None) -> LanguageModel:
     """Set a loaded network up: nothing random in its forward pass, packed sequences kept apart."""
     for module in network.modules():
         if isinstance(module, nn.Dropout):

@@ -115,10 +115,10 @@ class ScoreModel:
 
     def _tokens(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[list[int]]:
         tokenizer = self.model.tokenizer
-        if self.model.chat:
-            return encode_dialogues(tokenizer, prompts, completions)
+        if self.model.chat is not None:
+            return encode_dialogues(tokenizer, prompts, completions, self.model.chat)
         pairs = zip(
-            encode_prompts(tokenizer, prompts, chat=False), encode_completions(tokenizer, completions), strict=True
+            encode_prompts(tokenizer, prompts, chat=None), encode_completions(tokenizer, completions), strict=True
         )
         return [prompt + completion for prompt, completion in pairs]
 

@@ -80,7 +80,7 @@ def encoded(judge: ScoreModel, batch: Batch) -> Batch:
     """
     if "steps" not in batch:
         return judge.encode(batch)
-    if judge.model.chat:
+    if judge.model.chat is not None:
         raise DataError(
             "`steps` are tokenised one by one, which a chat template does not: set chat = false and write the "
             "template's marks into `task.prompt`, or leave `steps` out"
@@ -90,7 +90,7 @@ def encoded(judge: ScoreModel, batch: Batch) -> Batch:
     rows: list[Sequence[int]] = []
     scored: list[list[int]] = []
     steps = _texts(batch.objects("steps") if len(batch) else ())
-    prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), chat=False)
+    prompts = encode_prompts(tokenizer, texts_of(batch, "prompt"), chat=None)
     for row, (prompt, own) in enumerate(zip(prompts, steps, strict=True)):
         pieces = encode_texts(tokenizer, own)
         if not pieces or not all(pieces):

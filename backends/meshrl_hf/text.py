@@ -1,9 +1,10 @@
 """Text to tokens and back: one way for all roles, and the character tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
+from pydantic import JsonValue
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -13,6 +14,8 @@ from meshrl.errors import ConfigError, DataError, ModelError
 PAD: Final = 0
 END: Final = 1
 """The tokens of a character tokenizer that are no characters."""
+Template: TypeAlias = Mapping[str, JsonValue]
+"""Variables of a chat template, by their names."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class Words:
     """How a model reads and writes texts: all of it but the network."""
 
     tokenizer: PreTrainedTokenizerBase
-    chat: bool
-    """Whether each prompt is one user message in the tokenizer's template."""
+    chat: Template | None
+    """Variables of the tokenizer's template, in which each prompt is one user message; None: it stays as it is."""
     ends: frozenset[int]
     """The tokens that end a text."""
     max_tokens: int
@@ -37,13 +40,16 @@ class Words:
 
 
 def words(
-    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, generation: GenerationConfig | None, chat: bool
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    chat: Template | None,
 ) -> Words:
     """What a model's tokenizer and configurations say. ModelError without an end of texts, or a template for `chat`."""
     ends = None if generation is None else generation.eos_token_id
     stops = {ends} if isinstance(ends, int) else set(ends or ())
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if chat and not tokenizer.chat_template:
+    if chat is not None and not tokenizer.chat_template:
         raise ModelError(
             f"chat = true, but the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: use an "
             "instruction-tuned model, or chat = false"
@@ -70,23 +76,21 @@ def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizer
     )
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Template | None
+) -> list[list[int]]:
     """The tokens of each prompt as generation starts from them, with what the tokenizer puts before a text.
 
     With `chat`, each prompt is one user message in the tokenizer's template. DataError for one that has no token
     or cannot be encoded.
     """
     texts = list(prompts)
-    if chat:
+    if chat is not None:
         texts = [
-            str(
-                tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-                )
-            )
+            in_template(tokenizer, [{"role": "user", "content": text}], chat, add_generation_prompt=True)
             for text in texts
         ]
-    tokens = _encode(tokenizer, texts, special=not chat)
+    tokens = _encode(tokenizer, texts, special=chat is None)
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
             raise DataError(f"the prompt {prompt!r} has no token: generation needs one to start")
@@ -106,7 +110,7 @@ def encode_completions(tokenizer: PreTrainedTokenizerBase, completions: Sequence
 
 
 def encode_dialogues(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], completions: Sequence[str], chat: Template
 ) -> list[list[int]]:
     """The tokens of each prompt and completion as a user's and an assistant's message in the tokenizer's template.
 
@@ -116,10 +120,24 @@ def encode_dialogues(
     for prompt, completion in zip(prompts, completions, strict=True):
         dialogue = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         try:
-            texts.append(str(tokenizer.apply_chat_template(dialogue, tokenize=False)))
+            texts.append(in_template(tokenizer, dialogue, chat))
         except Exception as error:
             raise DataError(f"the chat template refuses a row: {type(error).__name__}: {error}") from error
     return _encode(tokenizer, texts, special=False)
+
+
+def in_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, object]],
+    variables: Template,
+    *,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Messages in the tokenizer's chat template, which may raise anything."""
+    given: dict[str, Any] = dict(variables)
+    turns: list[Any] = [dict(message) for message in messages]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given)
+    return str(text)
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]]) -> list[str]:

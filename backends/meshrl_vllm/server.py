@@ -160,7 +160,11 @@ class VllmServer(Server):
 
     def _example(self) -> str:
         config = self._config
-        asked = {"messages": [{"role": "user", "content": config.prompt}]} if config.chat else {"prompt": config.prompt}
+        asked: dict[str, object] = {"prompt": config.prompt}
+        if config.chat:
+            asked = {"messages": [{"role": "user", "content": config.prompt}]}
+            if variables := config.chat_template_kwargs:
+                asked["chat_template_kwargs"] = variables
         body = json.dumps({"model": config.name, **asked, "max_tokens": config.max_tokens}, ensure_ascii=False)
         address = config.model_copy(update={"host": self._host}).url
         path = "chat/completions" if config.chat else "completions"

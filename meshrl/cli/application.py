@@ -1,7 +1,7 @@
 """The application that commands add themselves to, and the arguments that several of them take."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -24,6 +24,22 @@ Overrides = Annotated[
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its name under runs/.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where to write; else into the run's folder.")]
+
+
+WITH_SETTINGS: Final = {"ignore_unknown_options": True}
+"""Of a command that takes KEY=VALUE: what is written as an option comes to `settings`, which answers it."""
+
+
+def settings(config: str, overrides: list[str] | None) -> list[str]:
+    """The overrides; ConfigError where a key is written as an option, as `--steps 3` is."""
+    given = [config, *(overrides or [])]
+    for at, argument in enumerate(given):
+        if argument.startswith("-"):
+            key, equals, value = argument.lstrip("-").partition("=")
+            beside = given[at + 1 : at + 2] or ["true"]
+            told = value if equals else "true" if beside[0].startswith("-") else beside[0]
+            raise ConfigError(f"{argument}: keys are set without dashes: write {key.replace('-', '_')}={told}")
+    return given[1:]
 
 
 def write(file: Path, content: bytes) -> None:

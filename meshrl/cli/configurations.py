@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl import log
-from meshrl.cli.application import ConfigArgument, Overrides, app, write
+from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
 from meshrl.config import as_list
 from meshrl.engines.local import RankLoop
@@ -31,7 +31,7 @@ from meshrl.run import (
 )
 
 
-@app.command()
+@app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check a configuration and run it. Its files go to runs/NAME."""
     job = _checked(config, overrides)
@@ -47,14 +47,14 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     _show_summary(begun[0].folder)
 
 
-@app.command()
+@app.command(context_settings=WITH_SETTINGS)
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
     job = _checked(config, overrides)
     typer.echo(f"{job.source}: nothing wrong was found")
 
 
-@app.command()
+@app.command(context_settings=WITH_SETTINGS)
 def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     config: ConfigArgument,
     overrides: Overrides = None,
@@ -73,7 +73,7 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     """Say what a configuration's steps would take: its script in virtual time, without models."""
     from meshrl.simulation import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
 
-    given = [*(overrides or []), *([f"steps={steps}"] if steps is not None else [])]
+    given = [*settings(config, overrides), *([f"steps={steps}"] if steps is not None else [])]
     job = load_job(find_config(config), given, RunConfig)
     record = find_run(recorded) if recorded else None
     forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)
@@ -109,7 +109,8 @@ def configs() -> None:
 
 def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
     """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong."""
-    job = load_job(find_config(config), overrides or [], RunConfig)
+    given = settings(config, overrides)
+    job = load_job(find_config(config), given, RunConfig)
     mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
     if mistakes:
         raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in mistakes]))

@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple, TypeGuard, Union, cast, get_args, get_
 from pydantic_core import ErrorDetails
 
 from meshrl.config.base import Config, Keys, dotted, shown
+from meshrl.config.neighbours import answers
 from meshrl.errors import did_you_mean, nearest
 
 
@@ -25,6 +26,7 @@ def mistakes_of(
     schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
 ) -> list[tuple[Keys, str]]:
     """What pydantic found wrong with a table, each with the keys that lead there, in the order it was found."""
+    errors = [error for error in errors if error["type"] != "callable_type"]  # which no file can hold
     found: dict[Keys, list[str]] = {}
     for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
         found.setdefault(place.path, []).append(_told(schema, table, place, error))
@@ -159,7 +161,7 @@ def _told(schema: type[Config], table: Mapping[str, object], place: _Place, erro
     if kind == "missing":
         return "is missing"
     if kind == "extra_forbidden":
-        return _unknown(schema, place)
+        return _unknown(schema, table, place)
     if kind == "literal_error":
         known = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         hint = did_you_mean(str(lookup(table, place.path)), known)
@@ -173,22 +175,26 @@ def _told(schema: type[Config], table: Mapping[str, object], place: _Place, erro
     return text[0].lower() + text[1:]
 
 
-def _unknown(schema: type[Config], place: _Place) -> str:
+def _unknown(schema: type[Config], table: Mapping[str, object], place: _Place) -> str:
     path, above = place.path, place.path[:-1]
+    paths = list(key_paths(schema))
+    if told := answers(path, lookup(table, path), [dotted(each) for each in paths]):
+        return f"no such key; {'; '.join(told)}"
     known = sorted(_keys(place.table)) if _is_config(place.table) else []
     near = nearest(str(path[-1]), known)
     if near:
         return f"no such key; did you mean {dotted((*above, near))}?"
     has = f"{dotted(above) or 'the file'} has {', '.join(known)}"
-    elsewhere = [each for each in _paths(schema) if each[-1] == path[-1]]
+    elsewhere = [each for each in paths if each[-1] == path[-1]]
     if path in elsewhere:  # in another form of the table
         return f"no such key beside the others; with these {has}"
     return f"no such key; did you mean {dotted(elsewhere[0])}?" if elsewhere else f"no such key; {has}"
 
 
-def _paths(schema: type[Config], above: Keys = ()) -> Iterator[Keys]:
+def key_paths(schema: type[Config], above: Keys = ()) -> Iterator[Keys]:
+    """The path of each key that a configuration may have, tables before what is in them."""
     for name, annotation in _keys(schema).items():
         yield (*above, name)
         for member in _members(annotation):
             if _is_config(member) and len(above) < 6:
-                yield from _paths(member, (*above, name))
+                yield from key_paths(member, (*above, name))

@@ -73,7 +73,9 @@ class _Walk:
             if len(arguments) == 2:
                 return {key: self._value(arguments[1], each, (*path, key)) for key, each in table.items()}
         elif isinstance(value, list) and arguments:
-            return [self._value(arguments[0], each, (*path, at)) for at, each in enumerate(value)]
+            # A list in place of a table has what its values would be.
+            item = arguments[-1] if isinstance(origin, type) and issubclass(origin, Mapping) else arguments[0]
+            return [self._value(item, each, (*path, at)) for at, each in enumerate(value)]
         return value
 
     def _marked(self, marks: Sequence[object], value: object, path: Keys) -> object:

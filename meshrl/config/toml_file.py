@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from meshrl.config.base import Table, dotted, shown
+from meshrl.config.neighbours import answers
 from meshrl.errors import ConfigError, nearest, shortened
 
 DEEPEST: Final = 100
@@ -72,6 +73,8 @@ def _put(table: Table, override: str) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         below = here.setdefault(part, {})
         if not isinstance(below, dict):
+            if told := answers(tuple(parts), None):
+                raise ConfigError(f"command line: {override}: no such key; {told[0]}")
             raise ConfigError(
                 f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
                 f"which has no key {parts[depth]!r}; give the whole of it, as in {dotted(parts[:depth])}=..."

@@ -33,7 +33,8 @@ def validate(
     read = _read(schema, table)
     mistakes = [*misplaced, *(read if isinstance(read, list) else ())]
     if isinstance(read, list) or mistakes:
-        lines = [f"{'command line' if is_given(path, given) else source}: {text}" for path, text in mistakes]
+        whole = [each.partition(".")[0] for each in given if each.partition(".")[0] not in schema.model_fields]
+        lines = [f"{'command line' if is_given(path, [*given, *whole]) else source}: {text}" for path, text in mistakes]
         raise ConfigError(as_list(lines))
     return read
 

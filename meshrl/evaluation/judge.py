@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from typing import ClassVar, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.evaluation.estimates import pass_at_k, powers_of_2
-from meshrl.rewards import exact_match
+from meshrl.rewards import RewardConfig, exact_match
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.rollout import Score, publish, rollout
 from meshrl.run import EvaluationConfig, Measurement, Run
@@ -131,6 +131,7 @@ def evaluate_during(
 
 
 _GREEDY: Mapping[str, float] = {"n": 1, "temperature": 0.0}
+_EXACT: Final = "exact_match"
 
 
 async def _scored(rollouts: Batch, score: Score | None) -> Batch:
@@ -142,17 +143,29 @@ async def _scored(rollouts: Batch, score: Score | None) -> Batch:
     return await rollouts.load("rewards", "truncated", "oldest_version", *errors)
 
 
-async def evaluate(sampler: Sampler, prompts: Batch, sampling: Sampling) -> dict[str, float]:
-    """Exact match on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature.
+async def evaluate(
+    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None
+) -> dict[str, float]:
+    """The mean reward on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature.
 
-    NaN where there are no prompts.
+    The reward is what `score` gives, else that of the episodes of an environment, else exact match. NaN where there are
+    no prompts.
     """
+    _, greedy, sampled = await _evaluated(sampler, prompts, sampling, score)
+    return {"greedy": greedy, "sampled": sampled}
+
+
+async def _evaluated(
+    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None
+) -> tuple[str, float, float]:
+    """What the reward is called, its mean on greedy completions, and that on sampled ones."""
     if not len(prompts):
-        return {"greedy": nan, "sampled": nan}
+        return "reward" if score else _EXACT, nan, nan
     greedy = await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
-    right = [(await _matched(drawn)).rewards.mean(dtype=np.float64) for drawn in (greedy, sampled)]
-    return {"greedy": float(right[0]), "sampled": float(right[1])}
+    name = "reward" if score or "rewards" in greedy else _EXACT
+    means = [(await _scored(drawn, score)).rewards.mean(dtype=np.float64) for drawn in (greedy, sampled)]
+    return name, float(means[0]), float(means[1])
 
 
 class Measured(Protocol):
@@ -181,24 +194,29 @@ async def held_out(
 ) -> AsyncGenerator[None]:
     """Measure the sampler on held-out prompts: before the block, beside the steps in it, and after it.
 
-    What `evaluate` finds before and after goes to summary.json as `exact_match_before`, `exact_match_after`, and
-    `exact_match_sampled_...`; in a run that goes on, before means before its first step. `evaluate_during` measures
-    beside the steps, where `config.evaluation` says so. A block that raises is not measured after. `score` and
-    `policy`: as of `evaluate_during`.
+    What `evaluate` finds before and after goes to summary.json as `reward_before`, `reward_after`, and
+    `reward_sampled_...`; as `exact_match_...` where the reward is that, or there is none. In a run that goes on, before
+    means before its first step. `evaluate_during` measures beside the steps, where `config.evaluation` says so. A block
+    that raises is not measured after. `score` and `policy`: as of `evaluate_during`.
 
         async with held_out(run, sampler, task.held_out, config, reward.score):
             async for step in run.steps(config.steps):
                 ...
     """
-    before = await run.once("before", lambda: evaluate(sampler, prompts, config.sampling))
+    reward: object = getattr(config, "reward", None)
+    is_exact = isinstance(reward, RewardConfig) and list(reward.parts.values()) == [_EXACT]
+    judged = None if is_exact else score
+
+    async def measure() -> Mapping[str, float]:
+        name, greedy, sampled = await _evaluated(sampler, prompts, config.sampling, judged)
+        return {name: greedy, f"{name}_sampled": sampled}
+
+    before = await run.once("held out", measure)
     evaluate_during(run, config.evaluation, sampler, prompts, config.sampling, score, policy=policy)
     yield
-    after = await evaluate(sampler, prompts, config.sampling)
+    after = await measure()
     run.summary(
-        exact_match_before=before["greedy"],
-        exact_match_after=after["greedy"],
-        exact_match_sampled_before=before["sampled"],
-        exact_match_sampled_after=after["sampled"],
+        **{f"{name}_{when}": found[name] for name in after for when, found in (("before", before), ("after", after))}
     )
 
 

@@ -164,7 +164,8 @@ def _sampling(file: Path, table: Table, question: Question) -> Sampling:
 
 def _sampler_config(file: Path, table: Table, policy: PolicyConfig, folder: Path, question: Question) -> SamplerConfig:
     own = {key: value for key, value in table_of(table, "sampler").items() if key not in _OF_A_RUN}
-    given = {"dtype": policy.dtype, "chat": policy.chat, **own, "model": str(folder)}
+    shared = policy.model_dump(include={"dtype", "chat", "chat_template_kwargs"})
+    given = {**shared, **own, "model": str(folder)}
     return validate(SamplerConfig, {**given, **({"backend": question.backend} if question.backend else {})}, file)
 
 

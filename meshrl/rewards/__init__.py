@@ -5,7 +5,9 @@ User code runs inside one boundary: what it raises is told on its row and costs 
 
 from meshrl.rewards.builtin import exact_match, finite, overlong_penalty
 from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function
+from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import code_tests
+from meshrl.rewards.trl import from_trl
 
 __all__ = [
     "FunctionReward",
@@ -14,7 +16,10 @@ __all__ = [
     "code_tests",
     "exact_match",
     "finite",
+    "from_trl",
     "gathered",
     "load_function",
+    "numeric_answer",
     "overlong_penalty",
+    "reasoning_format",
 ]

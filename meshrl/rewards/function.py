@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Annotated, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainSerializer, field_validator, model_validator
 
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.rewards.builtin import exact_match, finite, reasoning_gym
+from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import check_safe, code_tests
 from meshrl.roles import BackendOptions, Reward, RoleConfig, backends, models_of
 from meshrl.tasks import Row
@@ -31,22 +32,34 @@ RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 """`reward(prompt, completion, row) -> float`, plain or async."""
 
 
+def named(function: str | Callable[..., object]) -> str:
+    """A function as a configuration file names it: `module:name`."""
+    if isinstance(function, str):
+        return function
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+Function: TypeAlias = Annotated[str | Callable[..., object], CODE, PlainSerializer(named, when_used="json")]
+"""A reward function by its name, or itself."""
+
+
 class RewardConfig(RoleConfig):
     """Which function judges the completions."""
 
     role = "Reward"
 
     backend: str = "function"
-    function: Annotated[str, CODE] = "exact_match"
-    """`exact_match`, `reasoning_gym` (the dataset's own scorer), `code_tests` (`sandbox.code_tests`), `file.py:name` or
-    `package.module:name`.
+    function: Function = "exact_match"
+    """`exact_match`, `numeric_answer`, `reasoning_format`, `reasoning_gym` (the dataset's own scorer), `code_tests`
+    (`sandbox.code_tests`), `file.py:name` or `package.module:name`; in Python also the function itself.
 
     Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
     """
-    functions: dict[str, Annotated[str, CODE]] = Field(default={})
-    """Several in place of `function`, each by a name of yours: `rewards` is their weighted sum."""
-    weights: dict[str, float] = Field(default={})
-    """Of `functions`, by the same names; 1 where none is given."""
+    functions: Mapping[str, Function] = Field(default={})
+    """Several in place of `function`, each by a name of yours, or a list of functions that have names of their own:
+    `rewards` is their weighted sum."""
+    weights: Mapping[str, float] = Field(default={})
+    """Of `functions`, by the same names, or as a list beside theirs; 1 where none is given."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function in flight at once."""
     seconds: float | None = Field(default=None, gt=0)
@@ -68,6 +81,22 @@ class RewardConfig(RoleConfig):
     def _options_schema(cls, backend: str) -> type[BackendOptions] | None:
         return None if _holds_a_model(backend) else super()._options_schema(backend)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_have_names(cls, table: object) -> object:
+        functions = table.get("functions") if isinstance(table, dict) else None
+        if not isinstance(table, dict) or not isinstance(functions, list | tuple):
+            return table
+        names = [named(each).rpartition(":")[2].rpartition(".")[2] for each in functions]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"functions: several are called {twice.pop()}: give a table, with a name for each")
+        weights = table.get("weights", {})
+        if isinstance(weights, list | tuple):
+            if len(weights) != len(names):
+                raise ValueError(f"weights: there are {len(weights)} for {len(names)} functions: give one for each")
+            weights = dict(zip(names, weights, strict=True))
+        return {**table, "functions": dict(zip(names, functions, strict=True)), "weights": weights}
+
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
         if self.functions and "function" in self.model_fields_set:
@@ -84,7 +113,7 @@ class RewardConfig(RoleConfig):
         return self
 
     @property
-    def parts(self) -> Mapping[str, str]:
+    def parts(self) -> Mapping[str, str | Callable[..., object]]:
         """Each function by the name of its reward; "" is the one that has none."""
         return self.functions or {"": self.function}
 
@@ -228,26 +257,38 @@ async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: 
 _SHIPPED: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "reasoning_gym": reasoning_gym,
+    "numeric_answer": numeric_answer,
+    "reasoning_format": reasoning_format,
     "code_tests": code_tests,
 }
 
 
-def load_function(name: str) -> RewardFunction:
-    """The function that `RewardConfig.function` names; ConfigError where there is none."""
+def load_function(function: str | Callable[..., object]) -> RewardFunction:
+    """The function that `RewardConfig.function` names or is; ConfigError where there is none."""
+    if not isinstance(function, str):
+        _check_parameters(named(function), function)
+        return cast("RewardFunction", function)
+    name = function
     if name in _SHIPPED:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
             raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")
         return _SHIPPED[name]
-    function = load_name("reward function", name, _SHIPPED, inspect.isfunction)
-    if not callable(function):
-        raise ConfigError(f"reward function {name!r}: is {function!r}, not a function")
-    _check_parameters(name, function)
-    return cast("RewardFunction", function)
+    found = load_name("reward function", name, _SHIPPED, inspect.isfunction)
+    if not callable(found):
+        raise ConfigError(f"reward function {name!r}: is {found!r}, not a function")
+    _check_parameters(name, found)
+    return cast("RewardFunction", found)
 
 
 def _check_parameters(name: str, function: Callable[..., object]) -> None:
     try:
-        inspect.signature(function).bind("", "", {})
+        signature = inspect.signature(function)
+        if "completions" in signature.parameters:
+            raise ConfigError(
+                f"reward function {name!r} takes {signature}, as TRL's do: give meshrl.from_trl(function), which is "
+                "called as function(prompt, completion, row)"
+            )
+        signature.bind("", "", {})
     except TypeError as error:
         raise ConfigError(
             f"reward function {name!r} takes {inspect.signature(function)}: {error}; "

@@ -6,7 +6,16 @@ from contextlib import suppress
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from meshrl.config import Config, PathIn
@@ -138,7 +147,14 @@ class ModelConfig(RoleConfig):
     """What passes are computed in, and what a policy publishes. Each backend's optimizer steps in float32."""
     chat: bool = False
     """Wrap each prompt as one user message in the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={})
+    """Variables of the chat template, such as `enable_thinking`."""
     seed: int = 0
+
+    @property
+    def template(self) -> Mapping[str, JsonValue] | None:
+        """The variables of the chat template that prompts are wrapped in; None where they stay as they are."""
+        return self.chat_template_kwargs if self.chat else None
 
 
 class OptimizerConfig(Config):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from meshrl.config import Config
 from meshrl.roles.config import RoleConfig
@@ -39,6 +39,8 @@ class ServerConfig(Address, RoleConfig):
     """For an example."""
     chat: bool
     """Whether a prompt is a user's message."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default={})
+    """Variables of the chat template."""
     max_tokens: int
 
 

@@ -15,6 +15,7 @@ from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, root
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
+from meshrl.run.train import Trained, train
 
 __all__ = [
     "AlgorithmConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Steps",
+    "Trained",
     "Verdict",
     "about",
     "audit_run",
@@ -41,4 +43,5 @@ __all__ = [
     "serve",
     "shipped_configs",
     "table_of",
+    "train",
 ]

@@ -139,7 +139,14 @@ def load_job(source: Path, overrides: Sequence[str], run: type[R]) -> Job[R]:
     Its paths start at `root_of(source)`, those of the overrides where one stands. Raises one ConfigError with all
     mistakes of the file.
     """
-    table, folder = load_toml(source, overrides), root_of(source)
+    return make_job(source, load_toml(source, overrides), run, root_of(source), overrides)
+
+
+def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: Sequence[str] = ()) -> Job[R]:
+    """A job of the tables of a configuration, whose paths start at `folder`.
+
+    `source`: what errors say is wrong; `overrides`: those in the tables.
+    """
     if not isinstance(table.get("algorithm"), str):
         names = ", ".join(shipped_scripts())
         raise ConfigError(f'{source}: algorithm is missing: write algorithm = "NAME" (of {names}) or "FILE.py"')

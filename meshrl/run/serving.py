@@ -73,6 +73,7 @@ def _server_config(
         "dtype": policy.dtype,
         "prompt": sample_prompt(run, policy.model),
         "chat": bool(sampler.get("chat", policy.chat)),
+        "chat_template_kwargs": sampler.get("chat_template_kwargs", policy.chat_template_kwargs),
         "max_tokens": most if isinstance(most, int) else 16,
     }
     # A server runs as its backend's sampler does, but for the interpreter.

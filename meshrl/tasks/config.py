@@ -1,7 +1,7 @@
 """The table of a task: where its rows are, and the templates that make prompts and answers of them."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -20,7 +20,7 @@ class TaskConfig(Config):
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"
     """The same. An answer that is null gives the empty text."""
-    held_out: int = Field(default=512, ge=0)
-    """Prompts that are never trained on; 0 trains on all."""
+    held_out: Annotated[int, Field(ge=0)] | Literal["all"] = 512
+    """Prompts that are never trained on; "all" that the fraction sets apart, and 0 to train on every one."""
     held_out_fraction: float = Field(default=0.1, gt=0, lt=1)
     """The share of prompts that `held_out` is drawn from, by a hash of the prompt: the same in every run."""

@@ -43,6 +43,18 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     return _some(readers[path.suffix](path), config.source)
 
 
+def numbered_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[tuple[str, Row]]:
+    """Rows in memory, each with where it stands; DataError where there is none, or one is no mapping."""
+
+    def numbered() -> Iterator[tuple[str, Row]]:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise DataError(f"rows, row {number}: must be a mapping such as {{'question': ...}}, not {_kind(row)}")
+            yield f"rows, row {number}", dict(row)
+
+    return _some(numbered(), "rows")
+
+
 def _some(rows: Iterator[tuple[str, Row]], source: str) -> Iterator[tuple[str, Row]]:
     first = next(rows, None)
     if first is None:

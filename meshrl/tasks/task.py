@@ -2,10 +2,10 @@
 
 import hashlib
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, did_you_mean
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
-from meshrl.tasks.sources import Row, read_rows
+from meshrl.tasks.sources import Row, numbered_rows, read_rows
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,31 @@ class Task:
     @classmethod
     def load(cls, config: TaskConfig) -> "Task":
         """Read the source, drop repeated prompts, and set the held-out ones apart."""
+        return cls._made(config, read_rows(config))
+
+    @classmethod
+    def of(
+        cls,
+        rows: Iterable[Mapping[str, object]],
+        *,
+        prompt: str = "{question}",
+        answer: str = "{answer}",
+        held_out: int | Literal["all"] = 0,
+        held_out_fraction: float = 0.1,
+    ) -> "Task":
+        """A task of rows in memory: a list, or a dataset whose rows are mappings. The options are `TaskConfig`'s.
+
+        Task.of([{"question": "2 + 2", "answer": "4"}])
+        """
+        config = TaskConfig(
+            source="rows", prompt=prompt, answer=answer, held_out=held_out, held_out_fraction=held_out_fraction
+        )
+        return cls._made(config, numbered_rows(rows))
+
+    @classmethod
+    def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]]) -> "Task":
         rows: dict[str, tuple[str, Row]] = {}
-        for where, row in read_rows(config):
+        for where, row in found:
             prompt = fill(config.prompt, row, f"{where}: prompt")
             if prompt not in rows:
                 rows[prompt] = fill(config.answer, row, f"{where}: answer"), row
@@ -38,16 +61,17 @@ class Task:
             (prompt for prompt in rows if config.held_out and places[prompt] < config.held_out_fraction),
             key=places.__getitem__,
         )
-        if len(apart) < config.held_out:
+        wanted = len(apart) if config.held_out == "all" else config.held_out
+        if len(apart) < wanted:
             raise DataError(
-                f"{config.source}: held_out = {config.held_out}, but held_out_fraction = "
+                f"{config.source}: held_out = {wanted}, but held_out_fraction = "
                 f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} "
                 "apart; lower held_out or raise held_out_fraction"
             )
         train = [prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction]
         if not train:
             raise DataError(f"{config.source}: no prompt is left to train on: all {len(rows)} are held out")
-        return cls(train=_batch(rows, train), held_out=_batch(rows, apart[: config.held_out]))
+        return cls(train=_batch(rows, train), held_out=_batch(rows, apart[:wanted]))
 
     def batches(self, rows: int, seed: int) -> Iterator[Batch]:
         """Batches of `rows` training prompts without end, each epoch in a new order that `seed` decides.

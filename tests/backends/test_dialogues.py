@@ -24,7 +24,7 @@ FORGETFUL = TEMPLATE.replace("{{ m.content }}", "{% if m.role == 'user' or loop.
 def words(template: str | None = TEMPLATE, max_tokens: int = 64) -> Words:
     tokenizer = character_tokenizer(CHARACTERS, max_tokens)
     tokenizer.chat_template = template
-    return Words(tokenizer, True, frozenset({END}), max_tokens)
+    return Words(tokenizer, {}, frozenset({END}), max_tokens)
 
 
 def messages(*turns: str) -> list[dict[str, str]]:
@@ -65,7 +65,7 @@ def test_a_dialogue_of_one_turn_is_a_prompt_and_its_completion() -> None:
     """What is trained is what is sampled: `encode` of a chat's prompt and completion gives the same tokens."""
     one = words()
     (found,) = encode_messages(one, Batch.of(messages=[messages("U:ab", "A:ba")])).tokens
-    prompt = encode_prompts(one.tokenizer, ["ab"], chat=True)[0]
+    prompt = encode_prompts(one.tokenizer, ["ab"], chat={})[0]
     whole = [*prompt, *encode_completions(one.tokenizer, ["ba"])[0]]
     assert found.tolist()[: len(whole)] == whole
 

@@ -27,11 +27,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig
+from meshrl import Batch, CrossEntropy, ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling
 from meshrl.errors import ConfigError, ModelError
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel, ready
 from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.sampler import TorchSampler
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
 
@@ -69,6 +70,20 @@ async def test_a_chat_template_wraps_prompts(folder: Path) -> None:
     policy = TorchPolicy(PolicyConfig(model=str(folder), chat=True))
     batch = await policy.encode(Batch.of(prompt=["c>"], completion=["d"]))
     assert batch.tokens[0].tolist() == [2, 4, 10, 3, 5, 1]
+
+
+async def test_a_chat_template_is_given_its_variables(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if not enable_thinking %}aa{% endif %}"
+    tokenizer.save_pretrained(folder)
+    for thinks, prompt in ((True, [4]), (False, [4, 2, 2])):
+        table = {"model": str(folder), "chat": True, "chat_template_kwargs": {"enable_thinking": thinks}}
+        policy = TorchPolicy(PolicyConfig.model_validate(table))
+        sampler = TorchSampler(SamplerConfig.model_validate(table))
+        trained = await policy.encode(Batch.of(prompt=["c"], completion=["d"]))
+        assert trained.tokens[0].tolist() == [*prompt, 5, 1]
+        (drawn,) = [part async for part in sampler.generate(Batch.of(prompt=["c"]), Sampling(max_tokens=1))]
+        assert drawn.tokens[0].tolist()[:-1] == prompt
 
 
 def rewrite(folder: Path, name: str, **changes: object) -> None:
@@ -312,7 +327,7 @@ def test_logprobs_of_a_large_vocabulary_hold_little(
     shape: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     network = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape, eos_token_id=1, dtype=dtype))
     network = network.bfloat16() if dtype == torch.bfloat16 else network
-    model = ready(network, load(ModelConfig(model=MODEL)).tokenizer, chat=False)
+    model = ready(network, load(ModelConfig(model=MODEL)).tokenizer, chat=None)
     chosen = torch.arange(tokens) * 7
     temperature = torch.linspace(0.5, 2, tokens) if tempered else None
     made: list[tuple[int, Tensor, Tensor | None]] = []

@@ -114,7 +114,7 @@ def test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way() -> Non
         vocab_size=vocabulary, hidden_size=dims, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
         eos_token_id=1,
     )  # fmt: skip
-    model = ready(LlamaForCausalLM(config), load(ModelConfig(model=MODEL)).tokenizer, chat=False)
+    model = ready(LlamaForCausalLM(config), load(ModelConfig(model=MODEL)).tokenizer, chat=None)
     torch.nn.Module.to(model.network, GPU, torch.bfloat16)
     chosen = torch.arange(tokens, device=GPU)
     peaks: list[int] = []

@@ -310,6 +310,10 @@ def test_a_role_that_names_no_model_has_the_policys_but_no_reward(
     assert trained.sampler == SamplerConfig(model="/folder")
     assert trained.reward == expected
     assert trained.either == RewardConfig()
+    chats = ["policy.chat=true", "policy.chat_template_kwargs.enable_thinking=false", "critic.model='/other'"]
+    chat = validate(Trained, load_toml(path, chats), path)
+    assert chat.sampler.template == chat.policy.template == {"enable_thinking": False}
+    assert chat.critic == CriticConfig(model="/other")
     with pytest.raises(ConfigError, match=r"judge.model: is missing$"):
         validate(Trained, load_toml(path, ["judge={}"]), path)
 

@@ -1,0 +1,38 @@
+"""Reward functions that are written for TRL."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from meshrl.rewards.function import RewardFunction
+from meshrl.tasks import Row
+
+_Rewards: TypeAlias = Sequence[float | None]
+TrlReward: TypeAlias = Callable[..., _Rewards | Awaitable[_Rewards]]
+"""`reward(prompts, completions, **columns) -> list[float | None]`, plain or async."""
+
+
+def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
+    """A reward function of TRL's as one of ours; it is called with one row at a time.
+
+    Columns are the row's own, and `answer`. With `chat`, prompts and completions are lists of messages. None, which
+    TRL reads as "does not apply", is 0.
+    """
+    takes = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+
+    async def reward(prompt: str, completion: str, row: Row) -> float:
+        columns = {**row, "prompts": _said("user", prompt, chat), "completions": _said("assistant", completion, chat)}
+        values = function(**{name: [value] for name, value in columns.items() if takes_all or name in takes})
+        if inspect.isawaitable(values):
+            values = await values
+        (value,) = values
+        return 0.0 if value is None else value
+
+    for own in ("__module__", "__name__", "__qualname__"):
+        setattr(reward, own, getattr(function, own, getattr(reward, own)))
+    return reward
+
+
+def _said(role: str, text: str, chat: bool) -> object:
+    return [{"role": role, "content": text}] if chat else text

@@ -1,0 +1,129 @@
+"""A model, rows and a reward, trained by a shipped page in one call."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+
+from meshrl.config import Table, as_list
+from meshrl.errors import ConfigError, DataError
+from meshrl.rewards import RewardConfig, RewardFunction
+from meshrl.roles import NewModel
+from meshrl.run.check import find_mistakes
+from meshrl.run.config import RunConfig
+from meshrl.run.jobs import find_script, load_script, make_job
+from meshrl.run.run import Run
+
+_SOURCE: Final = Path("settings")
+"""Where errors say that a mistake is."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What `train` has made."""
+
+    folder: Path
+    """The run's folder."""
+    summary: Mapping[str, object]
+    """What the run wrote into summary.json: numbers of held-out prompts before and after, steps, seconds."""
+
+    @property
+    def model(self) -> Path:
+        """The trained model: a Hugging Face folder."""
+        return self.folder / "model"
+
+
+async def train(
+    model: str | Path | NewModel,
+    rows: Iterable[Mapping[str, object]],
+    reward: RewardFunction | RewardConfig | str | None,
+    settings: Mapping[str, object] | None = None,
+) -> Trained:
+    """Improve a model by GRPO, or another shipped algorithm, on rows that a reward judges.
+
+        trained = asyncio.run(meshrl.train("models/mine", rows, judge, {"steps": 50, "task.prompt": "{question}"}))
+
+    `rows`: mappings, such as those of a list or of a `datasets.Dataset`; they are written beside the run's folder, as
+    JSON lines. `reward`: a function, its name as `reward.function` takes it, or a table with several; None for an
+    algorithm that has none. `settings`: keys as in a configuration file, with their values; `algorithm` is "grpo",
+    `run.name` "train", and a tenth of the prompts is held out. Raises ConfigError with all mistakes in them, and what a
+    run raises.
+    """
+    text = b"\n".join(_line(number, row) for number, row in enumerate(rows))
+    settings = settings or {}
+    # Named by what is in it: another call's rows do not take its place.
+    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+    source = Path(str(settings.get("run.folder", "runs")), f"rows-{digest}.jsonl")
+    table = _table(model, source, reward, settings)
+    algorithm = str(table["algorithm"])
+    if reward is not None and "reward" not in load_script(find_script(algorithm, _SOURCE)).schema.model_fields:
+        raise ConfigError(f"{algorithm} has no reward: give None in place of {reward!r:.80}")
+    job = make_job(_SOURCE, table, RunConfig, Path())
+    if reward is not None and not isinstance(reward, str):
+        own = cast("RewardConfig", vars(job.config)["reward"]).model_dump(exclude_unset=True)
+        given = {"function": reward} if callable(reward) else reward.model_dump(exclude_unset=True)
+        judge = RewardConfig.model_validate(own | given)
+        config = job.config.model_copy(update={"reward": judge})
+        job = replace(job, config=config, resolved=job.resolved | {"reward": judge.model_dump(mode="json")})
+    _write(source, text)
+    if mistakes := find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()}):
+        raise ConfigError(as_list([f"{_SOURCE}: {mistake}" for mistake in mistakes]))
+    async with Run(job.run, job.resolved) as run:
+        await job.script.function(run, job.config)
+    summary = msgspec.json.decode((run.folder / "summary.json").read_bytes(), type=dict[str, object])
+    return Trained(run.folder, summary)
+
+
+def _table(model: str | Path | NewModel, rows: Path, reward: object, settings: Mapping[str, object]) -> Table:
+    """The settings as the tables of a configuration file."""
+    given: dict[str, object] = {
+        "algorithm": "grpo",
+        "run.name": "train",
+        "task.source": str(rows),
+        "task.held_out": "all",
+        "policy.model": model.model_dump() if isinstance(model, NewModel) else str(model),
+        **({"reward.function": reward} if isinstance(reward, str) else {"reward": {}} if reward else {}),
+    }
+    if said := sorted({"task.source", "policy.model"} & settings.keys()):
+        raise ConfigError(f"{_SOURCE}: {said[0]} is given as an argument: leave it out of the settings")
+    given |= settings
+    table: Table = {}
+    for key, value in given.items():
+        *above, last = key.split(".")
+        here = table
+        for part in above:
+            below = here.setdefault(part, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f"{_SOURCE}: {key}: {part} is {below!r} already: give one of the two")
+            here = below
+        here[last] = value
+    return table
+
+
+def _write(file: Path, text: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(text)
+    part.replace(file)
+
+
+def _line(number: int, row: Mapping[str, object]) -> bytes:
+    try:
+        return msgspec.json.encode(dict(row), enc_hook=_plain)
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise DataError(
+            f"rows, row {number}: cannot be written as JSON: {error}: give texts, numbers, lists and tables"
+        ) from error
+
+
+def _plain(value: object) -> object:
+    """A numpy number or array as Python's own."""
+    plain = getattr(value, "tolist", None)
+    if plain is None:
+        raise TypeError(f"it holds a {type(value).__name__}")
+    found: object = plain()
+    return found

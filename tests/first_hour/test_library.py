@@ -1,0 +1,142 @@
+"""meshrl from a script: rows, a reward and a model in, a better model out."""
+
+import asyncio
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshrl as rl
+from meshrl.errors import ConfigError, DataError
+from meshrl.rewards import load_function
+
+FAKES = {f"{role}.backend": "fake" for role in ("policy", "sampler")}
+ROWS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]
+
+
+def judge(prompt: str, completion: str, row: Mapping[str, object]) -> float:
+    return float(completion.strip() == row["answer"])
+
+
+async def longer(prompt: str, completion: str, row: Mapping[str, object]) -> float:
+    await asyncio.sleep(0)
+    return float(len(completion))
+
+
+def of_trl(prompts: list[str], completions: list[str], answer: list[str], **columns: list[object]) -> list[float]:
+    assert len(prompts) == len(completions) == len(answer) == len(columns["question"])
+    return [float(len(completion)) for completion in completions]
+
+
+async def test_a_task_is_made_of_rows() -> None:
+    task = rl.Task.of(ROWS, held_out="all")
+    assert len(task.train) + len(task.held_out) == 40
+    assert 0 < len(task.held_out) < 20
+    assert rl.Task.of(iter(ROWS), prompt="{question} =").train.objects("prompt")[0] == "0 + 1 ="
+    with pytest.raises(DataError, match=r"rows, row 0: prompt: the template '\{prompt\}' needs 'prompt'"):
+        rl.Task.of(ROWS, prompt="{prompt}")
+    with pytest.raises(DataError, match=r"rows, row 0: must be a mapping such as \{'question': ...\}, not a text"):
+        rl.Task.of(["2 + 2"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="it has no rows"):
+        rl.Task.of([])
+
+
+async def score(config: rl.RewardConfig) -> rl.Batch:
+    batch = rl.Batch.of(prompt=["1 + 1"] * 2, completion=["2", "three"], answer=["2"] * 2, row=[dict(ROWS[1])] * 2)
+    mesh = await rl.Mesh.reserve(rl.LocalEngine(), 1)
+    try:
+        return await (await mesh.spawn(rl.rewards.FunctionReward, config)).score(batch)
+    finally:
+        await mesh.stop()
+
+
+async def test_a_reward_is_a_function_or_several() -> None:
+    assert (await score(rl.RewardConfig(function=judge))).rewards.tolist() == [1, 0]
+    assert (await score(rl.RewardConfig(function=lambda prompt, completion, row: 3.0))).rewards.tolist() == [3, 3]
+    several = rl.RewardConfig.model_validate({"functions": [judge, longer], "weights": [2, 0.5]})
+    scored = await score(several)
+    assert scored.rewards.tolist() == [2.5, 2.5]
+    assert np.asarray(scored["reward_longer"]).tolist() == [1, 5]
+    assert several.model_dump(mode="json")["functions"] == {
+        "judge": f"{__name__}:judge",
+        "longer": f"{__name__}:longer",
+    }
+    with pytest.raises(ValueError, match="weights: there are 1 for 2 functions"):
+        rl.RewardConfig.model_validate({"functions": [judge, longer], "weights": [2]})
+    with pytest.raises(ValueError, match="several are called judge"):
+        rl.RewardConfig.model_validate({"functions": [judge, judge]})
+
+
+async def test_a_reward_of_trl() -> None:
+    assert (await score(rl.RewardConfig(function=rl.from_trl(of_trl)))).rewards.tolist() == [1, 5]
+
+    async def chats(completions: list[list[dict[str, str]]]) -> list[float | None]:
+        return [None if message["content"] == "2" else 1.0 for (message,) in completions]
+
+    assert (await score(rl.RewardConfig(function=rl.from_trl(chats, chat=True)))).rewards.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match=r"as TRL's do: give meshrl.from_trl\(function\)"):
+        load_function(of_trl)
+
+
+async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
+    settings = {**FAKES, "run.folder": str(tmp_path), "steps": 2, "prompts": 4, "sampling.max_tokens": 4}
+    several = rl.RewardConfig(functions={"right": judge, "longer": longer}, weights={"longer": 0.1})
+    trained = await rl.train("none", ROWS, several, settings)
+    assert trained.summary["steps"] == 2
+    assert trained.folder == tmp_path / "train"
+    (file,) = tmp_path.glob("rows-*.jsonl")
+    assert len(file.read_bytes().splitlines()) == 40
+    assert f'right = "{__name__}:judge"' in (trained.folder / "config.toml").read_text("utf-8")
+    again = await rl.train("none", ROWS, "exact_match", {**settings, "algorithm": "rloo", "run.name": "other"})
+    assert 'algorithm = "rloo"' in (again.folder / "config.toml").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
+        ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
+        ({"steps": "many"}, "steps = 'many': must be a whole number"),
+        ({"task.source": "mine.jsonl"}, "settings: task.source is given as an argument"),
+        ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
+    ],
+)
+async def test_a_wrong_setting_is_refused_before_anything_is_made(
+    tmp_path: Path, settings: Mapping[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        await rl.train("none", ROWS, judge, {**FAKES, "run.folder": str(tmp_path), **settings})
+    assert not list(tmp_path.iterdir())
+
+
+async def test_rows_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": np.float32(1)}, {"question": object(), "answer": "b"}]
+    with pytest.raises(DataError, match="rows, row 1: cannot be written as JSON: it holds a object"):
+        await rl.train("none", rows, judge, {**FAKES, "run.folder": str(tmp_path)})
+
+
+@pytest.mark.slow
+def test_ten_lines_improve_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def vowels(prompt: str, completion: str, row: Mapping[str, object]) -> float:
+        return completion.count("a") / 6
+
+    rows = [{"question": "".join(letters)} for letters in itertools.product("abcd", repeat=3)]
+    model = rl.NewModel(characters="abcd>", hidden_size=16, ffn_size=32, layers=1, heads=2)
+    settings = {"task.prompt": "{question}>", "task.answer": "", "sampling.max_tokens": 6, "steps": 30, "prompts": 8}
+    trained = asyncio.run(rl.train(model, rows, vowels, {**settings, "policy.optimizer.lr": 1e-2}))
+    before, after = (trained.summary[f"reward_sampled_{when}"] for when in ("before", "after"))
+    assert isinstance(before, float)
+    assert isinstance(after, float)
+    assert before < 0.4
+    assert after > 0.8
+    assert "exact_match_after" not in trained.summary
+    assert (trained.model / "config.json").is_file()
+
+
+def test_an_algorithm_without_a_reward_refuses_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sft has no reward: give None in place of"):
+        asyncio.run(rl.train("none", ROWS, judge, {"algorithm": "sft", "run.folder": str(tmp_path)}))

@@ -1,0 +1,131 @@
+"""Words of other projects, as somebody types them who comes from there."""
+
+import importlib.util
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pydantic import create_model
+
+from meshrl import RunConfig
+from meshrl.cli import main
+from meshrl.config import Config, dotted
+from meshrl.config.mistakes import key_paths
+from meshrl.config.neighbours import neighbours
+from meshrl.run import shipped_configs
+from meshrl.run.jobs import load_script, shipped_scripts
+
+WORDS = [(project, name) for project, words in neighbours().items() for name in words]
+
+
+@cache
+def schema(algorithm: str) -> type[Config]:
+    script = load_script(shipped_scripts()[algorithm])
+    return create_model("File", __base__=script.schema, algorithm=(str, ...), run=(RunConfig, RunConfig()))
+
+
+@cache
+def keys(algorithm: str) -> Collection[str]:
+    return {dotted(path) for path in key_paths(schema(algorithm))}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        main(list(arguments))
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("project", "name"), WORDS)
+def test_each_answer_is_a_key_that_an_algorithm_has(project: str, name: str) -> None:
+    word = neighbours()[project][name]
+    assert word.keys or word.say
+    for key in word.keys:
+        assert any(fnmatchcase(each, key) for algorithm in shipped_scripts() for each in keys(algorithm)), key
+
+
+def test_there_are_answers_for_many() -> None:
+    assert len(WORDS) > 150
+    assert sum(bool(neighbours()[project][name].keys) for project, name in WORDS) > 120
+
+
+@pytest.mark.parametrize(("project", "name"), WORDS)
+def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "check", "grpo/quickstart", f"{name}=1")
+    key = next(iter(neighbours()[project][name].keys), None)
+    assert f"no such key; there is no `{name}` here" in told if key is None else f"`{name}` is `" in told
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("learning_rate=1e-6", "`learning_rate` is `policy.optimizer.lr` here"),
+        ("policy.lora.r=8", "`policy.lora.r` is `policy.lora.rank` here"),
+        ("beta=0.04", "`beta` is `loss.kl` here: the weight of the KL to `reference`"),
+        ("actor_rollout_ref.rollout.n=8", "`actor_rollout_ref.rollout.n` is `sampling.n` here"),
+        ("algorithm.gamma=1", "`algorithm.gamma` is `gae.discount` here"),
+        ("gamma=1", "`gamma` is `gae.discount` here, which this algorithm does not have"),
+        ("gpu_memory_utilization=.5", "`gpu_memory_utilization` is `sampler.vllm.memory_share` here"),
+    ],
+)
+def test_the_answer_says_where_the_key_is_in_this_configuration(
+    typed: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"command line: {typed.partition('=')[0].partition('.')[0]}" in (
+        found := refused(capsys, "check", "grpo/quickstart", typed)
+    )
+    assert told in found
+
+
+def test_a_whole_table_of_another_project_is_answered_key_by_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'algorithm = "grpo"\n[actor_rollout_ref.rollout]\nn = 8\ntemperature = 1.0\n[trainer]\nsave_freq = 5\n', "utf-8"
+    )
+    told = refused(capsys, "check", str(file))
+    for answer in (
+        "`actor_rollout_ref.rollout.n` is `sampling.n` here",
+        "`actor_rollout_ref.rollout.temperature` is `sampling.temperature` here",
+        "`trainer.save_freq` is `run.checkpoint_every` here",
+    ):
+        assert answer in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "grpo/quickstart", "--steps", "3"], "--steps: keys are set without dashes: write steps=3"),
+        (["check", "grpo/quickstart", "--policy.optimizer.lr=1e-4"], "write policy.optimizer.lr=1e-4"),
+        (["run", "--steps", "3", "grpo/quickstart"], "write steps=3"),
+        (["simulate", "grpo/quickstart", "--prompts", "8"], "write prompts=8"),
+        (["run", "grpo/quickstart", "--resume"], "write resume=true"),
+    ],
+)
+def test_a_key_that_is_written_as_an_option(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(capsys, *arguments)
+
+
+def test_the_list_of_configurations_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main(["configs"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == len(shipped_configs()) + 1, "a line is continued on the next"
+
+
+def test_the_page_prints_the_table_that_answers() -> None:
+    file = Path(__file__).parents[2] / "docs/neighbours.py"
+    spec = importlib.util.spec_from_file_location("docs_neighbours", file)
+    assert spec is not None
+    assert spec.loader is not None
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    assert page.written() == page.PAGE.read_text("utf-8"), "run python docs/neighbours.py"
