@@ -25,7 +25,16 @@ from meshrl.roles.config import (
     with_options,
 )
 from meshrl.roles.generate_calls import GenerateCalls, places_of
-from meshrl.roles.registry import BackendOptions, Models, backends, backends_with, class_for, implementation, models_of
+from meshrl.roles.registry import (
+    BackendOptions,
+    Models,
+    backends,
+    backends_with,
+    class_for,
+    implementation,
+    models_of,
+    place_of,
+)
 from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
 from meshrl.roles.tokens import check_teacher
@@ -70,6 +79,7 @@ __all__ = [
     "implementation",
     "models_of",
     "options_of",
+    "place_of",
     "places_of",
     "with_options",
 ]

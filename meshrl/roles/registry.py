@@ -58,10 +58,18 @@ def implementation(role: Callable[..., R], backend: str) -> Callable[[Config], R
 
 def class_for(role: str, backend: str) -> object:
     """The same for a role's name."""
+    return _loaded(backend, place_of(role, backend))
+
+
+def place_of(role: str, backend: str) -> str:
+    """Where the class is that a backend has for a role, `package.module:Class`; it is not imported.
+
+    BackendError as of the class, but for packages that it needs.
+    """
     roles = _table(backend, "ROLES")
     if role not in roles:
         raise BackendError(f"backend {backend!r} has no {role}: it has {', '.join(sorted(roles))}")
-    return _loaded(backend, roles[role])
+    return roles[role]
 
 
 def backends_with(role: str) -> list[str]:

@@ -13,6 +13,7 @@ from meshrl.roles import (
     ModelConfig,
     Models,
     PolicyConfig,
+    ReferenceConfig,
     RoleConfig,
     SamplerConfig,
     Sampling,
@@ -23,6 +24,7 @@ from meshrl.roles import (
     chosen_options,
     class_for,
     models_of,
+    place_of,
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
 from meshrl.tasks import TaskConfig, check_task
@@ -39,8 +41,10 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
     meshes = meshes or {}
     mistakes: list[str] = []
     policy = getattr(config, "policy", None)
+    weights = [getattr(table, key) for _, table in _tables(config) for key in type(table).model_fields if key == "kl"]
+    compares = any(weights) or not weights
     for path, table in _tables(config):
-        for check in _checks(table, policy if isinstance(policy, PolicyConfig) else None, meshes):
+        for check in _checks(table, policy if isinstance(policy, PolicyConfig) else None, meshes, compares=compares):
             try:
                 check()
             except MeshrlError as error:
@@ -111,12 +115,16 @@ def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
             yield from _tables(value, (*above, name))
 
 
-def _checks(table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int]) -> Iterator[Callable[[], object]]:
+def _checks(
+    table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int], *, compares: bool
+) -> Iterator[Callable[[], object]]:
+    """`compares`: whether a reference is read, for it is not where each weight of a KL penalty is 0."""
     shared = policy.model if policy and table is not policy else None  # a role with the policy's model is told there
     if isinstance(table, TaskConfig):
         yield lambda: check_task(table)
     if isinstance(table, RoleConfig):
-        yield lambda: _check_backend(table)
+        is_read = compares or type(table) is not ReferenceConfig
+        yield lambda: _check_backend(table, is_read=is_read)
         yield lambda: check_axes(table, meshes.get(table.mesh, 1))
     if isinstance(table, TeacherConfig) and policy:
         yield lambda: check_teacher(policy, table)
@@ -138,8 +146,11 @@ def _models(table: RoleConfig) -> Models:
     return models_of(table.backend) if table.backend in backends() else "perhaps"
 
 
-def _check_backend(config: RoleConfig) -> None:
-    if config.role:
+def _check_backend(config: RoleConfig, *, is_read: bool) -> None:
+    """BackendError where there is none with the role, and of one that is read, where its packages are missing."""
+    if config.role and is_read:
         class_for(config.role, config.backend)
+    elif config.role:
+        place_of(config.role, config.backend)
     elif config.backend not in backends():
         raise BackendError(f"no backend {config.backend!r} is installed: there are {', '.join(sorted(backends()))}")

@@ -43,14 +43,14 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     return _some(readers[path.suffix](path), config.source)
 
 
-def numbered_rows(rows: Iterable[Mapping[str, object]]) -> Iterator[tuple[str, Row]]:
+def numbered_rows(rows: Iterable[object]) -> Iterator[tuple[str, Row]]:
     """Rows in memory, each with where it stands; DataError where there is none, or one is no mapping."""
 
     def numbered() -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise DataError(f"rows, row {number}: must be a mapping such as {{'question': ...}}, not {_kind(row)}")
-            yield f"rows, row {number}", dict(row)
+            yield f"rows, row {number}", dict(cast("Mapping[str, object]", row))
 
     return _some(numbered(), "rows")
 

@@ -47,6 +47,8 @@ async def count(run: Run, config: CountConfig) -> None:
     run.summary(exact_match_after=0.5)
 '''
 
+TINY = "characters = 'act>', hidden_size = 8, ffn_size = 8, layers = 1, heads = 2, max_tokens = 16"
+
 Meshrl = Callable[..., tuple[int, str, str]]
 
 
@@ -275,6 +277,23 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
         strict=True,
     ):
         assert line.strip().startswith(expected)
+
+
+def test_check_asks_for_the_packages_of_a_reference_that_is_read(
+    meshrl: Meshrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [name for name in sys.modules if name.startswith("meshrl_torch.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it was not installed
+    (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")
+    fake = '{ backend = "fake", model = "none" }'
+    text = f'algorithm = "grpo"\ntask = {{ source = "data.jsonl", held_out = 0 }}\npolicy = {fake}\nsampler = {fake}\n'
+    model = f"reward.function = 'exact_match'\nreference.model = {{ {TINY} }}"
+    (tmp_path / "mine.toml").write_text(f"{text}{model}", "utf-8")
+    assert meshrl("check", "mine.toml") == (0, "mine.toml: nothing wrong was found\n", "")
+    status, _, err = meshrl("check", "mine.toml", "loss.kl=0.1")
+    assert status == 1
+    assert "mine.toml: reference: backend 'torch' needs the package 'torch', which is not installed" in err
 
 
 def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import meshrl as rl
 from meshrl.errors import ConfigError, DataError
-from meshrl.rewards import load_function
+from meshrl.rewards import FunctionReward, load_function
 
 FAKES = {f"{role}.backend": "fake" for role in ("policy", "sampler")}
 ROWS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]
@@ -47,7 +47,7 @@ async def score(config: rl.RewardConfig) -> rl.Batch:
     batch = rl.Batch.of(prompt=["1 + 1"] * 2, completion=["2", "three"], answer=["2"] * 2, row=[dict(ROWS[1])] * 2)
     mesh = await rl.Mesh.reserve(rl.LocalEngine(), 1)
     try:
-        return await (await mesh.spawn(rl.rewards.FunctionReward, config)).score(batch)
+        return await (await mesh.spawn(FunctionReward, config)).score(batch)
     finally:
         await mesh.stop()
 
