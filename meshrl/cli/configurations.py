@@ -90,11 +90,16 @@ def new(
     algorithm: Annotated[str, typer.Argument(metavar="ALGORITHM", help="A shipped algorithm, such as grpo.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copies go.")],
 ) -> None:
-    """Copy an algorithm and its first configuration into a folder, to change them."""
-    for path in copy_script(algorithm, folder):
+    """Write an algorithm, a configuration, rows and a reward into a folder, to change them."""
+    written = copy_script(algorithm, folder)
+    for path in written:
         typer.echo(f"wrote {path}")
-        if path.suffix == ".toml":
-            typer.echo(f"run it with: meshrl run {path}")
+    (config,) = (path for path in written if path.suffix == ".toml")
+    job = load_job(config, [], RunConfig)
+    first = [mistake for mistake in find_mistakes(job.config) if "writes it" in mistake]
+    for mistake in first:
+        typer.echo(f"first: {mistake}")
+    typer.echo(f"{'then ' if first else ''}run it with: meshrl run {config}")
 
 
 @app.command()

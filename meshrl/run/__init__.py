@@ -11,7 +11,8 @@ from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import find_doubts, find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.jobs import Job, about, copy_script, find_config, load_job, root_of, shipped_configs
+from meshrl.run.jobs import Job, about, find_config, load_job, root_of, shipped_configs
+from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve

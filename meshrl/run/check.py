@@ -27,6 +27,7 @@ from meshrl.roles import (
     place_of,
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
+from meshrl.run.new import writer_of
 from meshrl.tasks import TaskConfig, check_task
 
 
@@ -90,7 +91,9 @@ def check_model(model: str) -> None:
         if not path.is_file():
             raise ModelError(f"model {model!r}: there is no file {path.resolve()}")
     elif not path.is_dir():
-        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}")
+        writer = writer_of(path)
+        hint = f"; `meshrl run {writer}` writes it" if writer else ""
+        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
     elif not (path / "config.json").is_file():
         raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
 

@@ -1,7 +1,6 @@
 """Algorithm scripts and their configurations: finding them, loading them, and what is shipped."""
 
 import inspect
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,23 +162,3 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
         config=script.schema.model_validate(values),
         resolved={"algorithm": named, **read.model_dump(mode="json")},
     )
-
-
-def copy_script(algorithm: str, folder: Path) -> list[Path]:
-    """Copy a shipped algorithm and its first configuration into a folder, to start from; returns the two files.
-
-    The configuration names the copy. Nothing is overwritten.
-    """
-    script = find_script(algorithm)
-    configs = [path for name, path in shipped_configs().items() if name.startswith(f"{algorithm}/")]
-    targets = {folder / script.name: script.read_text("utf-8")}
-    for config in configs[:1]:
-        text = re.sub(r"(?m)^algorithm\s*=.*$", f'algorithm = "{script.name}"', config.read_text("utf-8"))
-        targets[folder / config.name] = text
-    there = [str(path) for path in targets if path.exists()]
-    if there:
-        raise ConfigError(f"{', '.join(there)}: already there, and not overwritten; choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in targets.items():
-        path.write_text(text, "utf-8")
-    return list(targets)

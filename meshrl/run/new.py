@@ -1,0 +1,96 @@
+"""A page of one's own to start from: a shipped script, a configuration, rows and a reward, in a folder."""
+
+import os
+import random
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from meshrl.errors import ConfigError
+from meshrl.run.jobs import find_script, shipped_configs
+
+_CONFIG: Final = "config.toml"
+_TASK: Final = "task.jsonl"
+_REWARD: Final = "reward.py"
+_ROWS: Final = 600
+
+_TABLE: Final = f"""\
+[task]
+source = "{_TASK}"
+prompt = "{{question}}>"
+answer = "{{answer}}"
+held_out = "all"  # of a tenth of the prompts, which are drawn by a hash of each
+"""
+
+_FUNCTION: Final = '''\
+"""What a completion is worth."""
+
+
+def reward(prompt: str, completion: str, row: dict[str, object]) -> float:
+    """1.0 where the completion is the answer. `row` is the line of task.jsonl."""
+    return float(completion.strip() == row["answer"])
+'''
+
+
+def copy_script(algorithm: str, folder: Path) -> list[Path]:
+    """Write a shipped algorithm and what it runs on into a folder, to start from; returns the files.
+
+    These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` where the
+    algorithm calls a function. Models of other runs are looked for where one stands. Nothing is overwritten.
+    """
+    script = find_script(algorithm)
+    shipped = next(path for name, path in shipped_configs().items() if name.startswith(f"{algorithm}/"))
+    config = _config(shipped.read_text("utf-8"), script.name, folder)
+    texts = {script.name: script.read_text("utf-8"), _CONFIG: config, _TASK: "".join(_rows())}
+    if f'"{_REWARD}:' in config:
+        texts[_REWARD] = _FUNCTION
+    there = [str(folder / name) for name in texts if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)}: already there, and not overwritten; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, "utf-8")
+    return [folder / name for name in texts]
+
+
+def writer_of(model: Path) -> str | None:
+    """The shipped configuration whose run writes this model, as `runs/NAME/model`; None where none does."""
+    if model.name != "model":
+        return None
+    for name, path in shipped_configs().items():
+        run: object = tomllib.loads(path.read_text("utf-8")).get("run")
+        if isinstance(run, dict) and run.get("name") == model.parent.name:
+            return name
+    return None
+
+
+def _config(shipped: str, script: str, folder: Path) -> str:
+    """The shipped configuration with the folder's own script, name, task and reward."""
+    name = re.sub(r"[^\w.-]", "-", folder.resolve().name).lstrip("-.") or "mine"
+    _, _, text = shipped.partition("\n#\n")
+    changes = {
+        r"^algorithm\s*=.*$": f'algorithm = "{script}"',
+        r"(?<=^\[run\]\n)name\s*=.*$": f'name = "{name}"',
+        r"^\[task\]\n(?:(?!\[).*\n)*?(?=\n*(?:\[|\Z))": _TABLE,
+        r'(?<=^function = )"exact_match"$': f'"{_REWARD}:reward"',
+    }
+    for pattern, value in changes.items():
+        text = re.sub(pattern, lambda _, value=value: value, text, flags=re.MULTILINE)
+    start = Path(os.path.relpath(Path.cwd(), folder.resolve()))
+    return re.sub(r'(?m)(?<=^model = ")(runs/.*)(?="$)', lambda found: (start / found[1]).as_posix(), text)
+
+
+def _rows() -> Iterator[str]:
+    """Words of three to eight letters that can be spoken, and what they are spelled backward; always the same."""
+    letters = random.Random(0)
+    words: dict[str, None] = {}
+    while len(words) < _ROWS:
+        sounds = ("bcdfghklmnprstvz", "aeiou")
+        first = letters.randrange(2)
+        words["".join(letters.choice(sounds[(first + at) % 2]) for at in range(letters.randint(3, 8)))] = None
+    for word in words:
+        yield msgspec.json.encode({"question": word, "answer": word[::-1]}).decode() + "\n"
