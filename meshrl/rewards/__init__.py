@@ -4,7 +4,7 @@ User code runs inside one boundary: what it raises is told on its row and costs 
 """
 
 from meshrl.rewards.builtin import exact_match, finite, overlong_penalty
-from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function
+from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function, try_reward
 from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import code_tests
 from meshrl.rewards.trl import from_trl
@@ -22,4 +22,5 @@ __all__ = [
     "numeric_answer",
     "overlong_penalty",
     "reasoning_format",
+    "try_reward",
 ]

@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -241,6 +241,22 @@ async def boundary(
     except RAISED as error:  # a user's function may raise anything; it is data
         unless_cancelled(error)
         return 0.0, error
+
+
+def try_reward(
+    function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
+) -> list[BaseException | None]:
+    """What a reward function raises on each completion, in a thread of its own; nothing if it takes longer."""
+    reward, found = load_function(function), list[BaseException | None]()
+
+    async def judge() -> None:
+        for completion in completions:
+            found.append((await boundary(reward, prompt, completion, copy.deepcopy(row)))[1])
+
+    thread = threading.Thread(target=lambda: asyncio.run(judge()), name="meshrl-reward", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found if len(found) == len(completions) else []
 
 
 async def gathered(one: Callable[[int], Awaitable[T]], count: int, concurrency: int) -> list[T]:

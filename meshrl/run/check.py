@@ -4,14 +4,18 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 from meshrl.config import Config, Keys, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
-from meshrl.errors import BackendError, MeshrlError, ModelError, did_you_mean
-from meshrl.rewards import RewardConfig, load_function
+from meshrl.errors import BackendError, ConfigError, MeshrlError, ModelError, did_you_mean, shortened
+from meshrl.rewards import RewardConfig, load_function, try_reward
 from meshrl.roles import (
     ModelConfig,
     Models,
+    NewModel,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
@@ -28,28 +32,38 @@ from meshrl.roles import (
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
 from meshrl.run.new import writer_of
-from meshrl.tasks import TaskConfig, check_task
+from meshrl.tasks import TaskConfig, first_row
+from meshrl.user_code import where_raised
+
+_PATIENCE: Final = 10.0
+"""Seconds for a reward to judge a row."""
+_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 
 
 def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> list[str]:
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
-    A task's source must exist and its first row fit the templates, a reward function must import, a backend be
-    installed and have the role, a model's folder or file be there, a teacher have the policy's tokens. Of `meshes`, the
-    ranks of each by its name, each must be named by a role, and a role's axes fit its own; one that is not there has
-    one rank.
+    A task's source must exist and its first row fit the templates, a reward function must import and not raise on that
+    row, a backend be installed and have the role, a model's folder or file be there, with a template where it chats and
+    room for `sampling.max_tokens`, a teacher have the policy's tokens. Of `meshes`, the ranks of each by its name, each
+    must be named by a role, and a role's axes fit its own; one that is not there has one rank.
     """
     meshes = meshes or {}
     mistakes: list[str] = []
     policy = getattr(config, "policy", None)
     weights = [getattr(table, key) for _, table in _tables(config) for key in type(table).model_fields if key == "kl"]
     compares = any(weights) or not weights
+    policy = policy if isinstance(policy, PolicyConfig) else None
+    sampling = getattr(config, "sampling", None)
+    sampling = sampling if isinstance(sampling, Sampling) else None
     for path, table in _tables(config):
-        for check in _checks(table, policy if isinstance(policy, PolicyConfig) else None, meshes, compares=compares):
+        for check in _checks(table, policy, meshes, sampling, compares=compares):
             try:
                 check()
             except MeshrlError as error:
                 mistakes.append(f"{dotted(path)}: {error}")
+    if not mistakes:  # a reward is called with what is right so far
+        mistakes += find_reward_mistakes(config)
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
     named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
@@ -76,6 +90,70 @@ def find_doubts(config: Config) -> list[str]:
         for key, there in restricts.items()
         if there
     ]
+
+
+def find_reward_mistakes(config: Config) -> list[str]:
+    """A reward function that raises on the task's first row, whether its answer or nothing is the completion.
+
+    One that takes longer than some seconds is not waited for.
+    """
+    task, reward = getattr(config, "task", None), getattr(config, "reward", None)
+    if not isinstance(task, TaskConfig) or not isinstance(reward, RewardConfig) or _models(reward) != "none":
+        return []
+    prompt, answer, row = first_row(task)
+    mistakes: list[str] = []
+    for name, function in reward.parts.items():
+        errors = try_reward(function, prompt, ("", answer), row | {"answer": answer}, _PATIENCE)
+        if errors and all(errors):
+            key = f"reward.functions.{name}" if name else "reward.function"
+            told = ", and ".join(dict.fromkeys(where_raised(error) for error in errors if error))
+            mistakes.append(
+                f"{key}: it raised on the task's first row, with its answer {shortened(answer)} as the completion and "
+                f"with none: {told}"
+            )
+    return mistakes
+
+
+def check_chat(config: ModelConfig) -> None:
+    """ModelError where prompts are to be wrapped in a template that the model's folder has not."""
+    folder = Path(str(config.model))
+    described = folder / "tokenizer_config.json"
+    if not config.chat or not described.is_file():
+        return
+    has = _json(described).get("chat_template") or any((folder / name).is_file() for name in _TEMPLATES)
+    if not has:
+        raise ModelError(
+            f"chat = true, but {folder} has no chat template: use an instruction-tuned model, or chat = false"
+        )
+
+
+def check_room(config: ModelConfig, sampling: Sampling) -> None:
+    """ConfigError where completions may be longer than what the model takes."""
+    longest = _longest(config.model)
+    if longest is not None and sampling.max_tokens >= longest:
+        raise ConfigError(
+            f"sampling.max_tokens = {sampling.max_tokens}: the model takes at most {longest} tokens, prompt and "
+            "completion together: lower it, or take a model made for longer texts"
+        )
+
+
+def _longest(model: str | NewModel) -> int | None:
+    """The longest sequence that a model takes; None where its folder does not say."""
+    if isinstance(model, NewModel):
+        return model.max_tokens
+    file = Path(model) / "config.json"
+    shape = _json(file) if file.is_file() else {}
+    inner = shape.get("text_config")
+    found = (inner if isinstance(inner, dict) else shape).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _json(file: Path) -> Mapping[str, object]:
+    """A table in a file; an empty one where it is damaged, which is told when the model loads."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError):
+        return {}
 
 
 def check_model(model: str) -> None:
@@ -119,12 +197,12 @@ def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
 
 
 def _checks(
-    table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int], *, compares: bool
+    table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int], sampling: Sampling | None, *, compares: bool
 ) -> Iterator[Callable[[], object]]:
     """`compares`: whether a reference is read, for it is not where each weight of a KL penalty is 0."""
     shared = policy.model if policy and table is not policy else None  # a role with the policy's model is told there
     if isinstance(table, TaskConfig):
-        yield lambda: check_task(table)
+        yield lambda: first_row(table)
     if isinstance(table, RoleConfig):
         is_read = compares or type(table) is not ReferenceConfig
         yield lambda: _check_backend(table, is_read=is_read)
@@ -143,6 +221,10 @@ def _checks(
         and model != shared
     ):
         yield lambda: check_model(model)
+    if isinstance(table, ModelConfig) and _models(table) != "ignored":
+        yield lambda: check_chat(table)
+        if isinstance(table, SamplerConfig) and sampling:
+            yield lambda: check_room(table, sampling)
 
 
 def _models(table: RoleConfig) -> Models:

@@ -60,6 +60,16 @@ class RunConfig(Config):
     """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
 
     @model_validator(mode="after")
+    def _engine_has_what_meshes_ask_for(self) -> Self:
+        for name, mesh in self.meshes.items():
+            if self.engine == "local" and (mesh.gpus or mesh.custom):
+                raise ValueError(
+                    f"meshes.{name} asks for more than threads, which is all that the local engine gives: set "
+                    'run.engine = "ray"'
+                )
+        return self
+
+    @model_validator(mode="after")
     def _follows_a_schedule_from_its_beginning(self) -> Self:
         if self.resume and (self.deterministic or self.replay):
             named = "deterministic = true keeps" if self.deterministic else "replay follows"

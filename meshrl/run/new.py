@@ -79,7 +79,7 @@ def _config(shipped: str, script: str, folder: Path) -> str:
         r'(?<=^function = )"exact_match"$': f'"{_REWARD}:reward"',
     }
     for pattern, value in changes.items():
-        text = re.sub(pattern, lambda _, value=value: value, text, flags=re.MULTILINE)
+        text = re.sub(pattern, value.replace("\\", r"\\"), text, flags=re.MULTILINE)
     start = Path(os.path.relpath(Path.cwd(), folder.resolve()))
     return re.sub(r'(?m)(?<=^model = ")(runs/.*)(?="$)', lambda found: (start / found[1]).as_posix(), text)
 

@@ -12,7 +12,7 @@ from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row
 from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, check_task, fill
+from meshrl.tasks.task import Task, fill, first_row
 
 __all__ = [
     "APART",
@@ -26,10 +26,10 @@ __all__ = [
     "TaskConfig",
     "answer_pairs",
     "as_ranges",
-    "check_task",
     "corrupted",
     "data_cursor",
     "fill",
+    "first_row",
     "in_ranges",
     "labelled",
     "labelled_steps",

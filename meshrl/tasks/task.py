@@ -111,11 +111,10 @@ class Task:
         return prompts.hexdigest()
 
 
-def check_task(config: TaskConfig) -> None:
-    """Read the first row and fill both templates; DataError where that fails. Reads no more than that."""
+def first_row(config: TaskConfig) -> tuple[str, str, Row]:
+    """The prompt and the answer of a task's first row, and the row; DataError where a template does not fit."""
     where, row = next(iter(read_rows(config, rows=1)))
-    fill(config.prompt, row, f"{where}: prompt")
-    fill(config.answer, row, f"{where}: answer")
+    return fill(config.prompt, row, f"{where}: prompt"), fill(config.answer, row, f"{where}: answer"), row
 
 
 def fill(template: str, row: Mapping[str, object], where: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from meshrl.config import load_toml
 from meshrl.errors import ConfigError, DataError
 from meshrl.run import RunConfig, find_config, load_job
-from meshrl.tasks import Task, TaskConfig, check_task
+from meshrl.tasks import Task, TaskConfig, first_row
 
 GOOD = b'{"question": "a", "answer": "b"}\n'
 MARK = b"\xef\xbb\xbf"
@@ -127,7 +127,7 @@ def test_a_parquet_file_that_is_damaged_anywhere_is_told_in_words(tmp_path: Path
 def test_an_option_of_another_type_is_told_with_its_key(options: dict[str, object], says: str) -> None:
     pytest.importorskip("reasoning_gym")
     given = TaskConfig.model_validate({"source": "reasoning_gym:chain_sum", "options": options})
-    for read in (check_task, Task.load):
+    for read in (first_row, Task.load):
         with pytest.raises(ConfigError, match=rf"^reasoning_gym:chain_sum: {says}"):
             read(given)
 

@@ -211,20 +211,18 @@ def test_a_script_with_postponed_annotations(tmp_path: Path) -> None:
     assert load_script(path).schema.__name__ == "CountConfig"
 
 
-def test_new_copies_a_script_and_a_configuration_that_run(meshrl: Meshrl, tmp_path: Path) -> None:
-    status, out, _ = meshrl("new", "grpo", "mine")
+def test_new_copies_a_script_and_a_configuration(meshrl: Meshrl, tmp_path: Path) -> None:
+    status, out, _ = meshrl("new", "sft", "mine")
     assert status == 0
-    config = tmp_path / "mine" / shipped_configs()["grpo/quickstart"].name
     assert out.splitlines() == [
-        f"wrote {Path('mine', 'grpo.py')}",
-        f"wrote {Path('mine', config.name)}",
-        f"run it with: meshrl run {Path('mine', config.name)}",
+        *(f"wrote {Path('mine', name)}" for name in ("sft.py", "config.toml", "task.jsonl")),
+        f"run it with: meshrl run {Path('mine', 'config.toml')}",
     ]
-    assert (tmp_path / "mine" / "grpo.py").read_bytes() == (shipped("algorithms") / "grpo.py").read_bytes()
-    original = tomllib.loads(shipped_configs()["grpo/quickstart"].read_text("utf-8"))
-    copied = tomllib.loads(config.read_text("utf-8"))
-    assert copied == {**original, "algorithm": "grpo.py"}
-    assert about(config) == about(shipped_configs()["grpo/quickstart"])
+    assert (tmp_path / "mine" / "sft.py").read_bytes() == (shipped("algorithms") / "sft.py").read_bytes()
+    original = tomllib.loads(shipped_configs()["sft/quickstart"].read_text("utf-8"))
+    copied = tomllib.loads((tmp_path / "mine" / "config.toml").read_text("utf-8"))
+    own = {"algorithm": "sft.py", "run": {**original["run"], "name": "mine"}, "task": copied["task"]}
+    assert copied == {**original, **own}
 
 
 def test_new_overwrites_nothing(meshrl: Meshrl, tmp_path: Path) -> None:
@@ -282,7 +280,7 @@ def test_check_finds_all_that_is_wrong_before_a_model_loads(meshrl: Meshrl, tmp_
 def test_check_asks_for_the_packages_of_a_reference_that_is_read(
     meshrl: Meshrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in [name for name in sys.modules if name.startswith("meshrl_torch.")]:
+    for module in [name for name in sys.modules if name.startswith(("meshrl_torch.", "meshrl_hf."))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it was not installed
     (tmp_path / "data.jsonl").write_text('{"question": "q", "answer": "a"}\n', "utf-8")

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from meshrl.errors import DataError
-from meshrl.tasks import Task, TaskConfig, check_task, fill
+from meshrl.tasks import Task, TaskConfig, fill, first_row
 
 Write = Callable[..., str]
 
@@ -152,7 +152,7 @@ def test_a_template_that_does_not_fit(write: Write, template: str, message: str)
         Task.load(config)
     assert "data.jsonl, line 1: prompt" in str(caught.value)
     with pytest.raises(DataError):
-        check_task(config)
+        first_row(config)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_file_of_bad_rows(tmp_path: Path, text: str, message: str) -> None:
 )
 def test_a_source_that_cannot_be_read(source: str, options: dict[str, int], message: str) -> None:
     config = TaskConfig.model_validate({"source": source, "options": options})
-    for read in (Task.load, check_task):
+    for read in (Task.load, first_row):
         with pytest.raises(DataError, match=message):
             read(config)
 
@@ -217,14 +217,14 @@ def test_nothing_left_to_train_on(write: Write) -> None:
 def test_checking_reads_only_the_first_row(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "a", "answer": "b"}\noops\n', "utf-8")
-    check_task(TaskConfig(source=str(path)))
+    first_row(TaskConfig(source=str(path)))
 
 
 def test_a_missing_extra_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(DataError, match=r"needs reasoning_gym: pip install 'meshrl\[tasks\]'"):
-        check_task(TaskConfig(source="reasoning_gym:spell_backward"))
+        first_row(TaskConfig(source="reasoning_gym:spell_backward"))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "x.parquet").touch()
     with pytest.raises(DataError, match=r"need pyarrow: pip install 'meshrl\[tasks\]'"):
-        check_task(TaskConfig(source=str(tmp_path / "x.parquet")))
+        first_row(TaskConfig(source=str(tmp_path / "x.parquet")))

@@ -1,0 +1,88 @@
+"""`meshrl check` says before a model loads what a run would say after."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli import main
+
+MINE = """
+algorithm = "grpo"
+[task]
+source = "task.jsonl"
+held_out = 0
+[policy]
+model = "model"
+[reward]
+function = "mine.py:judge"
+[sampling]
+max_tokens = 8
+"""
+GOOD = "def judge(prompt, completion, row):\n    return 1.0\n"
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A configuration in which nothing is wrong."""
+    (tmp_path / "mine.toml").write_text(MINE, "utf-8")
+    (tmp_path / "mine.py").write_text(GOOD, "utf-8")
+    (tmp_path / "task.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n', "utf-8")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}), "utf-8")
+    (model / "tokenizer_config.json").write_text("{}", "utf-8")
+    return tmp_path / "mine.toml"
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What `meshrl check` finds wrong."""
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *map(str, arguments)])
+    output = capsys.readouterr()
+    return " ".join(output.err.split()) if ended.value.code else ""
+
+
+def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not told(capsys, mine)
+
+
+@pytest.mark.parametrize(
+    ("override", "mistake"),
+    [
+        ("policy.chat=true", "policy: chat = true, but {folder}/model has no chat template"),
+        ("sampling.max_tokens=64", "sampler: sampling.max_tokens = 64: the model takes at most 64 tokens"),
+        ("run.meshes.main.gpus=1", "run: meshes.main asks for more than threads"),
+        ("policy.model=runs/quickstart-sft/model", "`meshrl run sft/quickstart` writes it"),
+    ],
+)
+def test_what_the_model_and_the_engine_have_not(
+    mine: Path, override: str, mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mistake.format(folder=mine.parent) in told(capsys, mine, override)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_a_template_may_be_a_file_of_its_own(mine: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine.parent / "model" / name).write_text("{}", "utf-8")
+    assert not told(capsys, mine, "policy.chat=true")
+
+
+def test_a_reward_that_raises_on_the_tasks_row(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine.parent / "mine.py").write_text("def judge(prompt, completion, row):\n    return row['solution']\n", "utf-8")
+    found = told(capsys, mine)
+    assert "reward.function: it raised on the task's first row, with its answer '4' as the completion" in found
+    assert f"KeyError: 'solution' ({mine.parent}/mine.py, line 2)" in found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def judge(prompt, completion, row):\n    return 1 / len(completion)\n",
+        "import asyncio\nasync def judge(prompt, completion, row):\n    await asyncio.sleep(0)\n    return 1\n",
+    ],
+    ids=["one that raises on an empty text alone", "one that is async"],
+)
+def test_a_reward_that_judges_some(mine: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine.parent / "mine.py").write_text(code, "utf-8")
+    assert not told(capsys, mine)
