@@ -26,6 +26,8 @@ class Counterpart(msgspec.Struct, frozen=True):
         """An answer to who wrote `name`; `known`: the keys of the configuration that it stands in, if one can tell."""
         found = [key for each in self.keys for key in known or () if fnmatchcase(key, each)]
         ours = next(iter(found or self.keys), "")
+        beside = name.rpartition(".")[0] + "." + ours.rpartition(".")[2]
+        ours = beside if known is not None and beside in known else ours  # of the table that it stands in
         answer = f"`{name}` is `{ours}` here" if ours else f"there is no `{name}` here"
         if ours and not found and known is not None:
             answer += ", which this algorithm does not have"

@@ -1,6 +1,7 @@
 """The numbers that people watch of a batch of rollouts."""
 
 from meshrl.data import Batch, Metrics
+from meshrl.errors import DataError
 from meshrl.losses import effective_sample_size
 
 
@@ -12,7 +13,10 @@ def corrected(metrics: Metrics) -> dict[str, float]:
 
 
 async def statistics(batch: Batch) -> dict[str, float]:
-    """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there."""
+    """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there.
+
+    DataError where the reward raised on each of its rows: nothing can be learned of them.
+    """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
     watched = ("rewards", "truncated", "reward_error", "staleness", "turns", *rewards)
     if names := [name for name in watched if name in batch]:
@@ -31,5 +35,11 @@ async def statistics(batch: Batch) -> dict[str, float]:
         versions = batch.row("staleness")
         found |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
     if "reward_error" in batch:
-        found["reward_errors"] = float(sum(error is not None for error in batch.objects("reward_error")))
+        errors = [error for error in batch.objects("reward_error") if error is not None]
+        if errors and len(errors) == len(batch):
+            raise DataError(
+                f"the reward raised on each of the {len(batch)} rows of a step, so that nothing can be learned from "
+                f"them: {errors[0]}. A warning above says where"
+            )
+        found["reward_errors"] = float(len(errors))
     return found

@@ -64,6 +64,8 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
         ("policy.lora.r=8", "`policy.lora.r` is `policy.lora.rank` here"),
         ("beta=0.04", "`beta` is `loss.kl` here: the weight of the KL to `reference`"),
         ("actor_rollout_ref.rollout.n=8", "`actor_rollout_ref.rollout.n` is `sampling.n` here"),
+        ("policy.optimizer.learning_rate=1", "`policy.optimizer.learning_rate` is `policy.optimizer.lr` here"),
+        ("sampler.torch_dtype='float32'", "`sampler.torch_dtype` is `sampler.dtype` here"),
         ("algorithm.gamma=1", "`algorithm.gamma` is `gae.discount` here"),
         ("gamma=1", "`gamma` is `gae.discount` here, which this algorithm does not have"),
         ("gpu_memory_utilization=.5", "`gpu_memory_utilization` is `sampler.vllm.memory_share` here"),

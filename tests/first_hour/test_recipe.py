@@ -1,0 +1,55 @@
+"""The recipe of docs/reasoning.md, as somebody types it who has a file of problems and a model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "reasoning.md"
+ROWS = [{"question": f"What is {number} times 3?", "answer": f"So\n#### {3 * number}"} for number in range(60)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With the page's files."""
+    monkeypatch.chdir(tmp_path)
+    (recipe,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "reason.toml").write_text(recipe, "utf-8")
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), "utf-8")
+    model = tmp_path / "models/instruct"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}), "utf-8")
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}), "utf-8")
+    return tmp_path
+
+
+def test_the_recipe_is_right(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "reason.toml"])
+    assert not ended.value.code, capsys.readouterr().err
+
+
+def test_the_recipe_runs_on_fakes(folder: Path) -> None:
+    fakes = [f"{role}.backend=fake" for role in ("policy", "sampler")]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "reason.toml", *fakes, "steps=2", "prompts=4", "evaluation.every=1", "sampling.max_tokens=8"])
+    assert not ended.value.code
+    last = json.loads((folder / "runs/reason/metrics.jsonl").read_text("utf-8").splitlines()[-1])
+    assert {"reward/right", "reward/form"} <= set(last)
+    assert {"reward_before", "reward_after"} <= set(json.loads((folder / "runs/reason/summary.json").read_bytes()))
+
+
+def test_a_reward_that_raises_on_every_row_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "return 1.0 if completion in ('', row['answer']) else completion[999]"
+    (folder / "mine.py").write_text(f"def judge(prompt, completion, row):\n    {code}\n", "utf-8")
+    fakes = [f"{role}.backend=fake" for role in ("policy", "sampler")]
+    reward = ["reward.weights={}", "reward.functions={judge = 'mine.py:judge'}"]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "reason.toml", *fakes, *reward, "steps=3", "prompts=4", "sampling.max_tokens=4"])
+    assert ended.value.code == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the reward raised on each of the 32 rows of a step" in told
+    assert "IndexError: string index out of range" in told
