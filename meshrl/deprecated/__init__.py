@@ -66,7 +66,7 @@ MOVED: Final = {
     "sandboxed": "rewards.sandbox_worker",
     "schedule": "rollout.replay",
     "scores": "objectives.reward_scores tasks.steps deprecated.passes",
-    "scripts": "run.jobs",
+    "scripts": "run.jobs run.new",
     "serve": "run.serving run.artifacts roles.server",
     "sharding": "mesh.sharding",
     "shared_memory": "mesh.shared_memory",
