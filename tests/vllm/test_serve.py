@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -92,6 +93,7 @@ def served(tmp_path: Path, python: str | None) -> Iterator[Served]:
     subprocess.run([*MESHRL, "run", "tiny.toml"], cwd=tmp_path, check=True, capture_output=True)
     run = tmp_path / "runs" / "tiny"
     (run / "model").rename(tmp_path / "finished")
+    shutil.rmtree(run / "checkpoints" / "step-000006")  # that of the end
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
