@@ -137,7 +137,7 @@ KILLS = st.lists(st.floats(0.5, 20), max_size=3)
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     st.builds(
         Story, st.sampled_from([0, 0, 1, 2, 3]), st.sampled_from(SOURCES), st.sampled_from([1000, 3]), st.booleans()
