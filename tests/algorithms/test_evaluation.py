@@ -79,7 +79,8 @@ async def test_it_is_recorded_by_the_steps_that_were_done(tmp_path: Path, ahead:
 
 
 async def test_a_reward_that_raises_is_counted_and_ends_nothing(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def judge(prompt, completion, row):\n    raise ValueError('no')\n", "utf-8")
+    raises = "def judge(prompt, completion, row):\n    if int(prompt.partition('+')[0]) < 40:\n        return 0.0\n"
+    (tmp_path / "broken.py").write_text(f"{raises}    raise ValueError('no')\n", "utf-8")
     roles = {**fakes(), "reward": {"function": f"{tmp_path}/broken.py:judge"}}
     folder = await trained(tmp_path, "mine", roles, {}, steps=1, evaluation={"every": 1, "n": 2})
     assert [line["eval/reward_errors"] for line in lines(folder / "evaluations.jsonl")] == [18, 18]  # 6 greedy
