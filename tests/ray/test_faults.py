@@ -204,7 +204,8 @@ def present() -> set[object]:
             found.add(name)
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "".join(process.cmdline()[:1]).startswith("ray::RankProcess"):
+            title = "".join(process.cmdline()[:1])  # of its class, or of the call that began last
+            if title.startswith("ray::") and not title.startswith("ray::IDLE"):
                 found.add(process.pid)
     return found
 
