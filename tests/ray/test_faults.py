@@ -198,10 +198,8 @@ async def test_an_exception_that_cannot_be_pickled_arrives_as_text(mesh: Mesh) -
 
 def present() -> set[object]:
     """The placement groups of this test's cluster, and the processes of its ranks."""
-    found: set[object] = set()
-    for name, group in ray.util.placement_group_table().items():
-        if group["state"] != "REMOVED":
-            found.add(name)
+    groups = ray.util.placement_group_table().items()
+    found: set[object] = {name for name, group in groups if group["state"] != "REMOVED"}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             title = "".join(process.cmdline()[:1])  # of its class, or of the call that began last
