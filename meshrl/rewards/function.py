@@ -7,11 +7,13 @@ import importlib.util
 import inspect
 import math
 import re
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -33,10 +35,17 @@ RewardFunction: TypeAlias = Callable[[str, str, Row], float | Awaitable[float]]
 
 
 def named(function: str | Callable[..., object]) -> str:
-    """A function as a configuration file names it: `module:name`."""
+    """A function as a configuration file names it: `module:name`, or `file.py:name` where it is the program's own.
+
+    One that no file can name, such as a lambda, has `<` in its name.
+    """
     if isinstance(function, str):
         return function
-    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
+    name: str = getattr(function, "__qualname__", f"<{type(function).__name__}>")
+    main: object = getattr(sys.modules["__main__"], "__file__", None)
+    if function.__module__ == "__main__" and isinstance(main, str):
+        return f"{Path(main).resolve()}:{name}"
+    return f"{function.__module__}:{name}"
 
 
 Function: TypeAlias = Annotated[str | Callable[..., object], CODE, PlainSerializer(named, when_used="json")]
@@ -85,6 +94,8 @@ class RewardConfig(RoleConfig):
     @classmethod
     def _lists_have_names(cls, table: object) -> object:
         functions = table.get("functions") if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(table.get("function"), list | tuple):
+            raise ValueError("`function` is one reward: several are `functions`, which is a list or a table")
         if not isinstance(table, dict) or not isinstance(functions, list | tuple):
             return table
         names = [named(each).rpartition(":")[2].rpartition(".")[2] for each in functions]
@@ -285,6 +296,11 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
         _check_parameters(named(function), function)
         return cast("RewardFunction", function)
     name = function
+    if "<" in name.rpartition(":")[2]:
+        raise ConfigError(
+            f"reward function {name!r} lived in the memory of the program that ran it, as lambdas and inner functions "
+            "do: put it into a file, and give file.py:name"
+        )
     if name in _SHIPPED:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:
             raise ConfigError("reward function 'reasoning_gym' needs reasoning_gym: pip install 'meshrl[tasks]'")

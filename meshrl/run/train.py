@@ -2,8 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
@@ -15,7 +16,7 @@ from meshrl.rewards import RewardConfig, RewardFunction
 from meshrl.roles import NewModel
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import RunConfig
-from meshrl.run.jobs import find_script, load_script, make_job
+from meshrl.run.jobs import Job, find_script, load_script, make_job
 from meshrl.run.run import Run
 
 _SOURCE: Final = Path("settings")
@@ -53,6 +54,11 @@ async def train(
     `run.name` "train", and a tenth of the prompts is held out. Raises ConfigError with all mistakes in them, and what a
     run raises.
     """
+    if not (reward is None or isinstance(reward, str | RewardConfig) or callable(reward)):
+        raise ConfigError(
+            f"a reward is a function, its name or a RewardConfig, not {reward!r:.80}: several are "
+            "RewardConfig(functions={name: function})"
+        )
     text = b"\n".join(_line(number, row) for number, row in enumerate(rows))
     settings = settings or {}
     # Named by what is in it: another call's rows do not take its place.
@@ -69,9 +75,7 @@ async def train(
         judge = RewardConfig.model_validate(own | given)
         config = job.config.model_copy(update={"reward": judge})
         job = replace(job, config=config, resolved=job.resolved | {"reward": judge.model_dump(mode="json")})
-    _write(source, text)
-    if mistakes := find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()}):
-        raise ConfigError(as_list([f"{_SOURCE}: {mistake}" for mistake in mistakes]))
+    _write(source, text, partial(_check, job))
     async with Run(job.run, job.resolved) as run:
         await job.script.function(run, job.config)
     summary = msgspec.json.decode((run.folder / "summary.json").read_bytes(), type=dict[str, object])
@@ -88,7 +92,8 @@ def _table(model: str | Path | NewModel, rows: Path, reward: object, settings: M
         "policy.model": model.model_dump() if isinstance(model, NewModel) else str(model),
         **({"reward.function": reward} if isinstance(reward, str) else {"reward": {}} if reward else {}),
     }
-    if said := sorted({"task.source", "policy.model"} & settings.keys()):
+    taken = {"task.source", "policy.model", *(("reward.function", "reward.functions") if reward else ())}
+    if said := sorted(taken & settings.keys()):
         raise ConfigError(f"{_SOURCE}: {said[0]} is given as an argument: leave it out of the settings")
     given |= settings
     table: Table = {}
@@ -104,11 +109,24 @@ def _table(model: str | Path | NewModel, rows: Path, reward: object, settings: M
     return table
 
 
-def _write(file: Path, text: bytes) -> None:
+def _check(job: Job[RunConfig]) -> None:
+    """ConfigError with what `meshrl check` finds wrong."""
+    if mistakes := find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()}):
+        raise ConfigError(as_list([f"{_SOURCE}: {mistake}" for mistake in mistakes]))
+
+
+def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
+    """Write a file, and take it away again where the check that reads it fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
+    part, was_there = file.with_suffix(f".{os.getpid()}.part"), file.exists()
     part.write_bytes(text)
     part.replace(file)
+    try:
+        check()
+    except BaseException:
+        if not was_there:
+            file.unlink()
+        raise
 
 
 def _line(number: int, row: Mapping[str, object]) -> bytes:

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import meshrl as rl
 from meshrl.errors import ConfigError, DataError
 from meshrl.rewards import FunctionReward, load_function
+from meshrl.rewards.function import named
 
 FAKES = {f"{role}.backend": "fake" for role in ("policy", "sampler")}
 ROWS = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]
@@ -76,6 +79,10 @@ async def test_a_reward_of_trl() -> None:
         return [None if message["content"] == "2" else 1.0 for (message,) in completions]
 
     assert (await score(rl.RewardConfig(function=rl.from_trl(chats, chat=True)))).rewards.tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="lived in the memory of the program"):
+        load_function(named(lambda prompt, completion, row: 0.0))
+    with pytest.raises(ValueError, match="several are `functions`"):
+        rl.RewardConfig.model_validate({"function": [judge, longer]})
     with pytest.raises(ConfigError, match=r"as TRL's do: give meshrl.from_trl\(function\)"):
         load_function(of_trl)
 
@@ -99,6 +106,8 @@ async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
         ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
         ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
         ({"steps": "many"}, "steps = 'many': must be a whole number"),
+        ({"reward.function": "exact_match"}, "settings: reward.function is given as an argument"),
+        ({"policy.backend": "torch"}, "settings: policy: model '.*none': there is no folder"),
         ({"task.source": "mine.jsonl"}, "settings: task.source is given as an argument"),
         ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
     ],
@@ -140,3 +149,28 @@ def test_ten_lines_improve_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_algorithm_without_a_reward_refuses_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sft has no reward: give None in place of"):
         asyncio.run(rl.train("none", ROWS, judge, {"algorithm": "sft", "run.folder": str(tmp_path)}))
+
+
+async def test_a_list_is_no_reward() -> None:
+    with pytest.raises(ConfigError, match=r"several are RewardConfig\(functions="):
+        await rl.train("none", ROWS, [judge], FAKES)  # type: ignore[arg-type]
+
+
+def test_what_a_script_trained_is_run_again_by_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f"""
+import asyncio
+import meshrl as rl
+
+def judge(prompt, completion, row):
+    return float(len(completion))
+
+settings = {{**{FAKES}, "steps": 1, "prompts": 2, "sampling.max_tokens": 4}}
+asyncio.run(rl.train("none", {ROWS}, judge, settings))
+"""
+    (tmp_path / "mine.py").write_text(script, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "mine.py"], check=True, capture_output=True)
+    written = (tmp_path / "runs/train/config.toml").read_text("utf-8")
+    assert f'function = "{tmp_path / "mine.py"}:judge"' in written

@@ -174,7 +174,7 @@ async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: M
 async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
     """The last test that can use this engine."""
     engine = psutil.Process(int((await shared.pids())[0]))
-    own = [each for each in engine.children() if "Worker" in each.name()]
+    own = [each for each in engine.children() if "resource_tracker" not in " ".join(each.cmdline())]
     assert len(own) == 2
     _, others = await begun(shared)
     died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
