@@ -163,21 +163,20 @@ def _is_larger(column: Column, limit: int) -> bool:
     if not isinstance(column, tuple):
         return column.nbytes > limit
     total = 0
-    for value in column:  # to the end only where it is small
-        total += _size(value)
+    left: list[Iterable[object]] = [column]
+    while left:  # to the end only where it is small
+        for value in left.pop():
+            kind = type(value)
+            if kind is str or kind is bytes:
+                total += len(cast("str | bytes", value))
+            elif kind is int or kind is float or value is None:
+                total += 8
+            elif isinstance(value, Mapping):
+                left.append(cast("Mapping[object, object]", value).values())
+            elif isinstance(value, list | tuple):
+                left.append(cast("Sequence[object]", value))
+            else:
+                total += 8
         if total > limit:
             return True
     return False
-
-
-def _size(value: object) -> int:
-    kind = type(value)
-    if kind is str or kind is bytes:
-        return len(cast("str | bytes", value))
-    if kind is int or kind is float or value is None:
-        return 8
-    if kind is dict or isinstance(value, Mapping):
-        return sum(map(_size, cast("Mapping[object, object]", value).values()))
-    if isinstance(value, list | tuple):
-        return sum(map(_size, cast("Sequence[object]", value)))
-    return 8

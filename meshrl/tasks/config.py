@@ -12,10 +12,10 @@ class TaskConfig(Config):
     """Rows of data, and the templates that make a prompt and an answer of each."""
 
     source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
-    """`reasoning_gym:NAME`, `verifiers:ENV_ID`, or a .jsonl or .parquet file."""
+    """A .jsonl or .parquet file, `meshrl:spell_backward`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
     options: Mapping[str, JsonValue] = Field(default={})
-    """Of reasoning_gym: its own, such as `size` (here 10,000 unless told), `seed` (0) and the dataset's. Of verifiers:
-    what the environment is loaded with."""
+    """Of spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000), `seed` (0). Of reasoning_gym: the
+    last two, and the dataset's own. Of verifiers: what the environment is loaded with."""
     prompt: str = "{question}"
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"

@@ -1,4 +1,4 @@
-"""Where a task's rows are read from: JSON lines, parquet, reasoning_gym, verifiers."""
+"""Where a task's rows are read from: JSON lines, parquet, the task that comes with meshrl, others' packages."""
 
 import dataclasses
 import itertools
@@ -9,10 +9,11 @@ from typing import Final, Protocol, cast, get_type_hints
 import msgspec
 from pydantic import JsonValue
 
-from meshrl.config import DEEPEST, too_deep
+from meshrl.config import DEEPEST, too_deep, validate
 from meshrl.errors import ConfigError, DataError, did_you_mean, shortened
 from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
+from meshrl.tasks.spelling import NAME, SpellingConfig, spelling_rows
 
 Row = dict[str, object]
 
@@ -24,6 +25,9 @@ _MOST: Final = 10_000_000
 
 def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str, Row]]:
     """Each row of a task's source, with where it stands; the first `rows` alone, where the source can read fewer."""
+    if config.source == NAME:
+        options = validate(SpellingConfig, config.options, f"{NAME}: task.options")
+        return _some(((f"{NAME}, row {number}", row) for number, row in enumerate(spelling_rows(options))), NAME)
     source, _, name = config.source.partition(":")
     if source == "reasoning_gym":
         return _reasoning_gym(name, config.options, rows)
@@ -34,7 +38,8 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     readers = {".jsonl": _json_lines, ".parquet": _parquet}
     if path.suffix not in readers:
         raise DataError(
-            f"task source {config.source!r}: must be reasoning_gym:NAME, verifiers:ENV_ID, FILE.jsonl or FILE.parquet"
+            f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, {NAME}, reasoning_gym:NAME or "
+            "verifiers:ENV_ID"
         )
     if config.options:
         raise DataError(f"task source {config.source!r}: a file takes no options; reasoning_gym and verifiers do")

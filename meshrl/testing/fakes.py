@@ -6,7 +6,8 @@ any advantage that is not zero raises it.
 
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -34,6 +35,8 @@ from meshrl.simulation import State, read_state
 from meshrl.weights import Weights
 
 _SKILL = "skill"
+_STEPS = 16
+"""Decode steps that a call makes at most."""
 _TOKENS = ("tokens", "loss_mask", "sampler_logprobs", "versions")
 
 
@@ -132,7 +135,7 @@ class FakeReference(Reference):
 class FakeSampler(Sampler):
     """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
 
-    A row is a decode step: it is whole or not begun, so that an aborted one has its prompt's tokens alone.
+    A row is whole or not begun, so that an aborted one has its prompt's tokens alone.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -141,22 +144,27 @@ class FakeSampler(Sampler):
         self._calls = GenerateCalls()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """One row at a time, shortest answer first: as from a real sampler, rows finish out of order."""
+        """A few rows at a time, shortest answer first: as from a real sampler, rows finish out of order.
+
+        A call makes 16 decode steps at most, each of one row at least.
+        """
         rows = prompts.repeat(sampling.n)
         ended = _ended(rows)
         if ended.any():
             yield rows.select(ended).assign(aborted=np.zeros(ended.sum(), np.bool_))
-        answers = cast("tuple[str, ...]", rows.objects("answer")) if len(rows) else ()
         numbers = rows.origins[-1] if rows.origins else np.arange(len(rows))  # in the call, however it was divided
-        waiting = sorted(np.flatnonzero(~ended).tolist(), key=lambda index: -len(answers[index]))
+        lengths = [-len(str(answer)) for answer in rows.objects("answer")] if len(rows) else []
+        waiting = sorted(np.flatnonzero(~ended).tolist(), key=lengths.__getitem__)
+        lot = -(-len(waiting) // _STEPS)
         async with self._calls.begin(sampling.beside) as call:
             version = self.weights.version
             while waiting and await call.step():
                 version = self.weights.version
-                index = waiting.pop()
+                now = waiting[-lot:][::-1]
+                del waiting[-lot:]
                 if not waiting:
                     call.end()
-                yield self._finished(rows.select([index]), int(numbers[index]), answers[index], sampling)
+                yield self._finished(rows.select(now), numbers[now].tolist(), sampling)
         if waiting:
             yield _aborted(rows.select(waiting), version)
 
@@ -174,23 +182,28 @@ class FakeSampler(Sampler):
         """No running call makes another step."""
         await self._calls.abort()
 
-    def _finished(self, row: Batch, number: int, answer: str, sampling: Sampling) -> Batch:
-        completion = self._complete(row, number, answer, sampling)[: sampling.max_tokens]
-        had = row if "observation" in row and "tokens" in row else None
-        done = _encoded(_anew(row).assign(completion=[completion]), [completion])
-        if had is not None:
-            done = _after(had, completion).assign(completion=[completion])
+    def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
+        texts = [text[: sampling.max_tokens] for text in self._completions(rows, numbers, sampling)]
+        had = rows if "observation" in rows and "tokens" in rows else None
+        done = _anew(rows).assign(completion=texts)
+        done = _encoded(done, texts) if had is None else _after(had, done, texts)
         done = _described(done, self.weights.version, aborted=False)
         return done if had is None else done.assign(versions=_kept(done.versions, had.versions))
 
-    def _complete(self, row: Batch, number: int, answer: str, sampling: Sampling) -> str:
-        key: tuple[object, ...] = (self.seed, sampling.seed, self.weights.version, number, row.objects("prompt")[0])
-        if "tokens" in row and "observation" in row:
-            key += (int(row.tokens.lengths[0]),)  # another turn is another draw
-        draw = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest()) / 2**32
+    def _completions(self, rows: Batch, numbers: list[int], sampling: Sampling) -> list[str]:
+        prompts, answers = (list(map(str, rows.objects(name))) for name in ("prompt", "answer"))
         skill = float(self.weights.tensors[_SKILL][0])
-        right = skill >= 0.5 if sampling.temperature == 0 else draw < skill
-        return answer if right else str(row.objects("prompt")[0])
+        if sampling.temperature == 0:
+            return answers if skill >= 0.5 else prompts
+        # Another turn is another draw.
+        turns = rows.tokens.lengths.tolist() if "tokens" in rows and "observation" in rows else None
+        key = self.seed, sampling.seed, self.weights.version
+        completions: list[str] = []
+        for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
+            own = (*key, number, prompt, *([turns[index]] if turns else []))
+            draw = int.from_bytes(hashlib.blake2b(repr(own).encode(), digest_size=4).digest()) / 2**32
+            completions.append(answers[index] if draw < skill else prompt)
+        return completions
 
 
 class FakeReward(Reward):
@@ -211,19 +224,25 @@ def _write(folder: Path, skill: float) -> None:
     (folder / "skill.json").write_bytes(msgspec.json.encode(skill))
 
 
-def _encoded(batch: Batch, completions: tuple[str, ...] | list[str]) -> Batch:
+def _encoded(batch: Batch, completions: Sequence[str]) -> Batch:
     prompts = cast("tuple[str, ...]", batch.objects("prompt"))
-    texts = list(zip(prompts, completions, strict=True))
-    tokens = [[*map(ord, prompt + completion), 0] for prompt, completion in texts]
-    masks = [[False] * len(prompt) + [True] * (len(completion) + 1) for prompt, completion in texts]
-    return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
+    return _written(batch, prompts, [f"{completion}\0" for completion in completions])
+
+
+def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batch:
+    """Rows of a token a character: those that are given, then those that are learned."""
+    text = "".join(chain.from_iterable(zip(given, learned, strict=True)))
+    lengths = np.array([[len(before), len(after)] for before, after in zip(given, learned, strict=True)], np.int64)
+    lengths = lengths.reshape(-1, 2)
+    offsets = np.concatenate([[0], np.cumsum(lengths.sum(1))])
+    tokens = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
+    mask = np.repeat(np.tile([False, True], len(lengths)), lengths.ravel())
+    return batch.assign(tokens=Ragged(tokens, offsets), loss_mask=Ragged(mask, offsets))
 
 
 def _aborted(rows: Batch, version: int) -> Batch:
     prompts = cast("tuple[str, ...]", rows.objects("prompt"))
-    tokens = Ragged.of([list(map(ord, prompt)) for prompt in prompts], np.int32)
-    nothing = Ragged(np.zeros(len(tokens.values), np.bool_), tokens.offsets)
-    rows = _anew(rows).assign(completion=[""] * len(rows), tokens=tokens, loss_mask=nothing)
+    rows = _written(_anew(rows).assign(completion=[""] * len(rows)), prompts, [""] * len(rows))
     return _described(rows, version, aborted=True)
 
 
@@ -246,17 +265,16 @@ def _ended(rows: Batch) -> NDArray[np.bool_]:
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
 
 
-def _after(row: Batch, completion: str) -> Batch:
-    """A row with its observation and a completion after the tokens that it has, of which none is learnt."""
-    had = [*row.tokens.values.tolist(), *map(ord, str(row.objects("observation")[0] or ""))]
-    new = [*map(ord, completion), 0]
-    mask = [False] * len(had) + [True] * len(new)
-    return _anew(row).assign(tokens=Ragged.of([[*had, *new]], np.int32), loss_mask=Ragged.of([mask], np.bool_))
+def _after(had: Batch, done: Batch, completions: Sequence[str]) -> Batch:
+    """Rows with their observations and completions after the tokens that they had, of which none is learned."""
+    old = ["".join(map(chr, tokens.tolist())) for tokens in had.tokens]
+    seen = [f"{text}{observation or ''}" for text, observation in zip(old, had.objects("observation"), strict=True)]
+    return _written(done, seen, [f"{completion}\0" for completion in completions])
 
 
 def _kept(versions: Ragged, had: Ragged) -> Ragged:
-    """The versions of one row's tokens, the first of which are known."""
-    return Ragged(np.concatenate([had.values, versions.values[len(had.values) :]]), versions.offsets)
+    """The versions of rows' tokens, the first of which are known."""
+    return Ragged.of([[*old, *new[len(old) :]] for new, old in zip(versions, had, strict=True)], np.int32)
 
 
 def _anew(rows: Batch) -> Batch:

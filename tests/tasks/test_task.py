@@ -47,6 +47,15 @@ def test_a_parquet_file(tmp_path: Path) -> None:
     assert task.train.objects("row") == tuple(sums(3))
 
 
+def test_the_task_that_comes_along_has_the_rows_of_reasoning_gym() -> None:
+    """Those that the quickstarts' figures were made with."""
+    options = {"min_word_len": 4, "max_word_len": 7, "size": 300, "seed": 5}
+    ours = Task.load(TaskConfig(source="meshrl:spell_backward", options=options, prompt="{word}>", held_out=9))
+    theirs = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=9)
+    for one, other in zip((ours.train, ours.held_out), (Task.load(theirs).train, Task.load(theirs).held_out)):
+        assert one.only("prompt", "answer") == other.only("prompt", "answer")
+
+
 def test_a_reasoning_gym_dataset() -> None:
     options = {"min_word_len": 3, "max_word_len": 4, "size": 200}
     config = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=3)
@@ -177,7 +186,8 @@ def test_a_file_of_bad_rows(tmp_path: Path, text: str, message: str) -> None:
     ("source", "options", "message"),
     [
         ("missing.jsonl", {}, r"there is no file /.*missing\.jsonl"),
-        ("data.csv", {}, r"must be reasoning_gym:NAME, verifiers:ENV_ID, FILE\.jsonl or FILE\.parquet"),
+        ("data.csv", {}, r"must be FILE\.jsonl, FILE\.parquet, meshrl:spell_backward, reasoning_gym:NAME or verif"),
+        ("meshrl:spell_backward", {"min_word_len": 7, "max_word_len": 4}, "it has no rows"),
         ("missing.jsonl", {"size": 3}, "a file takes no options"),
         ("reasoning_gym:spel_backward", {}, "no dataset of this name .*did you mean 'spell_backward'"),
         ("reasoning_gym:zzzzzzzz", {}, "no dataset of this name among its"),
