@@ -27,18 +27,23 @@ settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile("meshrl")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes: whatever asks for a cluster, by a fixture or as its engine.
+    """Mark what starts processes, and give what asks for a cluster, by a fixture or as its engine, to one worker.
 
-    Files that have such tests, or slow ones, come first: so no worker is left alone with a long one at the end.
+    So one cluster is started, and its processes import torch once. These tests come first, then files that have others
+    that start processes, or slow ones: so no worker is left alone with a long one at the end.
     """
+    cluster: set[pytest.Item] = set()
     for item in items:
         drawn = getattr(item, "callspec", None)
         engine = drawn.params.get("engine") if drawn else None
         if "ray_cluster" in getattr(item, "fixturenames", ()) or engine == "ray":
             item.add_marker(pytest.mark.process)
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+            cluster.add(item)
     long = {item.path for item in items if any(map(item.get_closest_marker, ("process", "slow")))}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (item not in cluster, item.path not in long))
 
 
 @pytest.fixture(autouse=True)

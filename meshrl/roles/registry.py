@@ -118,6 +118,13 @@ def _importing(backend: str) -> Generator[None]:
         yield
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"backend {backend!r} needs the package {error.name!r}, which is not installed: install it; for meshrl's "
-            "own backends it is in the extra of the backend's name, as in meshrl[torch]"
+            f"backend {backend!r} needs the package {error.name!r}, which is not installed: {_remedy(backend)}"
         ) from error
+
+
+def _remedy(backend: str) -> str:
+    """What installs a backend's packages: an extra of its name, of the distribution that it comes with."""
+    for entry in entry_points(group=GROUP, name=backend):
+        if entry.dist and backend in (entry.dist.metadata.get_all("Provides-Extra") or ()):
+            return f"pip install '{entry.dist.name}[{backend}]'"
+    return "install it"

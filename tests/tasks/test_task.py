@@ -50,10 +50,11 @@ def test_a_parquet_file(tmp_path: Path) -> None:
 def test_the_task_that_comes_along_has_the_rows_of_reasoning_gym() -> None:
     """Those that the quickstarts' figures were made with."""
     options = {"min_word_len": 4, "max_word_len": 7, "size": 300, "seed": 5}
-    ours = Task.load(TaskConfig(source="meshrl:spell_backward", options=options, prompt="{word}>", held_out=9))
-    theirs = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=9)
-    for one, other in zip((ours.train, ours.held_out), (Task.load(theirs).train, Task.load(theirs).held_out)):
-        assert one.only("prompt", "answer") == other.only("prompt", "answer")
+    own = TaskConfig(source="meshrl:spell_backward", options=options, prompt="{word}>", held_out=9)
+    other = TaskConfig(source="reasoning_gym:spell_backward", options=options, prompt="{metadata[word]}>", held_out=9)
+    ours, theirs = Task.load(own), Task.load(other)
+    assert ours.train.only("prompt", "answer") == theirs.train.only("prompt", "answer")
+    assert ours.held_out.only("prompt", "answer") == theirs.held_out.only("prompt", "answer")
 
 
 def test_a_reasoning_gym_dataset() -> None:
