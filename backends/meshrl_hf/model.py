@@ -24,6 +24,9 @@ MAX_LOGITS: Final = 1 << 26
 Each chunk adds to the head's gradient, which is as large as the head: smaller chunks would do little else.
 """
 
+_AT_ONCE: Final = 1 << 22
+"""Probabilities that are held beside their logarithms: so few that they stay in a cache."""
+
 
 @dataclass(frozen=True)
 class LanguageModel(Words):
@@ -51,7 +54,8 @@ class LanguageModel(Words):
     def logprobs(self, hidden: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
         """The log-probability of each chosen token, float32[tokens], at a temperature for each.
 
-        `hidden` is [tokens, hidden], of the tokens that predict. With more than MAX_LOGITS logits it goes
+        Where gradients are kept it is float32[tokens, 2]: with the entropy of the distribution, in nats, which has no
+        gradient. `hidden` is [tokens, hidden], of the tokens that predict. With more than MAX_LOGITS logits it goes
         chunk by chunk, so that memory does not grow with tokens times vocabulary.
         """
         rows = max(1, MAX_LOGITS // int(self.network.config.get_text_config().vocab_size))
@@ -99,8 +103,19 @@ class LanguageModel(Words):
         return dict(once.values())
 
 
+def to_probabilities(logprobs: Tensor) -> Tensor:
+    """Make log-probabilities, float32[tokens, vocabulary], probabilities in place; their entropy in nats, [tokens]."""
+    sums: list[Tensor] = []
+    for part in logprobs.split(max(1, _AT_ONCE // max(1, logprobs.shape[1]))):
+        probabilities = part.exp()
+        # Of a token of probability 0 the product is 0, and not that of 0 and infinity.
+        sums.append(part.clamp_(min=torch.finfo(part.dtype).min).mul_(probabilities).sum(-1))
+        part.copy_(probabilities)
+    return torch.cat(sums).neg_()
+
+
 class _Chosen(torch.autograd.Function):
-    """The log-probability of each chosen token, float32[tokens], from logits of any dtype.
+    """The log-probability of each chosen token, from logits of any dtype; and the entropy, where these need a gradient.
 
     Beside the logits it holds one float32 tensor of their size, which the backward pass turns into their gradient;
     autograd would hold three.
@@ -110,15 +125,20 @@ class _Chosen(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, chosen: Tensor, temperature: Tensor | None) -> Tensor:
         scaled = logits if temperature is None else logits / temperature[:, None]  # float32, as temperatures are
         logprobs = scaled.log_softmax(-1, dtype=torch.float32)
+        own = logprobs.gather(1, chosen[:, None])[:, 0]
+        if not ctx.needs_input_grad[0]:
+            return own
+        entropy = to_probabilities(logprobs)
         ctx.save_for_backward(logprobs, chosen, temperature)
         ctx.dtype = logits.dtype
-        return logprobs.gather(1, chosen[:, None])[:, 0]
+        return torch.stack([own, entropy], 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logprobs, chosen, temperature = ctx.saved_tensors
-        own = gradients[0] if temperature is None else gradients[0] / temperature
-        result = logprobs.exp_().mul_(-own[:, None]).scatter_add_(1, chosen[:, None], own[:, None])
+        probabilities, chosen, temperature = ctx.saved_tensors
+        given = gradients[0][:, 0]
+        own = given if temperature is None else given / temperature
+        result = probabilities.mul_(-own[:, None]).scatter_add_(1, chosen[:, None], own[:, None])
         return result.to(ctx.dtype), None, None
 
 

@@ -16,7 +16,9 @@ from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
-"""What a model says of each target of a micro-batch, float32[targets]: log-probs, or values."""
+"""What a model says of each target of a micro-batch, float32[targets]: log-probs, or values.
+
+Where gradients are kept, log-probs have entropies beside them, float32[targets, 2]."""
 PredictAll: TypeAlias = Callable[[Batch, list[MicroBatch]], Iterator[Tensor]]
 """The same of micro-batches in their order, which a pipeline may compute together."""
 Values: TypeAlias = NDArray[np.float32]
@@ -40,7 +42,7 @@ def one_by_one(predict: Predict) -> PredictAll:
 
 
 def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
-    """The log-probability of each target of a micro-batch, float32[targets].
+    """What `LanguageModel.logprobs` gives of each target of a micro-batch.
 
     Logits are divided by the batch's `temperature` where it has one.
     """

@@ -17,7 +17,7 @@ from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned
 from meshrl_hf.ranks import RankGroup, Share
 from meshrl_hf.scoring import Passes, Predict, spread
 
-_OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens"})
+_OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"})
 """The metrics of the step itself."""
 
 
@@ -137,12 +137,14 @@ class Judge:
         return self.total, self.sums
 
     def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
+        logprobs, entropy = predicted.unbind(1) if predicted.dim() > 1 else (predicted, None)
         columns = {name: spread(self._batch, name, micro.target).to(predicted.device) for name in self._loss.columns}
-        judged = self._loss(predicted, columns)
+        judged = self._loss(logprobs, columns)
         _check_names(self._loss, judged.metrics)
         part = judged.values @ torch.from_numpy(self._weights[micro.target]).to(predicted.device)
         self.total += part.item()
-        for name, metric in judged.metrics.items():
+        metrics = judged.metrics if entropy is None else {**judged.metrics, "entropy": entropy.detach()}
+        for name, metric in metrics.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(metric.sum())
         return part
 

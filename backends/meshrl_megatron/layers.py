@@ -217,7 +217,7 @@ class _Assembled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, where: Tensor, whole: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(where)
-        values = own.new_zeros(whole).index_copy_(0, where, own)
+        values = own.new_zeros(whole, *own.shape[1:]).index_copy_(0, where, own)
         dist.all_reduce(values, group=group)
         return values
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from meshrl_hf.model import to_probabilities
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,22 +23,13 @@ def logprobs(
 ) -> Tensor:
     """The log-probability of each chosen token, float32[tokens], the same on all ranks of the group.
 
-    `logits` is this rank's [tokens, columns] of any dtype, `chosen` int64[tokens] of the whole vocabulary, and
-    `temperature` float32[tokens]. The gradient goes to this rank's logits, and is 0 in the columns beyond `known`; each
-    rank must be given the same gradient of the result. On one rank all is to the bit what one log-softmax gives.
+    Where the logits need a gradient it is float32[tokens, 2]: with the entropy of the distribution, in nats, which has
+    no gradient. `logits` is this rank's [tokens, columns] of any dtype, `chosen` int64[tokens] of the whole vocabulary,
+    and `temperature` float32[tokens]. The gradient goes to this rank's logits, and is 0 in the columns beyond `known`;
+    each rank must be given the same gradient of the result. On one rank all is to the bit what one log-softmax gives.
     """
     apply = cast("Callable[[Tensor, Tensor, Tensor | None, ProcessGroup, int, int], Tensor]", _Chosen.apply)
     return apply(logits, chosen, temperature, group, first, known)
-
-
-@torch.no_grad()
-def entropy(logits: Tensor, temperature: Tensor | None, group: ProcessGroup, known: int) -> Tensor:
-    """The entropy of each token's distribution in nats, float32[tokens], the same on all ranks; without a gradient.
-
-    `logits` is this rank's [tokens, columns] of any dtype, and `temperature` float32[tokens].
-    """
-    total: Tensor = torch.special.entr(_log_softmax(logits, temperature, group, known).exp_()).sum(-1)
-    return _sum(total, group)
 
 
 class _Chosen(torch.autograd.Function):
@@ -55,16 +48,20 @@ class _Chosen(torch.autograd.Function):
         values = _log_softmax(logits, temperature, group, known)
         mine = (chosen >= first) & (chosen < first + known)
         column = (chosen - first).clamp(0, max(known - 1, 0))[:, None]
+        own = values.gather(1, column)[:, 0].where(mine, 0.0) if known else values.new_zeros(len(values))
+        if not ctx.needs_input_grad[0]:
+            return _sum(own, group)  # all but one of the ranks add 0
+        entropy = to_probabilities(values)
         ctx.save_for_backward(values, column, mine, temperature)
         ctx.dtype, ctx.beyond = logits.dtype, logits.shape[1] - known
-        result = values.gather(1, column)[:, 0].where(mine, 0.0) if known else values.new_zeros(len(values))
-        return _sum(result, group)  # all but one of the ranks add 0
+        return _sum(torch.stack([own, entropy], 1), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, column, mine, temperature = ctx.saved_tensors
-        own = gradients[0] if temperature is None else gradients[0] / temperature
-        result = values.exp_().mul_(-own[:, None])
+        probabilities, column, mine, temperature = ctx.saved_tensors
+        given = gradients[0][:, 0]
+        own = given if temperature is None else given / temperature
+        result = probabilities.mul_(-own[:, None])
         if result.shape[1]:
             result.scatter_add_(1, column, own.where(mine, 0.0)[:, None])
         if ctx.beyond:

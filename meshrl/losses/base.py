@@ -35,7 +35,7 @@ class TokenLoss:
 
     `values` is float[tokens] with a gradient; `metrics` are diagnostics, float[tokens] without one, which the
     backend averages over the tokens that are learned. Each has a name of its own: `loss`, `grad_norm`, `lr`, `rows` and
-    `tokens` are what every update tells.
+    `tokens` are what every update tells, and a policy's tells `entropy`.
     """
 
     values: Tensor

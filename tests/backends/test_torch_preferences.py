@@ -51,7 +51,7 @@ async def test_an_update_is_the_gradient_of_the_pairs_loss_for_any_micro_batches
 
     rows = learned(batch.tokens, batch.loss_mask)  # all rows at once, through which torch differentiates
     (micro,) = micro_batches(batch.tokens, rows, batch.loss_mask, 1000)
-    logprobs = predicted(plain._model, batch, micro).double()
+    logprobs = predicted(plain._model, batch, micro)[:, 0].double()
     row = np.searchsorted(batch.tokens.offsets, micro.target, side="right") - 1
     ratios = logprobs - torch.from_numpy(batch.ragged("reference_logprobs").values[micro.target].astype(np.float64))
     sums = torch.zeros(20, dtype=torch.float64).index_add(0, torch.from_numpy(row), ratios)
