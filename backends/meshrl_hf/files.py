@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, or a GGUF file that is unpacked once a process."""
+"""Where a model's files are: a folder; or a GGUF file, or adapters, of which a folder is made once a process."""
 
 import atexit
 import shutil
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.errors import ModelError
@@ -18,7 +19,8 @@ def folder_of(model: str) -> Path:
 
     `package:NAME/FILE` is a file or folder inside an installed package. A GGUF file is dequantised by
     transformers into a temporary folder that lasts as long as the process: it takes ten times as long as
-    loading that folder, and each role of a process loads the model.
+    loading that folder, and each role of a process loads the model. A folder of peft's, with adapters alone, becomes
+    one of float32 in the same way: of the model that they belong to, with them merged in.
     """
     path = _located(model)
     if not path.exists():
@@ -32,6 +34,8 @@ def folder_of(model: str) -> Path:
             raise ModelError(f"model {model}: transformers cannot read this GGUF file: {reason}") from error
     if not path.is_dir():
         raise ModelError(f"model {model!r} is a file: give a Hugging Face folder, or a file that ends in .gguf")
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        return _merged(path.resolve())
     if not (path / "config.json").exists():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"; for GGUF name the file, as in {path / ggufs[0]}" if ggufs else ""
@@ -61,9 +65,31 @@ def _located(model: str) -> Path:
 
 
 @cache
-def _unpacked(path: Path) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="meshrl-gguf-"))
+def _merged(path: Path) -> Path:
+    if not (path / "adapter_model.safetensors").is_file():  # peft would look for one elsewhere
+        raise ModelError(f"{path} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
+    try:
+        base = folder_of(str(PeftConfig.from_pretrained(str(path)).base_model_name_or_path))
+        network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+        merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
+    except Exception as error:
+        raise ModelError(f"{path} holds adapters, whose model cannot be read: {error}") from error
+    folder = _temporary("meshrl-merged-")
+    merged.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
+    return folder
+
+
+def _temporary(prefix: str) -> Path:
+    """A folder that goes with this process."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _unpacked(path: Path) -> Path:
+    folder = _temporary("meshrl-gguf-")
     source = path.parent
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=path.name, dtype=torch.float32, local_files_only=True

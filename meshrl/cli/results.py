@@ -1,4 +1,4 @@
-"""The commands about a run's folder: serve, eval, report, trace, audit."""
+"""The commands about a run's folder: serve, eval, merge, report, trace, audit."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ from meshrl.errors import DataError, MeshrlError
 from meshrl.evaluation import Question, evaluate_run
 from meshrl.report import find_run, make_trace, read_run, render
 from meshrl.roles import Address
-from meshrl.run import audit_run
+from meshrl.run import audit_run, merge_adapters
 from meshrl.run import serve as serve_run
 
 _BREACHES = 10
@@ -89,6 +89,21 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
     write(out or folder / "eval.json", msgspec.json.encode(found))
+
+
+@app.command()
+def merge(
+    run: RunArgument,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Where to write; else RUN/merged.")
+    ] = None,
+) -> None:
+    """Write a run's newest adapters, merged into their model, as a model folder of Hugging Face."""
+    folder = find_run(run).resolve()
+    target = out or folder / "merged"
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        source = runner.run(merge_adapters(folder, target))
+    typer.echo(f"wrote {target}, of {source}")
 
 
 @app.command()

@@ -6,7 +6,7 @@ events; checkpoints are what a run that was killed goes on from. `check` finds w
 """
 
 from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig
-from meshrl.run.artifacts import newest_model, table_of
+from meshrl.run.artifacts import merge_adapters, newest_model, table_of
 from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import find_doubts, find_mistakes
@@ -39,6 +39,7 @@ __all__ = [
     "find_doubts",
     "find_mistakes",
     "load_job",
+    "merge_adapters",
     "newest_model",
     "root_of",
     "serve",

@@ -1,6 +1,7 @@
 """What a run has left in its folder: its newest model, its tables, a prompt."""
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from meshrl.config import Table
+from meshrl.config import Table, load_toml, validate
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, MeshrlError, ModelError
 from meshrl.mesh import Mesh
@@ -28,7 +29,7 @@ class _Source(NamedTuple):
 async def newest_model(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[Path, Path]:
     """What a run wrote last, its model or a checkpoint, and a Hugging Face folder of it, perhaps made in `scratch`.
 
-    ConfigError where there is neither; ModelError where it is no whole model.
+    Adapters are merged into their model. ConfigError where there is neither; ModelError where it cannot be read.
     """
     source, folder = await newest_source(run, policy, scratch)
     return source.path, folder
@@ -43,6 +44,29 @@ async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple
             "run.checkpoint_every=50"
         )
     return found
+
+
+async def merge_adapters(run: Path, folder: Path) -> Path:
+    """Write a run's newest adapters, merged into their model, as a Hugging Face folder; what they were read from.
+
+    ConfigError where the run has no adapters, and where the folder is there already.
+    """
+    file = run / "config.toml"
+    policy = validate(PolicyConfig, table_of(load_toml(file), "policy"), file)
+    if policy.lora is None:
+        raise ConfigError(f"{run} has trained no adapters: its model is whole as it is, in {run / 'model'}")
+    _check_free(folder)
+    with tempfile.TemporaryDirectory(prefix=".merge-", dir=run) as scratch:
+        source, whole = await newest_source(run, policy, Path(scratch))
+        if whole == source.path:
+            raise ConfigError(f"{whole} is a whole model: there are no adapters in it to merge")
+        shutil.move(whole, folder)
+    return source.path
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already: give another place with --out, or remove it")
 
 
 def table_of(table: Mapping[str, object], name: str) -> Table:
@@ -77,33 +101,34 @@ async def newest_folder(run: Path, policy: PolicyConfig, scratch: Path) -> tuple
     """The newest model, and a Hugging Face folder of it; None where there is none."""
     while (source := newest(run)) is not None:
         try:
-            folder = source.path if source.path.name == "model" else await _written(policy, source.path, scratch)
+            folder = await _whole(policy, source.path, scratch)
         except (MeshrlError, OSError):
             if source.path.is_dir():
                 raise
             continue  # a newer one has taken its place
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{source.path} holds adapters alone, or nothing that Hugging Face knows, and a whole model is "
-                "served: merge adapters into their model, or give both to `vllm serve --lora-modules`"
-            )
         return source, folder
     return None
 
 
-async def _written(policy: PolicyConfig, checkpoint: Path, scratch: Path) -> Path:
-    """A Hugging Face folder of the first policy in a checkpoint."""
-    state = _state(checkpoint)
-    folder = scratch / "model"
-    if folder.exists():
-        shutil.rmtree(folder)
+async def _whole(policy: PolicyConfig, source: Path, scratch: Path) -> Path:
+    """A Hugging Face folder of what a run has written, with adapters merged into their model."""
+    folder = source if source.name == "model" else await _saved(policy, scratch / "model", _state(source))
+    if not (folder / "adapter_config.json").is_file():
+        return folder
+    return await _saved(policy.model_copy(update={"model": str(folder), "lora": None}), scratch / "merged")
+
+
+async def _saved(policy: PolicyConfig, folder: Path, state: Path | None = None) -> Path:
+    """The folder, in which a policy has been saved, perhaps as of a checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
     engine = LocalEngine()
     try:
         mesh = await Mesh.reserve(engine, 1)
         # One rank reads what any number of them has written.
         alone = with_options(policy, *(type(value)() for _, value in policy if isinstance(value, BackendOptions)))
         actor = await mesh.spawn(implementation(Policy, policy.backend), alone)
-        await actor.restore(str(state))
+        if state is not None:
+            await actor.restore(str(state))
         await actor.save(str(folder))
     finally:
         await engine.close()

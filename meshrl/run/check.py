@@ -157,7 +157,7 @@ def _json(file: Path) -> Mapping[str, object]:
 
 
 def check_model(model: str) -> None:
-    """ModelError where no model can be at this path: a folder with config.json, or a .gguf file."""
+    """ModelError where no model can be at this path: a folder with config.json, or of adapters, or a .gguf file."""
     path = Path(model)
     if model.startswith("package:"):
         package, _, inside = model.removeprefix("package:").partition("/")
@@ -172,7 +172,7 @@ def check_model(model: str) -> None:
         writer = writer_of(path)
         hint = f"; `meshrl run {writer}` writes it" if writer else ""
         raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
-    elif not (path / "config.json").is_file():
+    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
 
 

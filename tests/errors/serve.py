@@ -24,7 +24,7 @@ def nothing_to_serve() -> None:
     _serve()
 
 
-def adapters_alone_to_serve() -> None:
+def adapters_without_their_file() -> None:
     model = _make_run() / "model"
     model.mkdir()
     (model / "adapter_config.json").write_text("{}")
