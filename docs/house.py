@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "meshrl"
 ROOMS = (
     ("config",),
-    ("mesh", "report"),
+    ("hub", "mesh", "report"),
     ("data",),
     ("engines", "weights", "losses", "objectives", "tasks"),
     ("roles",),

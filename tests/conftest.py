@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from importlib.util import find_spec
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from meshrl.testing.conformance import Harness, Subject
+
+# What is not there is not looked for elsewhere.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # How long one example takes says more of the machine's load than of the code; each test has a time limit as a whole.
 # The examples are the same each time, so that a change is not refused for what another one broke.

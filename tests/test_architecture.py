@@ -20,6 +20,7 @@ BASE = ("errors", "config", "events", "log", "user_code")
 
 ROOMS = {
     "deprecated": "data objectives roles tasks",
+    "hub": "",
     "mesh": "",
     "report": "",
     "data": "mesh",
@@ -27,12 +28,12 @@ ROOMS = {
     "weights": "mesh data",
     "losses": "data",
     "objectives": "data",
-    "tasks": "data",
-    "roles": "mesh data weights losses objectives",
+    "tasks": "hub data",
+    "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
     "environments": "mesh data weights tasks roles rewards",
-    "run": "mesh data engines losses tasks roles rewards rollout environments",
+    "run": "hub mesh data engines losses tasks roles rewards rollout environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
     "simulation": "mesh data engines weights losses objectives roles run report",
     "testing": (
@@ -214,6 +215,7 @@ NAMED = {
     "rewards.function": {"function"},  # a default value; and the key of the table
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table
+    "run.push": {"function"},  # the same
     "simulation.forecast": {"sim"},  # the room's own backend
     "testing.conformance.subject": {"torch"},  # the backend that the kit compares others with
     "tasks.verifiers": {"function"},  # a word of the format in which models are offered tools

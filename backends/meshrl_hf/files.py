@@ -12,10 +12,11 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.errors import ModelError
+from meshrl.hub import Repository, download
 
 
 def folder_of(model: str) -> Path:
-    """The Hugging Face folder of a model; ModelError if there is none.
+    """The Hugging Face folder of a model, from the hub where it is a name and no path; ModelError if there is none.
 
     `package:NAME/FILE` is a file or folder inside an installed package. A GGUF file is dequantised by
     transformers into a temporary folder that lasts as long as the process: it takes ten times as long as
@@ -24,8 +25,9 @@ def folder_of(model: str) -> Path:
     """
     path = _located(model)
     if not path.exists():
-        hub = " Nothing is downloaded: give a folder on this machine." if model.count("/") == 1 else ""
-        raise ModelError(f"model {model!r}: {path.absolute()} does not exist.{hub}")
+        if Repository.of(model):
+            return download(model)
+        raise ModelError(f"model {model!r}: {path.absolute()} does not exist")
     if path.suffix == ".gguf" and path.is_file():
         try:
             return _unpacked(path.resolve())
@@ -69,7 +71,8 @@ def _merged(path: Path) -> Path:
     if not (path / "adapter_model.safetensors").is_file():  # peft would look for one elsewhere
         raise ModelError(f"{path} has an adapter_config.json and no adapter_model.safetensors: it is incomplete")
     try:
-        base = folder_of(str(PeftConfig.from_pretrained(str(path)).base_model_name_or_path))
+        described = PeftConfig.from_pretrained(str(path))
+        base = folder_of("@".join(filter(None, (described.base_model_name_or_path, described.revision))))
         network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
         merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
     except Exception as error:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshrl.errors import ConfigError
+from meshrl.hub import Repository
 from meshrl.roles import LoraConfig, PolicyConfig
 from meshrl_hf.model import LanguageModel
 
@@ -92,7 +93,7 @@ def write(tensors: Mapping[str, Tensor], config: LoraConfig, base: str, folder: 
     }
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     peft = _peft(config)
-    peft.base_model_name_or_path = base
+    peft.base_model_name_or_path, peft.revision = Repository.of(base) or (base, None)
     peft.inference_mode = True
     peft.save_pretrained(str(folder))
 

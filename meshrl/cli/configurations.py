@@ -27,6 +27,7 @@ from meshrl.run import (
     find_doubts,
     find_mistakes,
     load_job,
+    pin,
     shipped_configs,
 )
 
@@ -34,7 +35,7 @@ from meshrl.run import (
 @app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check a configuration and run it. Its files go to runs/NAME."""
-    job = _checked(config, overrides)
+    job = pin(_checked(config, overrides))
     begun: list[Run] = []
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:

@@ -1,4 +1,4 @@
-"""The commands about a run's folder: serve, eval, merge, report, trace, audit."""
+"""The commands about a run's folder: serve, eval, merge, push, report, trace, audit."""
 
 import asyncio
 from pathlib import Path
@@ -19,6 +19,7 @@ from meshrl.evaluation import Question, evaluate_run
 from meshrl.report import find_run, make_trace, read_run, render
 from meshrl.roles import Address
 from meshrl.run import audit_run, merge_adapters
+from meshrl.run import push as push_run
 from meshrl.run import serve as serve_run
 
 _BREACHES = 10
@@ -104,6 +105,18 @@ def merge(
     with asyncio.Runner(loop_factory=RankLoop) as runner:
         source = runner.run(merge_adapters(folder, target))
     typer.echo(f"wrote {target}, of {source}")
+
+
+@app.command()
+def push(
+    run: RunArgument,
+    name: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository; made where there is none.")],
+    public: Annotated[bool, typer.Option("--public", help="Make it for everybody; else it is private.")] = False,
+) -> None:
+    """Put a run's newest model onto the Hugging Face hub, with a card that says what made it."""
+    with asyncio.Runner(loop_factory=RankLoop) as runner:
+        address = runner.run(push_run(find_run(run).resolve(), name, public=public))
+    typer.echo(f"wrote {address}")
 
 
 @app.command()

@@ -20,6 +20,7 @@ from pydantic_core import PydanticKnownError
 
 from meshrl.config import Config, PathIn
 from meshrl.errors import BackendError, ConfigError
+from meshrl.hub import HUB_ID
 from meshrl.roles.registry import BackendOptions, backends, models_of, options_schema
 
 C = TypeVar("C", bound="RoleConfig")
@@ -141,8 +142,9 @@ class NewModel(Config):
 class ModelConfig(RoleConfig):
     """A role that holds a model."""
 
-    model: Annotated[str | NewModel, PathIn(r"(?!package:)(.+)", name=r"\w[\w.-]*/[\w.-]+(@.+)?(?<!\.gguf)")]
-    """A Hugging Face folder, a .gguf file (`package:NAME/FILE`: inside an installed package), or a table."""
+    model: Annotated[str | NewModel, PathIn(r"(?!package:)(.+)", name=HUB_ID)]
+    """A folder of Hugging Face's or peft's, a .gguf file (`package:NAME/FILE`: inside an installed package), a model of
+    the hub (`ORG/NAME` or `ORG/NAME@REVISION`, where no such folder is), or a table."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What passes are computed in, and what a policy publishes. Each backend's optimizer steps in float32."""
     chat: bool = False

@@ -14,6 +14,8 @@ from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, find_config, load_job, root_of, shipped_configs
 from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
+from meshrl.run.pins import pin
+from meshrl.run.push import push
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
 from meshrl.run.train import Trained, train
@@ -41,6 +43,8 @@ __all__ = [
     "load_job",
     "merge_adapters",
     "newest_model",
+    "pin",
+    "push",
     "root_of",
     "serve",
     "shipped_configs",

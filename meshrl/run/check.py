@@ -11,6 +11,7 @@ import msgspec
 from meshrl.config import Config, Keys, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, ConfigError, MeshrlError, ModelError, did_you_mean, shortened
+from meshrl.hub import Repository, pinned
 from meshrl.rewards import RewardConfig, load_function, try_reward
 from meshrl.roles import (
     ModelConfig,
@@ -44,9 +45,10 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
     A task's source must exist and its first row fit the templates, a reward function must import and not raise on that
-    row, a backend be installed and have the role, a model's folder or file be there, with a template where it chats and
-    room for `sampling.max_tokens`, a teacher have the policy's tokens. Of `meshes`, the ranks of each by its name, each
-    must be named by a role, and a role's axes fit its own; one that is not there has one rank.
+    row, a backend be installed and have the role, a model's folder or file be there, or a model of its name on the hub,
+    with a template where it chats and room for `sampling.max_tokens`, a teacher have the policy's tokens. Of `meshes`,
+    the ranks of each by its name, each must be named by a role, and a role's axes fit its own; one that is not there
+    has one rank.
     """
     meshes = meshes or {}
     mistakes: list[str] = []
@@ -157,8 +159,11 @@ def _json(file: Path) -> Mapping[str, object]:
 
 
 def check_model(model: str) -> None:
-    """ModelError where no model can be at this path: a folder with config.json, or of adapters, or a .gguf file."""
+    """ModelError where no model is at this path, in a folder or a .gguf file, and none of this name on the hub."""
     path = Path(model)
+    if not path.exists() and Repository.of(model):
+        pinned(model)
+        return
     if model.startswith("package:"):
         package, _, inside = model.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)

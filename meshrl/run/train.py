@@ -17,6 +17,7 @@ from meshrl.roles import NewModel
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import RunConfig
 from meshrl.run.jobs import Job, find_script, load_script, make_job
+from meshrl.run.pins import pin
 from meshrl.run.run import Run
 
 _SOURCE: Final = Path("settings")
@@ -76,6 +77,7 @@ async def train(
         config = job.config.model_copy(update={"reward": judge})
         job = replace(job, config=config, resolved=job.resolved | {"reward": judge.model_dump(mode="json")})
     _write(source, text, partial(_check, job))
+    job = pin(job)
     async with Run(job.run, job.resolved) as run:
         await job.script.function(run, job.config)
     summary = msgspec.json.decode((run.folder / "summary.json").read_bytes(), type=dict[str, object])

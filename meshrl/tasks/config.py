@@ -12,10 +12,12 @@ class TaskConfig(Config):
     """Rows of data, and the templates that make a prompt and an answer of each."""
 
     source: Annotated[str, PathIn(r"(?!\w+:)(.+\.(?:jsonl|parquet))")]
-    """A .jsonl or .parquet file, `meshrl:spell_backward`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
+    """A .jsonl or .parquet file, a dataset of the hub (`hf:ORG/NAME` or `hf:ORG/NAME@REVISION`),
+    `meshrl:spell_backward`, `reasoning_gym:NAME`, or `verifiers:ENV_ID`."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Of spell_backward: `min_word_len` (3), `max_word_len` (8), `size` (10,000), `seed` (0). Of reasoning_gym: the
-    last two, and the dataset's own. Of verifiers: what the environment is loaded with."""
+    last two, and the dataset's own. Of verifiers: what the environment is loaded with. Of the hub: what
+    `datasets.load_dataset` takes, such as `name`, the dataset's configuration, and `split` ("train")."""
     prompt: str = "{question}"
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"

@@ -1,4 +1,4 @@
-"""Where a task's rows are read from: JSON lines, parquet, the task that comes with meshrl, others' packages."""
+"""Where a task's rows are read from: files, the hub, the task that comes along, others' packages."""
 
 import dataclasses
 import itertools
@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from meshrl.config import DEEPEST, too_deep, validate
 from meshrl.errors import ConfigError, DataError, did_you_mean, shortened
+from meshrl.hub import dataset_rows
 from meshrl.tasks import verifiers
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.spelling import NAME, SpellingConfig, spelling_rows
@@ -29,6 +30,9 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
         options = validate(SpellingConfig, config.options, f"{NAME}: task.options")
         return _some(((f"{NAME}, row {number}", row) for number, row in enumerate(spelling_rows(options))), NAME)
     source, _, name = config.source.partition(":")
+    if source == "hf":
+        items = enumerate(dataset_rows(name, config.options, rows))
+        return _some(((f"{config.source}, row {number}", row) for number, row in items), config.source)
     if source == "reasoning_gym":
         return _reasoning_gym(name, config.options, rows)
     if source == verifiers.NAME:
@@ -38,11 +42,11 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     readers = {".jsonl": _json_lines, ".parquet": _parquet}
     if path.suffix not in readers:
         raise DataError(
-            f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, {NAME}, reasoning_gym:NAME or "
-            "verifiers:ENV_ID"
+            f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {NAME}, "
+            "reasoning_gym:NAME or verifiers:ENV_ID"
         )
     if config.options:
-        raise DataError(f"task source {config.source!r}: a file takes no options; reasoning_gym and verifiers do")
+        raise DataError(f"task source {config.source!r}: a file takes no options; what is no file does")
     if not path.is_file():
         raise DataError(f"task source {config.source!r}: there is no file {path.resolve()}")
     return _some(readers[path.suffix](path), config.source)

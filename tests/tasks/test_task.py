@@ -187,7 +187,7 @@ def test_a_file_of_bad_rows(tmp_path: Path, text: str, message: str) -> None:
     ("source", "options", "message"),
     [
         ("missing.jsonl", {}, r"there is no file /.*missing\.jsonl"),
-        ("data.csv", {}, r"must be FILE\.jsonl, FILE\.parquet, meshrl:spell_backward, reasoning_gym:NAME or verif"),
+        ("data.csv", {}, r"must be FILE\.jsonl, FILE\.parquet, hf:ORG/NAME, meshrl:spell_backward, reasoning_gym"),
         ("meshrl:spell_backward", {"min_word_len": 7, "max_word_len": 4}, "it has no rows"),
         ("missing.jsonl", {"size": 3}, "a file takes no options"),
         ("reasoning_gym:spel_backward", {}, "no dataset of this name .*did you mean 'spell_backward'"),

@@ -1,0 +1,34 @@
+"""Rows of a dataset of the hub."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import cast
+
+from meshrl.errors import DataError
+from meshrl.hub.repository import explained, parsed, pinned
+
+
+def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = None) -> Iterator[dict[str, object]]:
+    """The rows of `ORG/NAME[@REVISION]`, of its split `train` unless `options` name another; the first `rows` alone.
+
+    `options`: those of `datasets.load_dataset`, such as `name`, which is the dataset's configuration, and `split`.
+    DataError where there is no such dataset, configuration or split.
+    """
+    name, revision = parsed(text, "dataset")
+    try:
+        import datasets  # noqa: PLC0415 -- an extra, and slow to import
+        from datasets.exceptions import DatasetNotFoundError  # noqa: PLC0415
+    except ImportError as error:
+        raise DataError(f"dataset {text!r}: the hub's data need datasets: pip install 'meshrl[tasks]'") from error
+    load = cast("Callable[..., Iterable[Mapping[str, object]]]", datasets.load_dataset)
+    with explained(text, "dataset"):
+        try:
+            found = load(name, **{"split": "train", "revision": revision, "streaming": rows is not None, **options})
+        except DatasetNotFoundError:
+            pinned(text, "dataset")  # says why
+            raise
+        except (ValueError, TypeError) as error:
+            raise DataError(f"dataset {text!r}: {str(error).partition(chr(10))[0]}") from error
+        for number, row in enumerate(found):
+            if number == rows:
+                return
+            yield dict(row)

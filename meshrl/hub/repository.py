@@ -1,0 +1,133 @@
+"""A repository of the hub, `ORG/NAME` or `ORG/NAME@REVISION`: its newest commit, its files, and a new one."""
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Self, TypeAlias
+
+from meshrl.errors import DataError, ModelError
+
+Kind: TypeAlias = Literal["model", "dataset"]
+
+HUB_ID: Final = r"\w[\w.-]*/[\w.-]+(@.+)?(?<!\.gguf)"
+"""What a name looks like. A relative path may look like it too, and is one where something is there."""
+
+_NO_FOLDER: Final = "there is no such folder, and "
+_LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+"""Of a model: weights and tokenizers. Nothing that would be unpickled or run."""
+
+
+class Repository(NamedTuple):
+    """What a name says."""
+
+    name: str
+    revision: str | None
+
+    @classmethod
+    def of(cls, text: str) -> Self | None:
+        """The repository of this name; None for a text that cannot be one."""
+        if not re.fullmatch(HUB_ID, text):
+            return None
+        name, _, revision = text.partition("@")
+        return cls(name, revision or None)
+
+
+def pinned(text: str, kind: Kind = "model") -> str:
+    """`ORG/NAME@COMMIT`, the commit that the name means now; without a network, the one that is cached.
+
+    ModelError, or DataError of a dataset, where the name means none.
+    """
+    name, revision = parsed(text, kind)
+    if revision and _COMMIT.fullmatch(revision):
+        return text
+    with explained(text, kind, _NO_FOLDER if kind == "model" else ""):
+        import huggingface_hub as hub  # noqa: PLC0415
+        from huggingface_hub import errors  # noqa: PLC0415
+
+        try:
+            commit = str(hub.HfApi().repo_info(name, revision=revision, repo_type=kind).sha)
+        except (errors.HfHubHTTPError, errors.HFValidationError):
+            raise
+        except (errors.HTTPError, OSError):  # type: ignore[attr-defined]  # nobody answers
+            found = hub.snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True)
+            commit = Path(found).name
+    return f"{name}@{commit}"
+
+
+def download(text: str) -> Path:
+    """The folder of a model's files in the cache, fetched where they are not there yet. ModelError as of `pinned`."""
+    name, revision = parsed(text, "model")
+    with explained(text, "model", _NO_FOLDER):
+        import huggingface_hub as hub  # noqa: PLC0415
+
+        folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"model {text!r} has no safetensors, and no other files of weights are read: take one that has, or convert "
+            "it with transformers' save_pretrained"
+        )
+    return folder
+
+
+def create(name: str, folder: Path, *, public: bool, message: str) -> str:
+    """Put a folder's files into a model's repository, made where there is none; its address.
+
+    It is private unless `public`, and one that was there stays what it was. ModelError where the hub refuses.
+    """
+    with explained(name, "model"):
+        import huggingface_hub as hub  # noqa: PLC0415
+
+        api = hub.HfApi()
+        address = str(api.create_repo(name, private=not public, exist_ok=True))
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+    return address
+
+
+def parsed(text: str, kind: Kind) -> Repository:
+    """The repository of this name. ModelError, or DataError of a dataset, for a text that cannot be one."""
+    found = Repository.of(text)
+    if found is None:
+        refused = ModelError if kind == "model" else DataError
+        raise refused(f"{kind} {text!r} names nothing on the hub: write ORG/NAME, or ORG/NAME@REVISION")
+    return found
+
+
+@contextmanager
+def explained(text: str, kind: Kind, before: str = "") -> Generator[None]:
+    """What the library raises of a repository, in our words: as ModelError, or DataError of a dataset.
+
+    `before`: what to say first.
+    """
+    refused = ModelError if kind == "model" else DataError
+    try:
+        from huggingface_hub import constants, errors  # noqa: PLC0415 -- an extra, and slow to import
+    except ImportError as error:
+        raise refused(f"{kind} {text!r}: the hub needs huggingface_hub: pip install 'meshrl[torch]'") from error
+    where = f"{kind} {text!r}: {before}{constants.ENDPOINT}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/{text.partition('@')[0]}"
+        raise refused(
+            f"{where} gives it to those who accepted its terms: accept them at {page}, then {_LOGIN}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise refused(f"{where} has no such revision of it: give a branch, a tag or a commit that is there") from error
+    except errors.RepositoryNotFoundError as error:
+        raise refused(f"{where} has none of this name that you may see: correct the name, or {_LOGIN}") from error
+    except errors.HfHubHTTPError as error:
+        raise refused(f"{where} refuses: {_first_line(error)}") from error
+    except errors.HFValidationError as error:
+        raise refused(f"{kind} {text!r}: {_first_line(error)}") from error
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+        raise refused(
+            f"{where} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache: fetch them once "
+            f"with a network, `hf download {text.partition('@')[0]}`, or name a folder"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,39 @@
+"""What a run takes from the hub, by the commit that a name means when it starts: on each rank, and in its record."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from meshrl.config import Config
+from meshrl.hub import Kind, Repository, pinned
+from meshrl.roles import ModelConfig, models_of
+from meshrl.run.jobs import Job
+from meshrl.tasks import TaskConfig
+
+C = TypeVar("C", bound=Config)
+R = TypeVar("R", bound=Config)
+
+
+def pin(job: Job[R]) -> Job[R]:
+    """The job with `ORG/NAME@COMMIT` for each model and dataset of the hub. ModelError, DataError as of `pinned`."""
+    config = _pinned(job.config, cache(pinned))
+    if config is job.config:
+        return job
+    return replace(job, config=config, resolved=job.resolved | config.model_dump(mode="json"))
+
+
+def _pinned(config: C, commit: Callable[[str, Kind], str]) -> C:
+    changed: dict[str, object] = {}
+    for name in type(config).model_fields:
+        value: object = getattr(config, name)
+        if isinstance(value, Config) and (new := _pinned(value, commit)) is not value:
+            changed[name] = new
+    if isinstance(config, ModelConfig) and isinstance(model := config.model, str):
+        is_read = models_of(config.backend) != "ignored" and not Path(model).exists()
+        if is_read and Repository.of(model):
+            changed["model"] = commit(model, "model")
+    if isinstance(config, TaskConfig) and config.source.startswith("hf:"):
+        changed["source"] = f"hf:{commit(config.source.removeprefix('hf:'), 'dataset')}"
+    return config.model_copy(update=changed) if changed else config

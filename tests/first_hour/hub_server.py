@@ -1,0 +1,159 @@
+"""A stand-in for the Hugging Face hub: it speaks the part of its HTTP that huggingface_hub asks for."""
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+Files = dict[str, bytes]
+
+
+@dataclass
+class Hub:
+    """What lies on it: files by kind and name, `models/ORG/NAME`, and what was asked."""
+
+    repositories: dict[str, Files] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    private: dict[str, bool] = field(default_factory=dict)
+    """Of those that were made by a client."""
+    asked: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def commit(self, name: str) -> str:
+        """The newest commit of a repository: a hash of what is in it."""
+        files = self.repositories[name]
+        return hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 -- its name there
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        self._get()
+
+    def do_GET(self) -> None:
+        self._get()
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"POST {path}")
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(filter(None, (asked.get("organization") or "me", asked["name"])))
+            self.hub.repositories.setdefault(f"models/{name}", {})
+            self.hub.private[name] = asked.get("private") or asked.get("visibility") == "private"
+            self._json({"url": f"{self.hub.url}/{name}", "name": name})
+        elif path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            files = json.loads(body)["files"]
+            self._json({"files": [{**each, "uploadMode": "regular", "shouldIgnore": False} for each in files]})
+        elif "/commit/" in path:
+            name = path.removeprefix("/api/").partition("/commit/")[0]
+            for line in body.splitlines():
+                each = json.loads(line)
+                if each["key"] == "file":
+                    self.hub.repositories[name][each["value"]["path"]] = base64.b64decode(each["value"]["content"])
+            commit = self.hub.commit(name)
+            self._json(
+                {
+                    "commitOid": commit,
+                    "commitUrl": f"{self.hub.url}/{name.partition(chr(47))[2]}/commit/{commit}",
+                    "success": True,
+                }
+            )
+        else:
+            self._refuse(404, "EntryNotFound")
+
+    def _get(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(f"{self.command} {path}")
+        if path.startswith("/api/"):
+            self._api(path.removeprefix("/api/"))
+            return
+        name, _, inside = path.lstrip("/").partition("/resolve/")
+        name = name if name.startswith("datasets/") else f"models/{name}"
+        revision, _, file = inside.partition("/")
+        if not self._may(name, revision):
+            return
+        content = self.hub.repositories[name].get(file)
+        if content is None:
+            self._refuse(404, "EntryNotFound")
+            return
+        etag = hashlib.sha256(content).hexdigest()
+        self._answer(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": self.hub.commit(name)})
+
+    def _api(self, path: str) -> None:
+        name, _, revision = path.replace("/tree/", "/revision/").partition("/revision/")
+        revision = revision.partition("/")[0] or "main"
+        if not self._may(name, revision):
+            return
+        files = self.hub.repositories[name]
+        listed = [
+            {"type": "file", "path": each, "size": len(content), "oid": hashlib.sha256(content).hexdigest()}
+            for each, content in files.items()
+        ]
+        if "/tree/" in path:
+            self._json(listed)
+            return
+        siblings = [{"rfilename": each} for each in files]
+        own = {"id": name.partition("/")[2], "sha": self.hub.commit(name), "siblings": siblings, "private": False}
+        self._json({**own, "tags": [], "downloads": 0, "likes": 0})
+
+    def _may(self, name: str, revision: str) -> bool:
+        if name not in self.hub.repositories:
+            self._refuse(401, "RepoNotFound")
+        elif name.partition("/")[2] in self.hub.gated:
+            self._refuse(403, "GatedRepo")
+        elif revision not in ("main", self.hub.commit(name)):
+            self._refuse(404, "RevisionNotFound")
+        else:
+            return True
+        return False
+
+    def _refuse(self, status: int, code: str) -> None:
+        self._answer(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+
+    def _json(self, value: object) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        first, last = 0, len(content)
+        if asked := self.headers.get("Range"):
+            start, _, end = asked.removeprefix("bytes=").partition("-")
+            first, last = int(start), min(int(end or last) + 1, last)
+            headers["Content-Range"] = f"bytes {first}-{last - 1}/{len(content)}"
+            status = 206
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(last - first))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content[first:last])
+
+
+@contextmanager
+def serving() -> Generator[Hub]:
+    """A hub on a port of this machine."""
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,159 @@
+"""Models and data by their names on the hub, and a model put there; the hub is a stand-in."""
+
+import json
+import re
+import tomllib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from meshrl import NewModel, PolicyConfig
+from meshrl.tasks import Task, TaskConfig
+from meshrl_torch.policy import TorchPolicy
+from tests.first_hour.hub_server import Hub, serving
+
+Terminal = Callable[..., tuple[int, str, str]]
+
+TABLE = """
+algorithm = "sft"
+steps = 2
+rows = 8
+run.name = "mine"
+task = { source = "hf:org/sums", prompt = "{question}", answer = "{answer}", held_out = 2, held_out_fraction = 0.3 }
+policy.model = "org/tiny"
+sampling.max_tokens = 3
+"""
+NEW = NewModel(characters="0123456789+", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=32)
+NOWHERE = "http://127.0.0.1:9"
+"""Where nobody answers."""
+
+
+def ask(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HF_ENDPOINT does before the libraries are imported, and HF_HUB_OFFLINE=0."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", url)
+
+
+@pytest.fixture
+async def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hub]:
+    """A hub with a model and a dataset, and an empty cache."""
+    await TorchPolicy(PolicyConfig(model=NEW)).save(str(tmp_path / "tiny"))
+    rows = [{"question": f"{one}+{other}", "answer": str(one + other)} for one in range(9) for other in range(9)]
+    with serving() as served:
+        served.repositories["models/org/tiny"] = {
+            each.name: each.read_bytes() for each in (tmp_path / "tiny").iterdir()
+        }
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        card = b"---\nlicense: mit\n---\n"
+        served.repositories["datasets/org/sums"] = {"train.jsonl": lines.encode(), "README.md": card}
+        served.repositories["models/org/kept"] = {}
+        served.gated.add("org/kept")
+        ask(served.url, monkeypatch)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+        yield served
+
+
+def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(
+    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(hub.repositories["datasets/org/sums"]["train.jsonl"])
+    (tmp_path / "mine.toml").write_text(TABLE.replace("hf:org/sums", "rows.jsonl"), "utf-8")
+    commit = hub.commit("models/org/tiny")
+    assert terminal("check", "mine.toml")[0] == 0
+    assert not [each for each in hub.asked if "/resolve/" in each], "no file is fetched to check"
+    status, _, err = terminal("run", "mine.toml")
+    assert status == 0, err
+    recorded = tmp_path / "runs" / "mine" / "config.toml"
+    assert tomllib.loads(recorded.read_text("utf-8"))["policy"]["model"] == f"org/tiny@{commit}"
+
+    hub.repositories["models/org/tiny"]["README.md"] = b"a newer commit"
+    ask(NOWHERE, monkeypatch)
+    status, _, err = terminal("run", str(recorded), "run.name=again")
+    assert status == 0, err
+    models = [AutoModelForCausalLM.from_pretrained(f"runs/{name}/model").state_dict() for name in ("mine", "again")]
+    assert all(bool((tensor == models[1][name]).all()) for name, tensor in models[0].items())
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            "org/none",
+            r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see: correct the name, or log in",
+        ),
+        ("org/kept", r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set HF_TOKEN"),
+        ("org/tiny@v9", "has no such revision of it: give a branch, a tag or a commit that is there"),
+    ],
+)
+def test_a_model_that_is_not_to_be_had(hub: Hub, terminal: Terminal, tmp_path: Path, model: str, says: str) -> None:
+    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+    status, _, err = terminal("check", "mine.toml", f"policy.model={model}", "task.source=meshrl:spell_backward")
+    assert status == 1
+    assert re.search(says, err), err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_network_the_message_says_so(
+    hub: Hub, terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(NOWHERE, monkeypatch)
+    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+    status, _, err = terminal("check", "mine.toml", "task.source=meshrl:spell_backward")
+    assert status == 1
+    assert f"{NOWHERE} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache" in err
+
+
+def test_rows_of_the_hub(hub: Hub, terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+    commit = hub.commit("datasets/org/sums")
+    status, _, err = terminal("run", "mine.toml")
+    assert status == 0, err
+    recorded = tomllib.loads((tmp_path / "runs" / "mine" / "config.toml").read_text("utf-8"))
+    assert recorded["task"]["source"] == f"hf:org/sums@{commit}"
+    task = Task.load(TaskConfig(source=f"hf:org/sums@{commit}", options={"split": "train[:50]"}, held_out=0))
+    assert task.train.objects("prompt")[:2] == ("0+0", "0+1")
+    assert len(task.train) == 50
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("hf:org/none", "{}", "dataset 'org/none': http://.* has none of this name that you may see"),
+        ("hf:org/sums", "{ split = 'test' }", r"dataset 'org/sums': (Unknown|Bad) split"),
+        ("hf:org/sums", "{ name = 'hard' }", "dataset 'org/sums': BuilderConfig 'hard' not found"),
+        ("hf:sums", "{}", "dataset 'sums' names nothing on the hub: write ORG/NAME"),
+    ],
+)
+def test_rows_that_are_not_to_be_had(
+    hub: Hub, terminal: Terminal, tmp_path: Path, source: str, options: str, says: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+    status, _, err = terminal("check", "mine.toml", f"task.source={source}", f"task.options={options}")
+    assert status == 1
+    assert re.search(says, err), err
+
+
+def test_a_trained_model_is_put_there_with_a_card(hub: Hub, terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(TABLE, "utf-8")
+    assert terminal("run", "mine.toml")[0] == 0
+    status, out, err = terminal("push", "mine", "me/better")
+    assert (status, out) == (0, f"wrote {hub.url}/me/better\n"), err
+    files = hub.repositories["models/me/better"]
+    assert files["model.safetensors"] == (tmp_path / "runs/mine/model/model.safetensors").read_bytes()
+    assert hub.private == {"me/better": True}
+    card = files["README.md"].decode()
+    assert "base_model: org/tiny\ndatasets: [org/sums]\n---" in card
+    assert re.search(r"Trained from `org/tiny@\w+` by `sft` with meshrl \S+ on `hf:org/sums@\w+` in 2 steps\.", card)
+    assert "| exact_match |" in card
+    assert str(tmp_path) not in card
+
+    assert terminal("run", "mine.toml", "run.name=next", "policy.model=me/better", "steps=1")[0] == 0
+    status, _, err = terminal("push", "mine", "me/better@v1")
+    assert (status, err) == (1, "error: 'me/better@v1' is no name on the hub: write ORG/NAME\n")
