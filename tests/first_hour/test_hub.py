@@ -86,7 +86,7 @@ def test_a_model_of_the_hub_is_trained_by_the_commit_that_was_there(
     [
         (
             "org/none",
-            r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see: correct the name, or log in",
+            r"model 'org/none': there is no such folder, and http://\S+ has none of this name that you may see",
         ),
         ("org/kept", r"accept them at http://\S+/org/kept, then log in with `hf auth login`, or set HF_TOKEN"),
         ("org/tiny@v9", "has no such revision of it: give a branch, a tag or a commit that is there"),
