@@ -153,8 +153,10 @@ function verdict() {
   return (
     `${words[longest[0]] ?? longest[0]} bounded ${longest[1]} of ${number(steps)} steps. ` +
     `A step took ${seconds(total.seconds / steps)} on average, with ${seconds(total.rollout / steps)} of rollout${scoring} and ` +
-    `${seconds(total.training / steps)} of training; perfectly overlapped it would take ${seconds(ideal)}: ` +
-    `overlap efficiency ${percent(data.efficiency)}.`
+    `${seconds(total.training / steps)} of training; perfectly overlapped it would take ${seconds(ideal)}` +
+    (data.efficiency === null
+      ? ". Nothing is drawn ahead here: rollout and training take turns."
+      : `: overlap efficiency ${percent(data.efficiency)}.`)
   ).replace(/^./, (first) => first.toUpperCase());
 }
 
@@ -196,7 +198,17 @@ function idleSection() {
   );
 }
 
-const CURVE_COLOURS = { reward: "good", loss: "training", kl: "sync", clip_fraction: "wait", staleness: "both" };
+const CURVE_COLOURS = {
+  reward: "good",
+  "eval/reward": "good",
+  "eval/greedy": "good",
+  reference_kl: "sync",
+  kl: "sync",
+  entropy: "both",
+  loss: "training",
+  clip_fraction: "wait",
+  staleness: "both",
+};
 
 function curvesSection() {
   if (!data.curves.length) return null;
@@ -208,7 +220,7 @@ function curvesSection() {
     ? make(
         "details",
         front.length ? {} : { open: "" },
-        make("summary", {}, `${rest.length} more numbers of each step`),
+        make("summary", {}, `${rest.length} more numbers of each step, and those that never change`),
         make("div", { class: "charts" }, ...rest.map(card)),
       )
     : null;
@@ -293,7 +305,7 @@ function configSection() {
     });
   return section(
     "Configuration",
-    "With defaults and overrides in place: `meshrl run config.toml` runs it again.",
+    "With defaults and overrides in place, without the options of other backends: `meshrl run config.toml` runs it again.",
     make("div", { class: "card" }, make("pre", {}, ...lines)),
   );
 }
@@ -301,7 +313,7 @@ function configSection() {
 document
   .getElementById("page")
   .replaceChildren(
-    ...[header, timelineSection, boundSection, idleSection, curvesSection, gaugesSection, samplesSection, configSection]
+    ...[header, curvesSection, timelineSection, boundSection, idleSection, gaugesSection, samplesSection, configSection]
       .map((part) => part())
       .filter(Boolean),
   );

@@ -1,13 +1,17 @@
 """What the page shows, as one plain value that becomes its JSON."""
 
 import math
+import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import tomli_w
 
 from meshrl.events import Delivery, Gauge, Step, Swap
 from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
@@ -25,8 +29,11 @@ SAMPLES = 300
 TEXT = 4000
 """The most characters of a text of a sample."""
 
-_FIRST = ("reward", "loss", "kl", "clip_fraction", "staleness", "entropy")
-"""The curves that stand in front, in this order."""
+_FIRST = (
+    *("reward", "eval/reward", "eval/greedy", "completion_tokens", "reference_kl", "kl", "entropy"),
+    *("loss", "clip_fraction", "staleness"),
+)
+"""The curves that stand in front, in this order: what tells of learning, then what tells of the updates."""
 _NO_CURVES = {"step", "seconds"}
 
 
@@ -86,6 +93,7 @@ class Content:
     swaps: list[tuple[float, int]]
     total: Share | None
     efficiency: float | None
+    """Of a run whose rollouts are drawn ahead."""
     busy: dict[str, float]
     """The mean share of each side's ranks that ran it."""
     bound: dict[str, int]
@@ -114,7 +122,9 @@ def make_content(record: Record) -> Content:
     steps = [event for event in events if isinstance(event, Step)]
     known = bool(lanes) and bool(steps)
     deliveries = [event for event in events if isinstance(event, Delivery)]
+    table = _table(record.config)
     curves = _curves(record.metrics, notes) + _curves(record.evaluations, notes)
+    front = sorted(filter(_is_in_front, curves), key=lambda curve: _FIRST.index(curve.name))
     return Content(
         name=record.name,
         status=str(record.summary.get("status", "not ended")),
@@ -127,19 +137,44 @@ def make_content(record: Record) -> Content:
         steps=[(each.step, rounded(each.began), rounded(each.ended)) for each in steps],
         swaps=[(rounded(event.ended), event.version) for event in events if isinstance(event, Swap)],
         total=shares.total if known else None,
-        efficiency=shares.efficiency if known else None,
+        efficiency=shares.efficiency if known and table.get("ahead") else None,
         busy={str(of): share for of, share in shares.busy.items()} if known else {},
         bound=dict(Counter(step.bound for step in shares.steps)),
         bounds=_bounds(shares, notes) if known else None,
         idle=[_idle_row(each) for each in idle[:RANKS]],
-        curves=curves,
-        front=sum(curve.name in _FIRST for curve in curves),
+        curves=[*front, *(curve for curve in curves if curve not in front)],
+        front=len(front),
         gauges=_gauges([event for event in events if isinstance(event, Gauge)]),
         staleness=_staleness(deliveries),
         dropped=dict(sum((Counter(each.dropped) for each in deliveries), Counter())),
         samples=_samples(record.samples, notes),
-        config=record.config,
+        config=tomli_w.dumps(_used(table)) if table else record.config,
     )
+
+
+def _table(config: str) -> dict[str, object]:
+    """The configuration; an empty table where it cannot be read."""
+    try:
+        return tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _used(table: Mapping[str, object]) -> dict[str, object]:
+    """What a table says that matters: no empty tables, and of a role none of another backend's."""
+    others = entry_points(group="meshrl.backends").names - {table.get("backend")} if "backend" in table else set[str]()
+    found: dict[str, object] = {}
+    for key, value in table.items():
+        kept = _used(cast("Mapping[str, object]", value)) if isinstance(value, dict) else value
+        if kept != {} and key not in others:
+            found[key] = kept
+    return found
+
+
+def _is_in_front(curve: Curve) -> bool:
+    """Whether people look at it first, and it changes."""
+    there = [value for value in curve.y if value is not None]
+    return curve.name in _FIRST and (len(there) < 2 or len(set(there)) > 1)
 
 
 def _so_far(record: Record) -> Line:
@@ -184,16 +219,12 @@ def _idle_row(each: Idleness) -> IdleRow:
 
 
 def _curves(metrics: Sequence[Line], notes: list[str]) -> list[Curve]:
-    """A curve for each number that the steps have, those that people look at first in front."""
+    """A curve for each number that the steps have."""
     names = list(dict.fromkeys(name for line in metrics for name in line if name not in _NO_CURVES))
-    front = [name for name in _FIRST if name in names]
     if len(metrics) > POINTS:
         notes.append(f"Curves have {POINTS:,} points for {len(metrics):,} steps, each a mean of neighbours.")
     steps = _numbers([line.get("step") for line in metrics])
-    return [
-        _curve(name, steps, _numbers([line.get(name) for line in metrics]))
-        for name in [*front, *(name for name in names if name not in front)]
-    ]
+    return [_curve(name, steps, _numbers([line.get(name) for line in metrics])) for name in names]
 
 
 def _numbers(values: Sequence[object]) -> npt.NDArray[np.float64]:
