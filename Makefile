@@ -34,7 +34,7 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup  ## the tests
-	$(TESTS) --ignore tests/attack
+	$(TESTS) --ignore tests/attack --ignore tests/vllm
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
 	$(TESTS) tests/attack
