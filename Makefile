@@ -6,8 +6,9 @@ BIN := .venv/bin
 ENGINE ?= local
 PIP := -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' requirements.txt)
-# In three processes, of which one has all tests that need a cluster, in the order of tests/conftest.py.
-TESTS := $(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder
+# In two processes, of which one has all tests that need a cluster, in the order of tests/conftest.py. Threads that wait
+# for others leave the cores to those that work.
+TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # What needs neither a process, a model nor the third-party packages of a backend.
 CORE := $(addprefix tests/,mesh data weights roles run report simulation testing rollout)
 FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks \

@@ -205,7 +205,7 @@ async def test_folders_that_are_no_model(folder: Path, spoil: Callable[[Path], N
     ("name", "text"),
     [
         ("nowhere", "nowhere does not exist"),
-        ("HuggingFaceTB/SmolLM2-135M", "Nothing is downloaded: give a folder on this machine"),
+        ("HuggingFaceTB/SmolLM2-135M", "there is no such folder, and .* the files are not in the cache"),
         ("package:meshrl", "write package:NAME/FILE"),
         ("package:no_such_package/a.gguf", "no package 'no_such_package' is installed"),
         ("package:meshrl/a.gguf", "package 'meshrl' has no 'a.gguf'; it has no GGUF file"),
