@@ -1,5 +1,6 @@
 """A repository of the hub, `ORG/NAME` or `ORG/NAME@REVISION`: its newest commit, its files, and a new one."""
 
+import errno
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ HUB_ID: Final = r"\w[\w.-]*/[\w.-]+(@.+)?(?<!\.gguf)"
 
 _NO_FOLDER: Final = "there is no such folder, and "
 _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
+_OF_DISKS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Of a model: weights and tokenizers. Nothing that would be unpickled or run."""
@@ -123,6 +125,8 @@ def explained(text: str, kind: Kind, before: str = "") -> Generator[None]:
     except errors.HFValidationError as error:
         raise refused(f"{kind} {text!r}: {_first_line(error)}") from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
+        if getattr(error, "errno", None) in _OF_DISKS:
+            raise refused(f"{where}: its files cannot be kept in {constants.HF_HUB_CACHE}: {error}") from error
         raise refused(
             f"{where} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache: fetch them once "
             f"with a network, `hf download {text.partition('@')[0]}`, or name a folder"

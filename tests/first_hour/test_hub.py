@@ -1,5 +1,6 @@
 """Models and data by their names on the hub, and a model put there; the hub is a stand-in."""
 
+import errno
 import json
 import re
 import tomllib
@@ -11,6 +12,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from meshrl import NewModel, PolicyConfig
+from meshrl.errors import ModelError
+from meshrl.hub import download
 from meshrl.tasks import Task, TaskConfig
 from meshrl_torch.policy import TorchPolicy
 from tests.first_hour.hub_server import Hub, serving
@@ -108,6 +111,15 @@ def test_without_a_network_the_message_says_so(
     status, _, err = terminal("check", "mine.toml", "task.source=meshrl:spell_backward")
     assert status == 1
     assert f"{NOWHERE} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache" in err
+
+
+def test_a_cache_that_is_full_is_no_missing_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(ModelError, match=r"its files cannot be kept in /.*/cache: .*No space left on device"):
+        download("org/tiny")
 
 
 def test_rows_of_the_hub(hub: Hub, terminal: Terminal, tmp_path: Path) -> None:
