@@ -1,0 +1,53 @@
+"""The page of a first run: learning first, and nothing that says nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.events import Event, Span, Step
+from meshrl.report.content import make_content
+from meshrl.report.reading import Record
+
+CONFIG = """
+algorithm = "grpo"
+ahead = 0
+
+[policy]
+backend = "torch"
+
+[policy.fsdp]
+replicate = 1
+
+[sampler.vllm]
+"""
+EVENTS: list[Event] = [
+    Span(1, "main", 0, "Sampler", "generate", 0, 2),
+    Span(2, "main", 0, "Policy", "update", 2, 5),
+    Step(0, 0, 6),
+]
+
+
+def record(config: str = CONFIG) -> Record:
+    lines: list[dict[str, object]] = [
+        {"step": step, "loss": -step, "lr": 1.0, "kl": 0.0, "reward": step / 3, "entropy": 2.0 - step}
+        for step in range(3)
+    ]
+    evaluations: list[dict[str, object]] = [{"step": step, "eval/greedy": step / 4} for step in (0, 2)]
+    return Record(Path("mine"), metrics=lines, evaluations=evaluations, events=EVENTS, config=config)
+
+
+def test_what_tells_of_learning_stands_in_front_and_what_never_changes_does_not() -> None:
+    content = make_content(record())
+    names = [curve.name for curve in content.curves]
+    assert names[: content.front] == ["reward", "eval/greedy", "entropy", "loss"]
+    assert names[content.front :] == ["lr", "kl"]
+
+
+def test_overlap_is_told_where_something_overlaps() -> None:
+    assert make_content(record()).efficiency is None
+    assert make_content(record(CONFIG.replace("ahead = 0", "ahead = 1"))).efficiency == pytest.approx(3 / 6)
+
+
+def test_the_configuration_is_without_empty_tables_and_other_backends() -> None:
+    assert make_content(record()).config == 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
+    assert make_content(record("no TOML")).config == "no TOML"
