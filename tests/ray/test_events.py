@@ -1,6 +1,7 @@
 """Events of ranks that are processes: measured there, on the clock of the caller."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,16 +19,16 @@ from tests.ray.conftest import NO_CORE
 
 
 class Clocked(Actor):
-    """Tells its loop's time."""
+    """Tells the clock of its machine."""
 
     @endpoint
     async def now(self) -> Gather[NDArray[np.float64]]:
-        return np.array([asyncio.get_running_loop().time()])
+        return np.array([time.monotonic()])
 
     @endpoint
     async def times(self, count: int) -> AsyncIterator[Gather[NDArray[np.float64]]]:
         for _ in range(count):
-            yield np.array([asyncio.get_running_loop().time()])
+            yield np.array([time.monotonic()])
 
     @endpoint
     async def fail(self) -> None:
