@@ -1,6 +1,7 @@
 """What is done to all columns of a batch at once, whether their values are here or lie elsewhere."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -163,20 +164,21 @@ def _is_larger(column: Column, limit: int) -> bool:
     if not isinstance(column, tuple):
         return column.nbytes > limit
     total = 0
-    left: list[Iterable[object]] = [column]
-    while left:  # to the end only where it is small
-        for value in left.pop():
-            kind = type(value)
-            if kind is str or kind is bytes:
-                total += len(cast("str | bytes", value))
-            elif kind is int or kind is float or value is None:
-                total += 8
-            elif isinstance(value, Mapping):
-                left.append(cast("Mapping[object, object]", value).values())
-            elif isinstance(value, list | tuple):
-                left.append(cast("Sequence[object]", value))
-            else:
-                total += 8
-        if total > limit:
-            return True
-    return False
+    level: Sequence[object] = column
+    while level:  # the values, then those inside of them: as far as it is small
+        kinds_of = set(map(type, level))
+        texts = level if kinds_of == {str} else [value for value in level if type(value) is str or type(value) is bytes]
+        total += sum(map(len, cast("Sequence[str | bytes]", texts))) + 8 * (len(level) - len(texts))
+        if total > limit or kinds_of <= kinds.SCALARS:
+            break
+        if kinds_of == {dict}:
+            level = list(chain.from_iterable(map(dict.values, cast("Sequence[dict[object, object]]", level))))
+        else:
+            level = list(chain.from_iterable(map(_inside, level)))
+    return total > limit
+
+
+def _inside(value: object) -> Iterable[object]:
+    if isinstance(value, dict | Mapping):  # of dict a quick look
+        return cast("Mapping[object, object]", value).values()
+    return cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -20,7 +21,7 @@ ColumnLike: TypeAlias = Array | Ragged | Sequence[object]
 
 TOKEN_COLUMNS = {"tokens": "int32", "loss_mask": "bool", "sampler_logprobs": "float32", "versions": "int32"}
 ROW_COLUMNS = {"rewards": "float32", "groups": "int64"}
-_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def taken(name: str, column: ColumnLike) -> Column:
@@ -158,18 +159,18 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
 
 def private(column: Column) -> Column:
     """The column, with copies of the Python values that can be written (dicts, lists); arrays are frozen."""
-    if not isinstance(column, tuple) or _SCALARS.issuperset(map(type, column)):
+    if not isinstance(column, tuple) or SCALARS.issuperset(map(type, column)):
         return column
+    if set(map(type, column)) == {dict}:
+        tables = cast("tuple[dict[object, object], ...]", column)
+        if SCALARS.issuperset(map(type, chain.from_iterable(map(dict.values, tables)))):
+            return tuple(map(dict.copy, tables))
     return tuple([_private(value) for value in column])
 
 
 def _private(value: object) -> object:
     if type(value) is dict:
-        copied = value.copy()
-        for key, item in value.items():
-            if type(item) not in _SCALARS:
-                copied[key] = _private(item)
-        return copied
+        return {key: _private(item) for key, item in value.items()}
     if type(value) is list:
         return [_private(item) for item in value]
-    return value if type(value) in _SCALARS else copy.deepcopy(value)
+    return value if type(value) in SCALARS else copy.deepcopy(value)

@@ -120,7 +120,9 @@ def first_row(config: TaskConfig) -> tuple[str, str, Row]:
 def fill(template: str, row: Mapping[str, object], where: str) -> str:
     """The template with the row's values in it."""
     try:
-        return _FORMATTER.vformat(template, (), row)
+        if (pieces := _pieces(template)) is None:
+            return _FORMATTER.vformat(template, (), row)
+        return "".join([f"{text}{'' if key is None or (value := row[key]) is None else value}" for text, key in pieces])
     except KeyError as error:
         key = str(error.args[0])
         hint = did_you_mean(key, row) or f"it has {', '.join(map(repr, row))}"
@@ -149,6 +151,14 @@ def _parsed(template: str) -> Sequence[_Piece]:
 
 
 _FORMATTER = _Template()
+
+
+@cache
+def _pieces(template: str) -> Sequence[tuple[str, str | None]] | None:
+    """Texts and the key after each, of a template that has keys alone: most of them, and these are quick to fill."""
+    pieces = _parsed(template)
+    is_plain = all(key is None or (key.isidentifier() and not form and not convert) for _, key, form, convert in pieces)
+    return [(text, key) for text, key, _, _ in pieces] if is_plain else None
 
 
 def _place(prompt: str) -> float:
