@@ -12,7 +12,7 @@ HOUSE = ROOT / "meshrl"
 ROOMS = (
     ("config",),
     ("hub", "mesh", "report"),
-    ("data",),
+    ("data", "trackers"),
     ("engines", "weights", "losses", "objectives", "tasks"),
     ("roles",),
     ("rewards", "rollout"),

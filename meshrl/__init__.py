@@ -132,6 +132,7 @@ from meshrl.tasks import (
     mismatched,
     rejected_answers,
 )
+from meshrl.trackers import TrackedRun, Tracker
 from meshrl.weights import Weights
 
 __all__ = [
@@ -219,6 +220,8 @@ __all__ = [
     "Task",
     "TaskConfig",
     "TeacherConfig",
+    "TrackedRun",
+    "Tracker",
     "Trained",
     "ValueLoss",
     "Weights",

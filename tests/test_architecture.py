@@ -23,6 +23,7 @@ ROOMS = {
     "hub": "",
     "mesh": "",
     "report": "",
+    "trackers": "report",
     "data": "mesh",
     "engines": "mesh data",
     "weights": "mesh data",
@@ -33,7 +34,7 @@ ROOMS = {
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
     "environments": "mesh data weights tasks roles rewards",
-    "run": "hub mesh data engines losses tasks roles rewards rollout environments",
+    "run": "hub trackers mesh data engines losses tasks roles rewards rollout environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
     "simulation": "mesh data engines weights losses objectives roles run report",
     "testing": (

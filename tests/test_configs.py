@@ -34,7 +34,7 @@ def saved_models(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_is_right(name: str) -> None:
     job = load_job(CONFIGS[name], [], RunConfig)
-    assert find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()}) == []
+    assert find_mistakes(job.config, job.run) == []
     task: object = vars(job.config)["task"]
     assert isinstance(task, TaskConfig)
     assert held_out(task.model_dump_json()) == task.held_out

@@ -93,6 +93,8 @@ PUBLIC = [
     "Task",
     "TaskConfig",
     "TeacherConfig",
+    "TrackedRun",
+    "Tracker",
     "Trained",
     "CollectiveActor",
     "ValueLoss",

@@ -117,7 +117,7 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
     """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong."""
     given = settings(config, overrides)
     job = load_job(find_config(config), given, RunConfig)
-    mistakes = find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()})
+    mistakes = find_mistakes(job.config, job.run)
     if mistakes:
         raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in mistakes]))
     for doubt in find_doubts(job.config):

@@ -32,8 +32,10 @@ from meshrl.roles import (
     place_of,
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
+from meshrl.run.config import RunConfig
 from meshrl.run.new import writer_of
 from meshrl.tasks import TaskConfig, first_row
+from meshrl.trackers import make_tracker
 from meshrl.user_code import where_raised
 
 _PATIENCE: Final = 10.0
@@ -41,16 +43,17 @@ _PATIENCE: Final = 10.0
 _TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 
 
-def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> list[str]:
+def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
     A task's source must exist and its first row fit the templates, a reward function must import and not raise on that
     row, a backend be installed and have the role, a model's folder or file be there, or a model of its name on the hub,
-    with a template where it chats and room for `sampling.max_tokens`, a teacher have the policy's tokens. Of `meshes`,
-    the ranks of each by its name, each must be named by a role, and a role's axes fit its own; one that is not there
-    has one rank.
+    with a template where it chats and room for `sampling.max_tokens`, a teacher have the policy's tokens. Each mesh of
+    `run` must be named by a role, and a role's axes fit its own; one that is not there has one rank. Its trackers must
+    be installed, and ready to take a run.
     """
-    meshes = meshes or {}
+    run = run or RunConfig()
+    meshes = {name: mesh.ranks for name, mesh in run.meshes.items()}
     mistakes: list[str] = []
     policy = getattr(config, "policy", None)
     weights = [getattr(table, key) for _, table in _tables(config) for key in type(table).model_fields if key == "kl"]
@@ -73,6 +76,11 @@ def find_mistakes(config: Config, meshes: Mapping[str, int] | None = None) -> li
         if mesh not in named:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
             mistakes.append(f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}")
+    for name in run.trackers:
+        try:
+            make_tracker(name)
+        except ConfigError as error:
+            mistakes.append(str(error))
     return mistakes
 
 
@@ -205,11 +213,13 @@ def _checks(
     table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int], sampling: Sampling | None, *, compares: bool
 ) -> Iterator[Callable[[], object]]:
     """`compares`: whether a reference is read, for it is not where each weight of a KL penalty is 0."""
-    shared = policy.model if policy and table is not policy else None  # a role with the policy's model is told there
+    is_read = compares or type(table) is not ReferenceConfig
+    # A role with the policy's model is told there, where that is read.
+    is_told = policy and table is not policy and (_models(policy) != "ignored" or not is_read)
+    shared = policy.model if policy and is_told else None
     if isinstance(table, TaskConfig):
         yield lambda: first_row(table)
     if isinstance(table, RoleConfig):
-        is_read = compares or type(table) is not ReferenceConfig
         yield lambda: _check_backend(table, is_read=is_read)
         yield lambda: check_axes(table, meshes.get(table.mesh, 1))
     if isinstance(table, TeacherConfig) and policy:
@@ -219,14 +229,10 @@ def _checks(
             yield partial(load_function, function)
     if isinstance(table, EnvironmentConfig) and _models(table) == "none":
         yield lambda: load_environment(table)
-    if (
-        isinstance(table, ModelConfig)
-        and isinstance(model := table.model, str)
-        and _models(table) != "ignored"
-        and model != shared
-    ):
-        yield lambda: check_model(model)
     if isinstance(table, ModelConfig) and _models(table) != "ignored":
+        model = table.model
+        if isinstance(model, str) and model != shared:
+            yield lambda: check_model(model)
         yield lambda: check_chat(table)
         if isinstance(table, SamplerConfig) and sampling:
             yield lambda: check_room(table, sampling)

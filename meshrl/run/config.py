@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from meshrl.config import Config, PathIn
 from meshrl.mesh import INLINE_BYTES, Resources
 from meshrl.roles import Shape
+from meshrl.user_code import CODE
 
 
 class MeshConfig(Resources):
@@ -48,6 +49,11 @@ class RunConfig(Config):
     """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
     slow_after: float = Field(default=60.0, gt=0)
     """Seconds after which a line says which call is still running, and on which rank."""
+    log: Annotated[str, CODE] | list[Annotated[str, CODE]] = "tensorboard"
+    """The trackers that are told numbers, samples and the report, one or a list: `tensorboard`, `wandb`, `mlflow`,
+    `trackio`, and those of one's own, `file.py:Name` (`meshrl.Tracker`)."""
+    project: str | None = None
+    """What the run is filed under there; without it what the tracker's own environment variable says, or `meshrl`."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
     checkpoint_every: int | None = Field(default=None, ge=1)
@@ -58,6 +64,11 @@ class RunConfig(Config):
     """Train on while a checkpoint is written: steps wait for copies of the state alone."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
+
+    @property
+    def trackers(self) -> list[str]:
+        """Those of `log`."""
+        return [self.log] if isinstance(self.log, str) else self.log
 
     @model_validator(mode="after")
     def _engine_has_what_meshes_ask_for(self) -> Self:

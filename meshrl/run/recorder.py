@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from importlib import import_module
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO, Self, cast
@@ -20,6 +18,7 @@ from meshrl.errors import DataError, described
 from meshrl.events import clock
 from meshrl.run.folder import beginning, cut, take
 from meshrl.tasks import StepAccount
+from meshrl.trackers import Trackers
 
 if TYPE_CHECKING:
     from meshrl.run.progress import Progress
@@ -47,7 +46,6 @@ class Recorder:
     config.toml     the resolved configuration
     metrics.jsonl   an object a step: `step`, `seconds` since the start, and the step's numbers
     evaluations.jsonl   an object an evaluation beside the steps: `step`, as many as were done when it began, and so on
-    events.out.*    the same numbers for TensorBoard
     groups.jsonl    a `StepAccount` a step: what became of which prompts; `meshrl audit` reads it
     samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
     summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
@@ -59,13 +57,15 @@ class Recorder:
         resolved: Mapping[str, object],
         goes_on: Mapping[str, int] | None = None,
         check: Callable[[], None] = lambda: None,
+        trackers: Trackers | None = None,
     ) -> None:
         """Open a run's folder.
 
         `goes_on`: what `sizes` told when the checkpoint was written that the run goes on from; empty where the run
         begins again in the folder of an attempt that had none; None for a new folder. `check`: raises where the folder
-        is another run's.
+        is another run's. `trackers`: are told the numbers and samples too, once the folder is the run's own.
         """
+        self._trackers = trackers or Trackers(())
         self._place = folder
         self.folder = beginning(folder) if goes_on is None else folder
         """Where the files are now."""
@@ -76,20 +76,20 @@ class Recorder:
         if goes_on is not None:
             cut(folder, goes_on, _GROWING)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(tomli_w.dumps(_without_none(resolved)), "utf-8")
+        self._resolved = _without_none(resolved)
+        (folder / "config.toml").write_text(tomli_w.dumps(self._resolved), "utf-8")
         self._earlier = 0.0
         """Seconds until the checkpoint."""
         self._steps = 0
         self._tokens = 0.0
         self._rewards: list[float] = []
         self._extra: dict[str, object] = {}
-        begins = self._recall()
+        self._begins = self._recall()
         self._progress: Progress | None = None
         with ExitStack() as opened:  # closed where one that follows fails
             self._metrics, self._samples, self._groups = (
                 opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
             )
-            self._events = opened.enter_context(closing(_Events(folder, begins)))
             self._part = opened.enter_context((folder / _PART).open("wb", buffering=0))
             self._part.write(b" " * _RESERVED)
             opened.pop_all()
@@ -100,6 +100,7 @@ class Recorder:
             self._check()
             take(self._place, self.folder)
             self.folder = self._place
+        self._trackers.begin(self.folder, self._resolved, self._begins)
 
     def _stay(self) -> None:
         """Leave the files of a run that has made no step where they are."""
@@ -121,7 +122,7 @@ class Recorder:
         self._check()
         numbers = {name: float(value) for name, value in values.items()}
         _line(self._metrics, {"step": step, "seconds": round(self._seconds, 4), **numbers})
-        self._events.write(step, numbers)
+        self._trackers.metrics(step, numbers)
         self._count(numbers)
         if self._progress:
             self._progress.show(numbers)
@@ -137,7 +138,7 @@ class Recorder:
         numbers = {name: float(value) for name, value in values.items()}
         with (self.folder / _EVALUATIONS).open("ab") as file:
             _line(file, {"step": step, "seconds": round(self._seconds, 4), **numbers})
-        self._events.write(step, numbers)
+        self._trackers.metrics(step, numbers)
 
     async def samples(self, step: int, batch: Batch) -> None:
         """Write some rows of a batch, evenly spread over it."""
@@ -148,8 +149,10 @@ class Recorder:
         columns: dict[str, Sequence[object]] = {name: some.objects(name) for name in texts}
         if "rewards" in some:
             columns["reward"] = some.rewards.tolist()
-        for index in range(len(some)):
-            _line(self._samples, {"step": step, **{name: column[index] for name, column in columns.items()}})
+        rows = [{name: column[index] for name, column in columns.items()} for index in range(len(some))]
+        for row in rows:
+            _line(self._samples, {"step": step, **row})
+        self._trackers.samples(step, rows)
 
     def sizes(self) -> Mapping[str, int]:
         """The bytes of the files that grow, which the disk has from here on."""
@@ -179,7 +182,7 @@ class Recorder:
             ends.callback(self._stay)
             ends.callback(self._part.close)
             ends.push(lambda *raised: self._write_summary(raised[1] if error is None else error))
-            for file in (self._events, self._samples, self._metrics, self._groups):
+            for file in (self._samples, self._metrics, self._groups):
                 ends.callback(file.close)
             if error is None:
                 self.settle()
@@ -197,8 +200,19 @@ class Recorder:
         return True
 
     def _write_summary(self, error: BaseException | None) -> None:
-        if not self._is_own(error):
-            return
+        summary = self._summarise(error)
+        folder = None
+        try:
+            if self._is_own(error):
+                self._part.seek(0)
+                self._part.write(msgspec.json.format(_encode(summary), indent=2) + b"\n")
+                self._part.truncate()
+                (self.folder / _PART).replace(self.folder / "summary.json")
+                folder = self.folder
+        finally:
+            self._trackers.end(folder, summary)
+
+    def _summarise(self, error: BaseException | None) -> dict[str, object]:
         summary: dict[str, object] = {
             "status": _status(error),
             "steps": self._steps,
@@ -210,11 +224,7 @@ class Recorder:
         }
         if error is not None:
             summary["error"] = described(error)
-        content = msgspec.json.format(_encode(summary), indent=2) + b"\n"
-        self._part.seek(0)
-        self._part.write(content)
-        self._part.truncate()
-        (self.folder / _PART).replace(self.folder / "summary.json")
+        return summary
 
     def __enter__(self) -> Self:
         return self
@@ -259,38 +269,6 @@ class Recorder:
         if self._progress:
             self._progress.close()
             self._progress = None
-
-
-class _Events:
-    """A TensorBoard event file, through the tensorboard package alone."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        """`step`: the first that is to come. Where it is not 0, readers forget what earlier files say of later ones."""
-        # Not at the top of the file: `import meshrl` should not wait for them. They carry no types.
-        self._event = import_module("tensorboard.compat.proto.event_pb2").Event
-        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        records = import_module("tensorboard.summary.writer.record_writer").RecordWriter
-        # TensorBoard knows a file of events by `tfevents` in its name.
-        self._file = (folder / f"events.out.tfevents.{time.time_ns()}.{os.getpid()}").open("wb")
-        self._records = records(self._file)
-        with ExitStack() as opened:
-            opened.callback(self._file.close)
-            self._add(file_version="brain.Event:2")
-            if step:
-                started = import_module("tensorboard.compat.proto.event_pb2").SessionLog
-                self._add(step=step, session_log=started(status=started.START))
-            opened.pop_all()
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add(step=step, summary=self._summary(value=values))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _add(self, **fields: object) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-        self._file.flush()
 
 
 def _status(error: BaseException | None) -> str:

@@ -27,6 +27,7 @@ from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder
 from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
+from meshrl.trackers import Trackers
 
 R = TypeVar("R")
 
@@ -99,6 +100,7 @@ class Run:
     def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
         """Read what is in the folder, and make it this run's."""
         config, check = self.config, self._lock.check
+        trackers = Trackers(config.trackers, config.project)
         # Before the recorder makes room for the folder, which may be the same.
         self._replayed = read_schedule(Path(config.replay)) if config.replay else None
         self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume, check)
@@ -109,7 +111,7 @@ class Run:
                 log.warning(told)
         else:
             goes_on = {} if config.resume and was_cut_short(folder) else None
-        self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check)
+        self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
 
     @property
     def folder(self) -> Path:

@@ -113,7 +113,7 @@ def _table(model: str | Path | NewModel, rows: Path, reward: object, settings: M
 
 def _check(job: Job[RunConfig]) -> None:
     """ConfigError with what `meshrl check` finds wrong."""
-    if mistakes := find_mistakes(job.config, {name: mesh.ranks for name, mesh in job.run.meshes.items()}):
+    if mistakes := find_mistakes(job.config, job.run):
         raise ConfigError(as_list([f"{_SOURCE}: {mistake}" for mistake in mistakes]))
 
 

@@ -86,3 +86,16 @@ def test_a_reward_that_raises_on_the_tasks_row(mine: Path, capsys: pytest.Captur
 def test_a_reward_that_judges_some(mine: Path, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     (mine.parent / "mine.py").write_text(code, "utf-8")
     assert not told(capsys, mine)
+
+
+def test_a_model_that_one_role_reads_is_told_though_the_policy_is_a_fake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fakes = [f"{role}.backend=fake" for role in ("policy", "sampler", "reward")]
+    with pytest.raises(SystemExit):
+        main(["check", "online_dpo/quickstart", *fakes])
+    assert "reference: model" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "online_dpo/quickstart", *fakes, "reference.backend=fake"])
+    assert not leaving.value.code

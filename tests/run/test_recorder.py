@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from meshrl import Batch, Metrics, Ragged, Run, RunConfig
 from meshrl.run.recorder import Recorder
+from meshrl.trackers import Trackers
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -66,7 +67,7 @@ def test_the_resolved_configuration_can_be_run_again(tmp_path: Path) -> None:
 
 
 def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
-    with Recorder(tmp_path / "mine", {}) as recorder:
+    with Recorder(tmp_path / "mine", {}, trackers=Trackers(["tensorboard"])) as recorder:
         recorder.step(0, {"loss": 2.0})
         recorder.step(1, {"loss": 1.0})
     (path,) = (tmp_path / "mine").glob("*tfevents*")

@@ -1,0 +1,125 @@
+"""Tells trackers of a run, each on its own thread: a tracker that is slow or broken costs the run nothing."""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Final
+
+from meshrl import log
+from meshrl.errors import described
+from meshrl.report import read_run, render
+from meshrl.trackers.base import TrackedRun, Tracker
+from meshrl.trackers.registry import make_tracker
+
+_ID: Final = "run_id"
+_MOST: Final = 10_000
+"""Messages that may wait for a tracker."""
+_PATIENCE: Final = 120.0
+"""Seconds that a run waits, at its end, for a tracker to take the rest."""
+
+
+class Trackers:
+    """All the trackers of a run. What they are told before it has its folder waits until `begin`."""
+
+    def __init__(self, names: Sequence[str], project: str | None = None) -> None:
+        """`names`: as in `run.log`; `project`: as `run.project`. ConfigError where one cannot be made."""
+        self._project = project
+        self._queues = [_Queue(name, make_tracker(name)) for name in names]
+        self._begun = False
+
+    def begin(self, folder: Path, config: Mapping[str, object], first_step: int) -> None:
+        """The run has its folder; a second call does nothing."""
+        if self._begun or not self._queues:
+            return
+        self._begun = True
+        known = folder / _ID
+        goes_on = known.is_file()
+        if not goes_on:
+            known.write_text(uuid.uuid4().hex[:16] + "\n", "utf-8")
+        name = known.read_text("utf-8").strip()
+        run = TrackedRun(name, folder.name, self._project, folder, config, first_step, goes_on)
+        for queue in self._queues:
+            queue.start(run)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of a step or an evaluation."""
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.metrics, step, values))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Some rows of a step's batch."""
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.samples, step, rows))
+
+    def end(self, folder: Path | None, summary: Mapping[str, object]) -> None:
+        """The run is over, and its files are written; None where the folder is another run's by now.
+
+        Waits until the trackers have taken all. Where the run never had its folder, they were told nothing.
+        """
+        if not self._begun:
+            return
+        wanted = any(queue.tracker.wants_report for queue in self._queues)
+        report = _report(folder) if wanted and folder else None
+        for queue in self._queues:
+            queue.put(partial(queue.tracker.end, summary, report if queue.tracker.wants_report else None))
+        for queue in self._queues:
+            queue.close()
+
+
+class _Queue:
+    """What one tracker is told, in order."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self._name = name
+        self._queue = Queue[Callable[[], None] | None](_MOST)
+        self._broken = False
+        self._thread: Thread | None = None
+
+    def start(self, run: TrackedRun) -> None:
+        begin = partial(self.tracker.begin, run)
+        self._thread = Thread(target=self._deliver, args=(begin,), name=f"tracker {self._name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Callable[[], None]) -> None:
+        if self._broken:
+            return
+        try:
+            self._queue.put_nowait(message)
+        except Full:
+            self._give_up(f"{_MOST} messages wait for it")
+
+    def close(self) -> None:
+        """Wait until everything is taken, for a while."""
+        if self._thread and not self._broken:
+            self._queue.put(None)
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive():
+                self._give_up(f"it has not taken everything within {_PATIENCE:g} s")
+
+    def _deliver(self, begin: Callable[[], None]) -> None:
+        message: Callable[[], None] | None = begin
+        while message is not None and not self._broken:
+            try:
+                message()
+            except Exception as error:  # noqa: BLE001 -- a library or a user's code may raise anything
+                self._give_up(described(error))
+                return
+            message = self._queue.get()
+
+    def _give_up(self, why: str) -> None:
+        self._broken = True
+        log.warning(f"the tracker {self._name} gets nothing more of this run, whose folder has everything: {why}")
+
+
+def _report(folder: Path) -> Path | None:
+    file = folder / "report.html"
+    try:
+        file.write_text(render(read_run(folder)), "utf-8")
+    except Exception as error:  # noqa: BLE001 -- the run has ended well, and does not fail by a page about it
+        log.warning(f"{folder}: no report could be made for the trackers: {described(error)}")
+        return None
+    return file

@@ -1,0 +1,73 @@
+"""MLflow, through its own client: MLFLOW_TRACKING_URI and its other variables act as they do there."""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Final, cast
+
+import tomli_w
+
+from meshrl.trackers.base import TrackedRun, Tracker
+
+_TAG: Final = "meshrl.run"
+_NOT_TAKEN: Final = re.compile(r"[^\w\-. :/]")
+"""What a metric's name may not hold: `eval/pass@1` is `eval/pass_1` there."""
+_LONGEST: Final = 500
+"""Characters of a parameter that each of MLflow's stores takes."""
+_ENDS: Final = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class Mlflow(Tracker):
+    """A run there: parameters, metrics, `samples.json`, `config.toml` and `report.html` as artifacts."""
+
+    wants_report = True
+
+    def __init__(self) -> None:
+        self._client = import_module("mlflow").MlflowClient()
+        self._entities = import_module("mlflow.entities")
+
+    def begin(self, run: TrackedRun) -> None:
+        """Open the run there, or go on with it."""
+        name = run.project_by("MLFLOW_EXPERIMENT_NAME")
+        experiment = self._client.get_experiment_by_name(name)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        known = self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'") if run.goes_on else []
+        there = known[0] if known else self._client.create_run(place, run_name=run.name, tags={_TAG: run.id})
+        self._id = there.info.run_id
+        if known:
+            self._client.update_run(self._id, status="RUNNING")
+        # A parameter is written once: those of a run that goes on are in its config.toml alone.
+        new = [(key, value) for key, value in _flat(run.config) if key not in there.data.params]
+        for first in range(0, len(new), 100):  # a request takes no more
+            some = [self._entities.Param(key, value) for key, value in new[first : first + 100]]
+            self._client.log_batch(self._id, params=some)
+        self._client.log_text(self._id, tomli_w.dumps(run.config), "config.toml")
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers."""
+        now = int(time.time() * 1000)
+        told = [self._entities.Metric(_NOT_TAKEN.sub("_", name), value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=told)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Send a table."""
+        table = {name: [row[name] for row in rows] for name in rows[0]}
+        self._client.log_table(self._id, {"step": [step] * len(rows), **table}, "samples.json")
+
+    def end(self, summary: Mapping[str, object], report: Path | None) -> None:
+        """Send what the run came to, and close it."""
+        self._client.log_dict(self._id, dict(summary), "summary.json")
+        if report:
+            self._client.log_artifact(self._id, str(report))
+        self._client.set_terminated(self._id, _ENDS[str(summary["status"])])
+
+
+def _flat(table: Mapping[str, object], above: str = "") -> Iterator[tuple[str, str]]:
+    """Each value with the keys that lead to it, as `policy.optimizer.lr`."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(cast("Mapping[str, object]", value), f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)[:_LONGEST]

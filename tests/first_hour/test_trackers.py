@@ -1,0 +1,212 @@
+"""Numbers where people look at them: `run.log`, read back by the libraries themselves, without a network."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import pytest
+
+from meshrl.run.recorder import Recorder
+from meshrl.trackers import Trackers
+
+
+class Answer(Protocol):
+    status: int
+    err: str
+
+
+Terminal: TypeAlias = Callable[..., Answer]
+FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
+TELL = 'run.log=["tensorboard", "wandb", "mlflow", "trackio"]'
+EVERY = ("run.samples_every=2", "run.checkpoint_every=2")
+
+
+def run(folder: Path, *arguments: str) -> None:
+    """As one types it, with each library told to keep what it has in a folder."""
+    environment = os.environ | {
+        "WANDB_MODE": "offline",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+        "TRACKIO_DIR": str(folder / "trackio"),
+    }
+    code = "from meshrl.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "grpo/quickstart", *FAKES, TELL, *EVERY, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
+    assert "gets nothing more" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps that went on for two more."""
+    folder = tmp_path_factory.mktemp("tracked")
+    run(folder, "steps=2")
+    run(folder, "steps=4", "run.resume=true")
+    return folder
+
+
+def rewards(folder: Path) -> list[float]:
+    lines = (folder / "runs/quickstart/metrics.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["reward"] for line in lines]
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """What wandb writes while it is offline: a log as LevelDB has it, in blocks of 32 KiB."""
+    content, at, held = file.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        held += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in {1, 4}:  # whole, or the last part
+            yield held
+            held = b""
+
+
+@pytest.mark.process
+def test_wandb(tracked: Path) -> None:
+    record = import_module("wandb.proto.wandb_internal_pb2").Record
+    files = sorted(tracked.glob("runs/quickstart/wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    told = [record.FromString(each) for file in files for each in records(file)]
+    begun = [each.run for each in told if each.HasField("run") and each.run.run_id]
+    assert {each.run_id for each in begun} == {(tracked / "runs/quickstart/run_id").read_text("utf-8").strip()}
+    assert {(each.project, each.display_name) for each in begun} == {("meshrl", "quickstart")}
+    assert {item.key: json.loads(item.value_json) for item in begun[0].config.update}["steps"] == 2
+    history = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in each.history.item}
+        for each in told
+        if each.HasField("history")
+    ]
+    found = {line["step"]: line["reward"] for line in history if "reward" in line}
+    assert found == dict(enumerate(rewards(tracked)))
+    assert [line["step"] for line in history if "samples/path" in line or "samples" in line] == [0, 2]
+    assert [each.artifact.type for each in told if each.HasField("artifact")].count("report") == 2
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("default")
+def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = import_module("mlflow").MlflowClient(tracking_uri=(tracked / "mlruns").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("meshrl").experiment_id])
+    assert (found.info.run_name, found.info.status) == ("quickstart", "FINISHED")
+    assert found.data.params["policy.backend"] == "fake"
+    history = client.get_metric_history(found.info.run_id, "reward")
+    assert {each.step: each.value for each in history} == pytest.approx(dict(enumerate(rewards(tracked))))
+    assert "eval/pass_1" in found.data.metrics
+    files = {each.path for each in client.list_artifacts(found.info.run_id)}
+    assert files == {"config.toml", "samples.json", "summary.json", "report.html"}
+    table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", str(tmp_path))).read_bytes())
+    assert table["columns"][:3] == ["step", "prompt", "completion"]
+    assert {row[0] for row in table["data"]} == {0, 2}
+
+
+@pytest.mark.process
+def test_trackio(tracked: Path) -> None:
+    code = """
+import json
+from trackio.sqlite_storage import SQLiteStorage as storage
+(name,) = storage.get_runs("meshrl")
+artifacts = [each["name"] for each in storage.get_artifacts("meshrl")]
+print(json.dumps([storage.get_logs("meshrl", name), storage.get_run_config("meshrl", name), artifacts], default=str))
+"""
+    environment = os.environ | {"TRACKIO_DIR": str(tracked / "trackio")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    logs, config, artifacts = json.loads(done.stdout)
+    assert {line["step"]: line["reward"] for line in logs if "reward" in line} == dict(enumerate(rewards(tracked)))
+    assert [line["step"] for line in logs if "samples" in line] == [0, 2]
+    assert config["policy"]["backend"] == "fake"
+    assert artifacts == ["quickstart-report"]
+
+
+@pytest.mark.process
+def test_tensorboard(tracked: Path) -> None:
+    accumulator = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+    events = accumulator(str(tracked / "runs/quickstart"))
+    events.Reload()
+    found = {each.step: each.value for each in events.Scalars("reward")}
+    assert found == pytest.approx(dict(enumerate(rewards(tracked))))
+
+
+OWN = """
+import meshrl as rl
+
+told = []
+
+class Mine(rl.Tracker):
+    def metrics(self, step, values):
+        if "reward" in values:
+            told.append((step, values["reward"]))
+            {then}
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "rloo"])
+def test_one_of_ones_own(terminal: Terminal, tmp_path: Path, algorithm: str) -> None:
+    (tmp_path / "mine.py").write_text(OWN.format(then=""), "utf-8")
+    done = terminal("run", f"{algorithm}/quickstart", *FAKES, "steps=2", "run.name=quickstart", "run.log=mine.py:Mine")
+    assert done.status == 0, done.err
+    told = sys.modules["meshrl_file_mine"].told
+    lines = (tmp_path / "runs/quickstart/metrics.jsonl").read_text("utf-8").splitlines()
+    assert told == [(step, json.loads(line)["reward"]) for step, line in enumerate(lines)]
+
+
+def test_one_that_breaks_costs_the_run_nothing(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN.format(then="raise OSError('no network')"), "utf-8")
+    done = terminal("run", "grpo/quickstart", *FAKES, "steps=3", "run.log=mine.py:Mine")
+    assert done.status == 0
+    assert done.err.count("mine.py:Mine gets nothing more of this run") == 1
+    assert "OSError: no network" in done.err
+    assert len(rewards(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("tensorbord", "did you mean 'tensorboard'"),
+        ("mine.py:Missing", "has no 'Missing'; it has Mine"),
+        ("mine.py:told", "no class that inherits from meshrl.Tracker"),
+        ("wandb", "type `wandb login`, or set WANDB_MODE=offline"),
+        ("mlflow", r"'mlflow' needs the package 'mlflow': pip install 'meshrl[mlflow]'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_wrong_one_is_told_before_the_run(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, log: str, told: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN.format(then=""), "utf-8")
+
+    def online(*_: object, **__: object) -> bool:
+        return False
+
+    class Wandb:
+        """As the library is where nobody has logged in."""
+
+        login = staticmethod(online)
+
+        class setup:  # noqa: N801 -- the name of wandb's own function
+            class settings:  # noqa: N801
+                mode = "online"
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    done = terminal(command, "grpo/quickstart", *FAKES, f"run.log={log}")
+    assert done.status == 1
+    assert told in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_makes_no_step_is_told_to_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN.format(then=""), "utf-8")
+    recorder = Recorder(tmp_path / "run", {}, trackers=Trackers([f"{tmp_path / 'mine.py'}:Mine"]))
+    recorder.evaluation(0, {"reward": 1.0})
+    recorder.close(RuntimeError("no memory"))
+    assert sys.modules["meshrl_file_mine"].told == []
