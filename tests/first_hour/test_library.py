@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import meshrl as rl
+from meshrl.cli import main
 from meshrl.errors import ConfigError, DataError
 from meshrl.rewards import FunctionReward, load_function
 from meshrl.rewards.function import named
@@ -127,7 +128,31 @@ async def test_rows_that_are_no_json_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ten_lines_improve_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_lines_improve_the_quickstarts_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "sft/quickstart"])
+    assert not ended.value.code
+
+    def backward(prompt: str, completion: str, row: Mapping[str, object]) -> float:
+        return float(completion == str(row["question"])[::-1])
+
+    options = {"min_word_len": 3, "max_word_len": 8, "size": 4000}
+    words = rl.Task.load(rl.TaskConfig(source="meshrl:spell_backward", options=options, prompt="{word}", held_out=0))
+    rows = [{"question": word} for word in words.train.objects("prompt")]
+    settings = {"task.prompt": "{question}>", "task.answer": "", "sampling.max_tokens": 10, "policy.optimizer.lr": 1e-3}
+    model = "runs/quickstart-sft/model"
+    trained = asyncio.run(rl.train(model, rows, backward, {**settings, "prompts": 64, "steps": 30}))
+    before, after = (trained.summary[f"reward_{when}"] for when in ("before", "after"))
+    assert isinstance(before, float)
+    assert isinstance(after, float)
+    assert after > before + 0.08
+    assert "exact_match_after" not in trained.summary
+    assert (trained.model / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def vowels(prompt: str, completion: str, row: Mapping[str, object]) -> float:
@@ -142,8 +167,6 @@ def test_ten_lines_improve_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(after, float)
     assert before < 0.4
     assert after > 0.8
-    assert "exact_match_after" not in trained.summary
-    assert (trained.model / "config.json").is_file()
 
 
 def test_an_algorithm_without_a_reward_refuses_one(tmp_path: Path) -> None:
