@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Actor, Batch, CrossEntropy, Mesh, PolicyConfig, Ragged, Resources, endpoint
+from meshrl.engines.hosting import CYCLE, Ask, CallerQueue
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.call_order import CallerQueue
-from meshrl.engines.ray.wire import CYCLE, Ask
+from meshrl.engines.ray.channel import label
 from meshrl.events import EventLog, Gauge
 from meshrl.mesh import pool
 from meshrl.mesh.shared_memory import FOLDER
@@ -20,7 +20,7 @@ from meshrl.testing import FakePolicy
 
 def test_names_of_calls_come_again() -> None:
     """Ray keeps kilobytes for each name."""
-    names = {Ask("update", "key", "line", number).label(whole=False) for number in range(10 * CYCLE)}
+    names = {label(Ask("update", "key", "line", number), whole=False) for number in range(10 * CYCLE)}
     assert len(names) == CYCLE
 
 

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from meshrl import Actor, Gather, RankFailed, Run, RunConfig, endpoint
+from meshrl.engines.hosting import clock_ahead
 from meshrl.engines.ray import RayEngine
-from meshrl.engines.ray.process import clock_ahead
 from meshrl.events import Call, Event, Span
 from meshrl.simulation import simulate
 from tests.ray.conftest import NO_CORE

@@ -6,10 +6,9 @@ import os
 import pytest
 
 from meshrl import Actor, ConfigError, Mesh, Resources, Same, current_rank, each, endpoint
+from meshrl.engines.hosting import Place, environments
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.cluster import room_for
-from meshrl.engines.ray.reservation import environments
-from meshrl.engines.ray.wire import Place
 
 NAMES = ["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"]
 

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import floor
 from threading import current_thread, main_thread
@@ -33,10 +33,6 @@ class Node(NamedTuple):
 
 NOTHING: Final[Amounts] = {"memory": 1}
 """What a rank reserves that needs nothing. Ray refuses an empty request; a byte is always there."""
-FIRST_WORD: Final = 1.0
-"""Seconds until it is said what is being waited for."""
-NEXT_WORD: Final = 10.0
-
 _ANSWER: Final = 10.0
 """Seconds within which a cluster's address must take a connection."""
 _LAG: Final = 1.0
@@ -183,16 +179,3 @@ def written(amounts: Amounts) -> str:
     own = ("node:", "object_store_memory", "accelerator_type:", "memory", "bundle_group_")
     shown = {name: amount for name, amount in amounts.items() if not name.startswith(own) and "_group_" not in name}
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
-
-
-async def patiently(work: Coroutine[object, None, T], wait: Callable[[], Awaitable[None]]) -> T:
-    """The result of the work. `wait`, which says what is waited for, is called after a second, and then every ten."""
-    task = asyncio.create_task(work)
-    pause = FIRST_WORD
-    try:
-        while not (await asyncio.wait([task], timeout=pause))[0]:
-            await wait()
-            pause = NEXT_WORD
-        return await task
-    finally:
-        task.cancel()

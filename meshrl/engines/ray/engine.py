@@ -1,33 +1,28 @@
 """The distributed engine: a mesh is a placement group, a rank a process, the object store holds what is large."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from secrets import token_hex
-from typing import cast
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Sequence
 
-from meshrl import log
-from meshrl.engines.ray.caller import RayCaller, abandon, all_or_first, first_cause
-from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room, patiently
-from meshrl.engines.ray.process import RayMember, Spawn, sendable
-from meshrl.engines.ray.reservation import RaySlot, Reservation
-from meshrl.engines.ray.wire import RayRef
-from meshrl.errors import ConfigError, MeshStopped, RankFailed
-from meshrl.mesh import INLINE_BYTES, CollectiveActor, Member, Rank, Resources, Slot, sweep
+from meshrl.engines.hosting import Caller, ProcessEngine, ProcessSlot
+from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room
+from meshrl.engines.ray.refs import RayRef
+from meshrl.engines.ray.reservation import RayReservation
+from meshrl.errors import ConfigError
+from meshrl.mesh import INLINE_BYTES, Ref, Resources, sweep
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """What an actor can be made from again."""
+class RayCaller(Caller):
+    """The part of the engine that works in every process of the cluster."""
 
-    reservation: Reservation
-    recipe: tuple[type, tuple[object, ...], Mapping[str, object]]
-    """The class and its arguments; handles among these reach the processes of today."""
+    def put(self, value: object) -> Ref:
+        """Keep a value in the object store."""
+        return RayRef.put(value)
+
+    def __reduce__(self) -> tuple[type["RayCaller"], tuple[int, bool]]:
+        return RayCaller, (self.inline_bytes, self.shares_memory)
 
 
-class RayEngine(RayCaller):
+class RayEngine(ProcessEngine, RayCaller):
     """Ranks as processes of a Ray cluster.
 
     `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and
@@ -39,15 +34,13 @@ class RayEngine(RayCaller):
         super().__init__(inline_bytes)
         self._cluster = Cluster(address)
         self._planning = asyncio.Lock()
-        self._reservations: list[Reservation] = []
-        self._origins: WeakKeyDictionary[Spawn, _Origin] = WeakKeyDictionary()
 
     @property
     def shares_memory(self) -> bool:
         """Whether the cluster is this machine's own, to which no other is ever added."""
         return self._cluster.is_ours
 
-    async def reserve(self, count: int, resources: Resources) -> Sequence[RaySlot]:
+    async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
         """Processes for `count` ranks, when the cluster has room for them.
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
@@ -70,105 +63,20 @@ class RayEngine(RayCaller):
                 # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
-            reservation = Reservation(count, asked, max(1, cpus), resources.placement, self)
+            keeps = self.inline_bytes, self.shares_memory
+            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources.placement, keeps)
             self._reservations.append(reservation)
-        try:
-            await reservation.settle(self._cluster)
-        except BaseException:
-            await self.release(reservation.slots)
-            raise
-        return reservation.slots
+        return await self._settled(reservation)
 
     async def _free_cores(self, nodes: Iterable[Node]) -> float:
         mine = sum(each.cpus for each in self._reservations)
         left = sum(node.has.get("CPU", 0) for node in nodes) - mine
         return left if self._cluster.is_ours else min(left, await self._cluster.free_cores(left))
 
-    async def release(self, slots: Sequence[Slot]) -> None:
-        """Stop what runs in the slots, end their processes and give their resources back."""
-        wanted = {slot.reservation for slot in cast("Sequence[RaySlot]", slots)}
-        going = [each for each in self._reservations if each in wanted]
-        self._reservations = [each for each in self._reservations if each not in wanted]
-        await asyncio.gather(*(each.release() for each in going))
-
-    async def start(
-        self,
-        slots: Sequence[Slot],
-        ranks: Sequence[Rank],
-        create: type,
-        arguments: tuple[object, ...],
-        keywords: Mapping[str, object],
-    ) -> Sequence[RayMember]:
-        """Construct the actors, all at once. If one fails, none is left."""
-        places = cast("Sequence[RaySlot]", slots)
-        reservation = places[0].reservation
-        if reservation not in self._reservations:
-            raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
-        if reservation.has_died and not reservation.members:
-            reservation.revive()
-            await reservation.settle(self._cluster)
-        processes = [slot.process for slot in places]
-        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, CollectiveActor))
-        origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
-        members = [RayMember(spawn, index) for index in range(len(places))]
-        # Where ranks meet as they are made, two actors must not be made in another order on another rank.
-        async with reservation.meeting:
-            await self._construct(members, origin)
-        return members
-
-    async def restart(self, members: Sequence[Member]) -> None:
-        """Construct the actors again, in new processes where the old ones died. If one fails, all are stopped."""
-        again = cast("Sequence[RayMember]", members)
-        spawn = again[0].spawn
-        origin = self._origins[spawn]
-        reservation = origin.reservation
-        async with reservation.restarting:
-            if reservation not in self._reservations:
-                raise MeshStopped(
-                    f"{spawn.name} cannot be made again on rank {again[0].rank.index}: its mesh is stopped"
-                )
-            await reservation.end(again)
-            reservation.revive()
-            await reservation.settle(self._cluster)
-            for member in again:
-                member.again(reservation.processes[member.index])
-            await self._construct(again, origin)
-
-    async def _construct(self, members: Sequence[RayMember], origin: _Origin) -> None:
-        reservation, name = origin.reservation, members[0].spawn.name
-        reservation.members += [member for member in members if member not in reservation.members]
-        running: list[asyncio.Task[None]] = []
-
-        async def say() -> None:
-            pairs = zip(members, running, strict=True)
-            missing = [member.rank.index for member, task in pairs if not task.done()]
-            log.info(f"waiting for {name} to be made", ranks=missing)
-
-        try:
-            recipe = sendable(f"{name}.__init__", partial(RayRef.put, origin.recipe))
-            for member in members:
-                made = member.construct(reservation.environments[member.index], recipe)
-                running.append(asyncio.create_task(made))
-            await patiently(all_or_first(running), say)
-        except BaseException as error:  # noqa: BLE001 -- it is raised again
-            cause = await first_cause(error, members[0], running) if isinstance(error, RankFailed) else error
-            abandon(running)
-            await reservation.end(members, failed=True)
-            reservation.forget(members)
-            raise cause  # noqa: B904 -- it has its cause
-
-    async def stop(self, members: Sequence[Member]) -> None:
-        """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
-        gone = cast("Sequence[RayMember]", members)
-        if gone:
-            reservation = self._origins[gone[0].spawn].reservation
-            await reservation.end(gone)
-            reservation.forget(gone)
-
     async def close(self) -> None:
         """Stop everything, and the cluster if it was started here."""
         try:
-            await self.release([slot for each in self._reservations for slot in each.slots])
+            await super().close()
         finally:
             await self._cluster.close()
-            sweep()  # processes that were killed leave their segments
+            sweep()

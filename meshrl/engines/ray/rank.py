@@ -1,57 +1,20 @@
-"""What runs in the process of a Ray rank: the actors that it hosts, their calls and their streams."""
+"""The Ray actor that is a rank's process."""
 
-import asyncio
 import os
-import socket
 import sys
-import threading
-import time
-import traceback
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 import ray
 
-from meshrl.engines.isolation import isolated
-from meshrl.engines.ray.call_order import CallerQueue
-from meshrl.engines.ray.pickling import packed
-from meshrl.engines.ray.wire import Arguments, Ask, Construction, Failure, Over, Place, RayRef, Stopped, boot
-from meshrl.mesh import CollectiveActor, Rank, pool, put_large, rank_context, resolve
-
-_ENGINES = str(Path(__file__).parent)
-
-NONE: Final[Arguments] = (), {}
-Run = Callable[[Callable[..., object], tuple[object, ...], Mapping[str, object]], Awaitable[object]]
-
-
-class Hosted:
-    """An actor in this process."""
-
-    def __init__(self, rank: Rank, attempt: int) -> None:
-        self.rank = rank
-        self.attempt = attempt
-        self.instance: object = None
-        self._stopped = False
-        self.tasks: set[asyncio.Task[object]] = set()
-
-    def is_stopped(self) -> bool:
-        """Whether it takes no calls any more."""
-        return self._stopped
-
-    async def end(self) -> None:
-        """Cancel what runs and wait for its end."""
-        self._stopped = True
-        for task in self.tasks:
-            task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks)
-        self.instance = None
+from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Failure, Host, Place, Stopped
+from meshrl.engines.ray.channel import current_ask
+from meshrl.engines.ray.refs import RayRef
 
 
 class RankProcess:
-    """The Ray actor: one process for one rank of a mesh, with all actors that are spawned there."""
+    """One process for one rank of a mesh: a `Host`, whose calls are the tasks of a Ray actor."""
 
     def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool) -> None:
         # As in the controller's process: relative files, and modules next to a script.
@@ -59,186 +22,42 @@ class RankProcess:
             os.chdir(folder)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         sys.path += [path for path in paths if path not in sys.path]
-        self._inline_bytes = inline_bytes
-        self._shares_memory = shares_memory
-        self._actors: dict[str, Hosted] = {}
-        self._ended: dict[str, int] = {}
-        self._lines: defaultdict[str, CallerQueue] = defaultdict(CallerQueue)
-        self._keeper: threading.Thread | None = None
+        self._host = Host(RayRef.put, inline_bytes, shares_memory)
 
     async def place(self) -> Place:
         """Where this is, and a free port."""
-        if self._keeper is None:
-            loop, thread = asyncio.get_running_loop(), threading.current_thread()
-            self._keeper = threading.Thread(target=_keep, args=(loop, thread), name="meshrl-keeper", daemon=True)
-            self._keeper.start()
-        with socket.socket() as found:
-            found.bind(("", 0))
-            port: int = found.getsockname()[1]
+        self._host.keep_loop()
         ip = cast("str", ray.util.get_node_ip_address())
-        node = ray.get_runtime_context().get_node_id()
-        return Place(os.getpid(), socket.gethostname(), ip, node, port, boot())
+        return (await self._host.place())._replace(ip=ip, node=ray.get_runtime_context().get_node_id())
 
     async def clock(self) -> float:
         """Seconds on this machine's clock."""
-        return time.monotonic()
+        return await self._host.clock()
 
     async def construct(self, wanted: Construction) -> Failure | Stopped | None:
         """Make an actor."""
-        if wanted.attempt <= self._ended.get(wanted.key, -1):
-            return Stopped()
-        os.environ.update(wanted.environment)
-        hosted = self._actors[wanted.key] = Hosted(wanted.rank, wanted.attempt)
-        task = _current_task()
-        hosted.tasks.add(task)
-        rank_context.set(wanted.rank)
-        try:
-            recipe = cast("tuple[Callable[..., object], tuple[object, ...], dict[str, object]]", await _read(wanted))
-            create, arguments, keywords = recipe
-            hosted.instance = create(*arguments, **keywords)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
-            return Stopped() if hosted.is_stopped() else failure(error)
-        finally:
-            hosted.tasks.discard(task)
-        return None
+        return await self._host.construct(wanted)
 
-    async def call(self, given: Arguments = NONE) -> object:
+    async def call(self, given: Arguments = NO_ARGUMENTS) -> object:
         """Call the endpoint that the task's name says."""
+        return await self._host.call(current_ask(self._host.whole), given)
 
-        async def run(
-            method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
-        ) -> object:
-            result = await cast("Awaitable[object]", method(*arguments, **keywords))
-            return self._answer(result)
-
-        return await self._serve(Ask.current(self._whole), given, run)
-
-    async def stream(self, given: Arguments = NONE) -> object:
+    async def stream(self, given: Arguments = NO_ARGUMENTS) -> object:
         """Run the generator that the task's name says to its end; `next` gives its values."""
-        ask = Ask.current(self._whole)
-        line = self._lines[ask.line]
-        outbox = line.outbox(ask.number)
-
-        async def run(
-            method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
-        ) -> object:
-            values = cast("AsyncIterator[object]", method(*arguments, **keywords))
-            try:
-                async for value in values:
-                    if ask.consumed and outbox is not None:
-                        await outbox.give(self._answer(value))
-            finally:
-                if isinstance(values, AsyncGenerator):
-                    await values.aclose()
-            return None
-
-        try:
-            return await self._serve(ask, given, run)
-        finally:
-            line.close(ask.number)
+        return await self._host.stream(current_ask(self._host.whole), given)
 
     async def next(self, line: str, number: int) -> object:
         """The next value of a stream."""
-        outbox = self._lines[line].outbox(number)
-        return Over() if outbox is None else await outbox.take()
+        return await self._host.next(line, number)
 
     async def cancel(self, line: str, number: int) -> None:
         """Cancel a call or close a stream, also one that has not arrived yet."""
-        self._lines[line].cancel(number)
+        self._host.cancel(line, number)
 
     async def stop(self, key: str, attempt: int) -> None:
         """Cancel an actor's calls, wait for their end, and let it go."""
-        self._ended[key] = max(attempt, self._ended.get(key, -1))
-        hosted = self._actors.get(key)
-        if hosted is not None and hosted.attempt <= attempt:
-            await hosted.end()
-            if self._actors.get(key) is hosted:
-                del self._actors[key]
+        await self._host.stop(key, attempt)
 
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
-        pool.close()
-
-    def _whole(self, line: str, number: int) -> int:
-        return self._lines[line].whole(number)
-
-    async def _serve(self, ask: Ask, given: Arguments, run: Run) -> object:
-        if not ask.timed:
-            return await self._served(ask, given, run)
-        began = time.monotonic()
-        return await self._served(ask, given, run), began, time.monotonic()
-
-    async def _served(self, ask: Ask, given: Arguments, run: Run) -> object:
-        line, task = self._lines[ask.line], _current_task()
-        if not line.arrive(ask.number, task):
-            return Stopped()
-        hosted = self._actors.get(ask.key)
-        if hosted is None or hosted.is_stopped():
-            line.leave(ask.number)
-            return Stopped()
-        hosted.tasks.add(task)
-        rank_context.set(hosted.rank)
-        try:
-            (arguments, keywords), lost = await _taken(given)
-            await line.turn(ask.number)
-            _check_taken(hosted.instance, given, lost)
-            method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
-            line.start(ask.number)  # nothing else runs between this and the endpoint's first step
-            return await run(method, arguments, keywords)
-        except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the caller's to see
-            return Stopped() if hosted.is_stopped() and isinstance(error, asyncio.CancelledError) else failure(error)
-        finally:
-            hosted.tasks.discard(task)
-            line.leave(ask.number)
-
-    def _answer(self, value: object) -> object:
-        # Ray pickles the answer a moment later, when other calls may have changed what is mutable in it.
-        return isolated(put_large(value, RayRef.put, self._inline_bytes, shares=self._shares_memory))
-
-
-async def _read(wanted: Construction) -> object:
-    return await resolve((await RayRef.fetch([wanted.recipe]))[0])
-
-
-async def _taken(given: Arguments) -> tuple[Arguments, Exception | None]:
-    """A call's arguments with all that they refer to; why that could not be fetched."""
-    try:
-        return (given if given is NONE else await resolve(given)), None
-    except Exception as error:  # noqa: BLE001 -- it is raised when it is the call's turn
-        return NONE, error
-
-
-def _check_taken(actor: object, given: Arguments, lost: Exception | None) -> None:
-    """Raise what this rank has lost; where ranks wait for each other, what one of them has lost, on all."""
-
-    def check() -> None:
-        if lost is not None:
-            raise lost
-
-    if isinstance(actor, CollectiveActor) and given is not NONE:
-        actor.agree(check)
-    else:
-        check()
-
-
-def _current_task() -> asyncio.Task[object]:
-    return cast("asyncio.Task[object]", asyncio.current_task())
-
-
-def _keep(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Go on with the loop when its thread ends: SystemExit in a task ends it, and is for whoever awaits the task."""
-    thread.join()
-    while True:
-        try:
-            loop.run_forever()
-            break
-        except BaseException:  # noqa: BLE001, S112 -- the same once more
-            continue
-
-
-def failure(error: BaseException) -> Failure:
-    """What the caller is told of an exception."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_ENGINES)] or frames
-    text = traceback.format_exception_only(error)
-    return Failure("".join(text).strip(), "".join([*traceback.format_list(own), *text]), packed(error))
+        self._host.leave()

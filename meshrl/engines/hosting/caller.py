@@ -1,14 +1,15 @@
-"""Calls and streams on Ray ranks: what the controller can do, and every rank that holds a handle."""
+"""Calls and streams on ranks that are processes: what the controller can do, and every rank that holds a handle."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar, cast
 
-from meshrl.engines.ray.pickling import check_picklable
-from meshrl.engines.ray.process import RayMember, Sent, sendable
-from meshrl.engines.ray.wire import Over, RayRef
+from meshrl.engines.hosting.messages import Over
+from meshrl.engines.hosting.pickling import check_picklable
+from meshrl.engines.hosting.process import RankMember, Sent, sendable
 from meshrl.errors import ContractError, RankDied, RankFailed
 from meshrl.mesh import Member, OnSpan, Ref, Request
 
@@ -18,8 +19,8 @@ GRACE: Final = 0.1
 """Seconds, at most, from the failure of a rank to the news that another had died, which was the cause."""
 
 
-class RayCaller:
-    """The part of the engine that works in every process of the cluster."""
+class Caller(ABC):
+    """The part of an engine that works in every process."""
 
     def __init__(self, inline_bytes: int, shares_memory: bool = False) -> None:
         self._inline_bytes = inline_bytes
@@ -32,15 +33,12 @@ class RayCaller:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the cluster is this machine's own, to which no other is ever added."""
+        """Whether all ranks are processes of this machine, to which no other is ever added."""
         return self._shares_memory
 
+    @abstractmethod
     def put(self, value: object) -> Ref:
-        """Keep a value in the object store."""
-        return RayRef.put(value)
-
-    def __reduce__(self) -> tuple[type["RayCaller"], tuple[int, bool]]:
-        return RayCaller, (self._inline_bytes, self.shares_memory)
+        """Keep a value, once, for whoever fetches it."""
 
     async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
         """Call each member and wait for all results."""
@@ -91,17 +89,17 @@ class RayCaller:
 
     async def restart(self, members: Sequence[Member]) -> None:
         """Refuse: a rank has no processes to give."""
-        name = cast("RayMember", members[0]).spawn.name
+        name = cast("RankMember", members[0]).spawn.name
         raise ContractError(f"respawn({name}) was called on a rank: call it where {name} was spawned")
 
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
-        await asyncio.gather(*(member.stop() for member in cast("Sequence[RayMember]", members)))
+        await asyncio.gather(*(member.stop() for member in cast("Sequence[RankMember]", members)))
 
 
 def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
     """Raise what sending would, before any rank is asked, where ranks wait for each other: all are asked, or none."""
-    spawn = cast("RayMember", requests[0].member).spawn
+    spawn = cast("RankMember", requests[0].member).spawn
     if not spawn.together or len(spawn.ranks) == 1:
         return
     if len(requests) < len(spawn.ranks):
@@ -138,7 +136,7 @@ def abandon(tasks: list[asyncio.Task[T]]) -> None:
 
 
 async def first_cause(
-    error: Exception, member: RayMember, others: "Iterable[asyncio.Task[object]] | Iterable[asyncio.Task[None]]"
+    error: Exception, member: RankMember, others: "Iterable[asyncio.Task[object]] | Iterable[asyncio.Task[None]]"
 ) -> Exception:
     """The failure itself, or the death of another rank that is heard of while the `others` end.
 

@@ -1,19 +1,34 @@
-"""What Ray's pickling leaves open: classes of scripts, and exceptions that may not be picklable."""
+"""Pickling for ranks: classes of scripts travel by value, and exceptions may not be picklable."""
 
 import io
 import os
 import pickle
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from ray import ObjectRef
-from ray.cloudpickle.cloudpickle import CloudPickler, register_pickle_by_value
+from cloudpickle import Pickler, register_pickle_by_value
+
+from meshrl.mesh import Ref
 
 _INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
 _looked_at: set[str] = {"__main__", "__mp_main__"}
 _modules_then = 0
+_by_value: list[ModuleType] = []
+_registers: list[Callable[[ModuleType], object]] = [register_pickle_by_value]
+_alien: list[type] = [Ref]
+"""What cannot travel in an exception: who keeps it could not count it."""
+
+
+def carries(register: Callable[[ModuleType], object], reference: type) -> None:
+    """Another library pickles too: `register` lets it carry a module by value, `reference` is of its own store."""
+    if register not in _registers:
+        for module in _by_value:
+            register(module)
+        _registers.append(register)
+        _alien.append(reference)
 
 
 def carry_modules() -> None:
@@ -28,7 +43,9 @@ def carry_modules() -> None:
     for name in sys.modules.keys() - _looked_at:
         module = sys.modules[name]
         if not _can_be_imported(name, module):
-            register_pickle_by_value(module)
+            _by_value.append(module)
+            for register in _registers:
+                register(module)
     _looked_at.update(sys.modules)
 
 
@@ -48,25 +65,25 @@ def _can_be_imported(name: str, module: ModuleType) -> bool:
     return False
 
 
-class _Pickler(CloudPickler):
-    """Refuses objects of the store: Ray could not count a reference that travels this way, and never freed it."""
+class _Pickler(Pickler):
+    """Refuses what lies in a store: a reference that travels this way would never be counted, nor freed."""
 
     def persistent_id(self, value: object) -> None:
         """Nothing is replaced."""
-        if isinstance(value, ObjectRef):
+        if isinstance(value, tuple(_alien)):
             raise TypeError("a reference cannot travel in an exception")
 
 
 def check_picklable(value: object) -> None:
     """Raise what pickling it would."""
-    CloudPickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
+    Pickler(io.BytesIO(), protocol=5, buffer_callback=lambda _: None).dump(value)
 
 
 def packed(error: BaseException) -> bytes | None:
     """The exception as bytes, or None where it cannot be pickled or not be made again from that."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(error)  # type: ignore[no-untyped-call]  # a class of Ray's
+        _Pickler(file).dump(error)
         return file.getvalue() if unpacked(file.getvalue()) else None
     except Exception:  # noqa: BLE001 -- a user's exception may do anything when it is pickled
         return None

@@ -5,54 +5,17 @@ from dataclasses import dataclass
 from functools import partial
 from pickle import PicklingError
 from secrets import token_hex
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import WeakSet, WeakValueDictionary
 
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
-
-from meshrl.engines.ray.pickling import carry_modules, unpacked
-from meshrl.engines.ray.wire import CYCLE, Ask, Construction, Failure, Place, RayRef, Stopped
+from meshrl.engines.hosting.channel import Broken, Channel, Gone
+from meshrl.engines.hosting.messages import Ask, Construction, Failure, Place, Stopped
+from meshrl.engines.hosting.pickling import carry_modules, unpacked
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock
-from meshrl.mesh import Rank, Request
+from meshrl.mesh import Rank, Ref, Request
 
 T = TypeVar("T")
-
-_DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
-
-
-class Method(Protocol):
-    """A method of a Ray actor."""
-
-    def remote(self, *arguments: object) -> Awaitable[object]:
-        """Send a call; what is awaited is the answer."""
-        ...
-
-    def options(self, *, name: str) -> "Method":
-        """The same method, called under this name."""
-        ...
-
-
-class Signal(Protocol):
-    """A method of a Ray actor of which nobody awaits the answer."""
-
-    def remote(self, *arguments: object) -> object:
-        """Send a call."""
-        ...
-
-
-class RankHandle(Protocol):
-    """Ray's handle of a `RankProcess`."""
-
-    place: Method
-    clock: Method
-    construct: Method
-    call: Method
-    stream: Method
-    next: Method
-    cancel: Signal
-    stop: Method
-    leave: Method
 
 
 @dataclass(frozen=True)
@@ -67,9 +30,9 @@ class Death:
 class Process:
     """One process of a rank. There is one such object for it in each process that calls it."""
 
-    def __init__(self, key: str, handle: RankHandle, place: Place | None = None) -> None:
+    def __init__(self, key: str, channel: Channel, place: Place | None = None) -> None:
         self.key = key
-        self.handle = handle
+        self.channel = channel
         self.known = place
         self.ahead = 0.0
         """Seconds by which its clock is ahead of this process's."""
@@ -78,22 +41,13 @@ class Process:
         self.line = token_hex(8)
         """Names the calls that are sent with this object; they are numbered."""
         self.sent = 0
-        self.open = 0
-        """How many of them have no answer."""
-        self.cancelled = False
-        """Whether one was cancelled, so that the rank may have seen calls of later numbers."""
-        self.call, self.stream, self.next = handle.call, handle.stream, handle.next  # each look-up makes a new one
         _processes[key] = self
 
     def __reduce__(self) -> tuple[Callable[..., "Process"], tuple[object, ...]]:
-        return _process, (self.key, self.handle, self.known)
+        return _process, (self.key, self.channel, self.known)
 
-    def died(self, error: BaseException) -> Death:
+    def died(self, reason: str) -> Death:
         """Remember that the process is gone, for all actors in it."""
-        return self.killed(_reason(error))
-
-    def killed(self, reason: str) -> Death:
-        """The same, where the reason is known."""
         if self.death is None:
             place = self.known
             self.death = Death(place.pid if place else 0, place.host if place else "an unknown host", reason)
@@ -105,8 +59,8 @@ class Process:
 _processes: WeakValueDictionary[str, Process] = WeakValueDictionary()
 
 
-def _process(key: str, handle: RankHandle, place: Place | None) -> Process:
-    return _processes.get(key) or Process(key, handle, place)
+def _process(key: str, channel: Channel, place: Place | None) -> Process:
+    return _processes.get(key) or Process(key, channel, place)
 
 
 class Spawn:
@@ -136,7 +90,7 @@ class Spawn:
         self.dead = next((each for each in self.processes if each.death), None)
 
 
-class RayMember:
+class RankMember:
     """One actor instance in its process."""
 
     def __init__(self, spawn: Spawn, index: int, attempt: int = 0) -> None:
@@ -145,8 +99,8 @@ class RayMember:
         self.attempt = attempt
         self.stopped = False
 
-    def __reduce__(self) -> tuple[type["RayMember"], tuple[object, ...]]:
-        return RayMember, (self.spawn, self.index, self.attempt)
+    def __reduce__(self) -> tuple[type["RankMember"], tuple[object, ...]]:
+        return RankMember, (self.spawn, self.index, self.attempt)
 
     @property
     def rank(self) -> Rank:
@@ -193,17 +147,14 @@ class RayMember:
         return error
 
     async def reply(self, process: Process, endpoint: str, sent: Awaitable[object]) -> object:
-        """What comes back. Raises `RankDied` (or `MeshStopped`) if the process is gone, `RankFailed` if Ray failed."""
+        """What comes back. Raises `RankDied` (or `MeshStopped`) if the process is gone, `RankFailed` if it got lost."""
         try:
             return await sent
-        except _DEATHS as error:
-            process.died(error)
+        except Gone as gone:
+            process.died(str(gone))
             raise self.obituary(endpoint, process) from None
-        except RayTaskError as error:  # not what the actor raised: an argument could not be unpickled, or the like
-            reason = f"{type(error.cause).__name__}: {error.cause}"
-            raise self.failed(endpoint, Failure(reason, str(error))) from None
-        except RayError as error:
-            raise self.failed(endpoint, Failure(f"{type(error).__name__}: {error}", "")) from None
+        except Broken as error:  # not what the actor raised: an argument could not be unpickled, or the like
+            raise self.failed(endpoint, Failure(error.reason, error.traceback)) from None
 
     def opened(self, endpoint: str, reply: object) -> object:
         """The result in a reply. Raises `RankFailed` or `MeshStopped` if it says so."""
@@ -219,11 +170,11 @@ class RayMember:
         self.stopped = False
         self.spawn.move(self.index, process)
 
-    async def construct(self, environment: Mapping[str, str], recipe: RayRef) -> None:
+    async def construct(self, environment: Mapping[str, str], recipe: Ref) -> None:
         """Make the actor in its process."""
         wanted = Construction(self.spawn.key, self.attempt, self.rank, environment, recipe)
         process = self.process
-        reply = await self.reply(process, "__init__", process.handle.construct.remote(wanted))
+        reply = await self.reply(process, "__init__", process.channel.request("construct", wanted))
         self.opened("__init__", reply)
 
     async def stop(self) -> None:
@@ -232,9 +183,9 @@ class RayMember:
         process = self.process
         if process.death is None:
             try:
-                await process.handle.stop.remote(self.spawn.key, self.attempt)
-            except _DEATHS as error:
-                process.died(error)
+                await process.channel.request("stop", self.spawn.key, self.attempt)
+            except Gone as gone:
+                process.died(str(gone))
 
 
 class Sent:
@@ -253,7 +204,7 @@ class Sent:
         self._seen = seen
         self._timed = seen is not None
         self._began = clock() if seen else 0.0
-        self.member = cast("RayMember", request.member)
+        self.member = cast("RankMember", request.member)
         self.member.check(endpoint)
         self.endpoint = endpoint
         self.consumed = consumed
@@ -261,20 +212,17 @@ class Sent:
         self.number = self.process.sent
         self.ended = False
         ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, consumed, self._timed)
-        whole = self.process.cancelled or self.process.open >= CYCLE // 2
-        method = (self.process.stream if stream else self.process.call).options(name=ask.label(whole=whole))
-        if request.arguments or request.keywords:
-            arguments = request.arguments, dict(request.keywords)
-            self._ref = sendable(f"{self.member.spawn.name}.{endpoint}", partial(method.remote, arguments))
-        else:
-            self._ref = method.remote()
-        self.process.open += 1
+        channel = self._channel = self.process.channel
+        given = (request.arguments, dict(request.keywords)) if request.arguments or request.keywords else None
+        send = partial(channel.call, ask, given, stream=stream)
+        self._reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
+        channel.open += 1
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
     async def answer(self) -> object:
         """The result, of a stream None when it has ended. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
-        reply = await self.member.reply(self.process, self.endpoint, self._ref)
-        self.process.open -= not self.ended
+        reply = await self.member.reply(self.process, self.endpoint, self._reply)
+        self._channel.open -= not self.ended
         self.ended = True
         if self._timed:
             reply, began, ended = cast("tuple[object, float, float]", reply)
@@ -283,7 +231,7 @@ class Sent:
 
     async def next(self) -> object:
         """A stream's next value, or `Over`."""
-        sent = self.process.next.remote(self.process.line, self.number)
+        sent = self._channel.request("next", self.process.line, self.number)
         return await self.member.reply(self.process, self.endpoint, sent)
 
     def cancel(self) -> None:
@@ -293,10 +241,10 @@ class Sent:
         """
         if not self.ended and self.process.death is None:
             self.ended = True
-            self.process.open -= 1
-            self.process.cancelled = True
+            self._channel.open -= 1
+            self._channel.cancelled = True
             if not self.member.spawn.together:
-                self.process.handle.cancel.remote(self.process.line, self.number)
+                self._channel.tell("cancel", self.process.line, self.number)
             self._note(self._began, clock())  # as it was seen from here: nobody waits for the rank's answer
 
     def _note(self, began: float, ended: float) -> None:
@@ -329,13 +277,3 @@ def sendable(where: str, send: Callable[[], T]) -> T:
             f"{where}: an argument cannot be sent to a rank: {error.__cause__ or error}; make it on the rank, in the "
             "actor's constructor"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """The one line of Ray's account that says what happened."""
-    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
-    line = lines[-1] if lines else type(error).__name__
-    detail = line.partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-    if "SYSTEM_ERROR" in line and detail:
-        return f"it was killed, ran out of memory or crashed (Ray: {detail})"
-    return detail or line

@@ -1,8 +1,12 @@
 """On the rank: calls start in the order they were made, however they arrive; a stream gives a value when asked."""
 
 import asyncio
+from typing import Final
 
-from meshrl.engines.ray.wire import CYCLE, Over
+from meshrl.engines.hosting.messages import Over
+
+CYCLE: Final = 256
+"""Numbers that follow one another are different modulo this; a channel may tell no more of them."""
 
 
 class Outbox:
@@ -49,7 +53,7 @@ class CallerQueue:
         self._outboxes: dict[int, Outbox] = {}
 
     def whole(self, number: int) -> int:
-        """The number of a call that arrives, which is told modulo `CYCLE`: it was dropped, or starts soon."""
+        """The number of a call that arrives, known modulo `CYCLE`: it was dropped, or starts soon."""
         dropped = (each for each in self._dropped if each % CYCLE == number)
         return next(dropped, self._next + (number - self._next) % CYCLE)
 

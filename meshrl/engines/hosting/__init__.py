@@ -1,0 +1,57 @@
+"""Ranks that are processes, whatever starts them and carries their calls: both ends of a call, and the actors there.
+
+A `Caller` (the controller's `ProcessEngine` is one, and so has each rank that holds a handle) sends calls through the
+`Channel` of each rank's `Process`; the `Host` in it keeps their order, runs them and answers.
+"""
+
+from meshrl.engines.hosting.call_order import CYCLE, CallerQueue
+from meshrl.engines.hosting.caller import Caller
+from meshrl.engines.hosting.channel import Broken, Channel, Gone, Service
+from meshrl.engines.hosting.engine import ProcessEngine
+from meshrl.engines.hosting.host import Host
+from meshrl.engines.hosting.messages import (
+    NO_ARGUMENTS,
+    Arguments,
+    Ask,
+    Construction,
+    Failure,
+    Place,
+    Stopped,
+    boot,
+)
+from meshrl.engines.hosting.patience import patiently
+from meshrl.engines.hosting.pickling import carries, carry_modules, check_picklable, packed, unpacked
+from meshrl.engines.hosting.process import Process, RankMember, clock_ahead
+from meshrl.engines.hosting.reservation import ProcessSlot, Reservation, environments
+
+__all__ = [
+    "CYCLE",
+    "NO_ARGUMENTS",
+    "Arguments",
+    "Ask",
+    "Broken",
+    "Caller",
+    "CallerQueue",
+    "Channel",
+    "Construction",
+    "Failure",
+    "Gone",
+    "Host",
+    "Place",
+    "Process",
+    "ProcessEngine",
+    "ProcessSlot",
+    "RankMember",
+    "Reservation",
+    "Service",
+    "Stopped",
+    "boot",
+    "carries",
+    "carry_modules",
+    "check_picklable",
+    "clock_ahead",
+    "environments",
+    "packed",
+    "patiently",
+    "unpacked",
+]

@@ -1,0 +1,137 @@
+"""What engines whose ranks are processes have in common: actors made, made again and stopped on a mesh's processes."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from secrets import token_hex
+from typing import cast
+from weakref import WeakKeyDictionary
+
+from meshrl import log
+from meshrl.engines.hosting.caller import Caller, abandon, all_or_first, first_cause
+from meshrl.engines.hosting.patience import patiently
+from meshrl.engines.hosting.process import RankMember, Spawn, sendable
+from meshrl.engines.hosting.reservation import ProcessSlot, Reservation
+from meshrl.errors import MeshStopped, RankFailed
+from meshrl.mesh import CollectiveActor, Member, Rank, Resources, Slot, sweep
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What an actor can be made from again."""
+
+    reservation: Reservation
+    recipe: tuple[type, tuple[object, ...], Mapping[str, object]]
+    """The class and its arguments; handles among these reach the processes of today."""
+
+
+class ProcessEngine(Caller):
+    """The controller's engine; ranks have its `Caller`."""
+
+    def __init__(self, inline_bytes: int, shares_memory: bool = False) -> None:
+        super().__init__(inline_bytes, shares_memory)
+        self._reservations: list[Reservation] = []
+        self._origins: WeakKeyDictionary[Spawn, _Origin] = WeakKeyDictionary()
+
+    @abstractmethod
+    async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
+        """Processes for `count` ranks. Raises `ConfigError` where they cannot exist."""
+
+    async def _settled(self, reservation: Reservation) -> Sequence[ProcessSlot]:
+        """The slots of a reservation, when its processes run."""
+        try:
+            await reservation.settle()
+        except BaseException:
+            await self.release(reservation.slots)
+            raise
+        return reservation.slots
+
+    async def release(self, slots: Sequence[Slot]) -> None:
+        """Stop what runs in the slots, end their processes and give their resources back."""
+        wanted = {slot.reservation for slot in cast("Sequence[ProcessSlot]", slots)}
+        going = [each for each in self._reservations if each in wanted]
+        self._reservations = [each for each in self._reservations if each not in wanted]
+        await asyncio.gather(*(each.release() for each in going))
+
+    async def start(
+        self,
+        slots: Sequence[Slot],
+        ranks: Sequence[Rank],
+        create: type,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> Sequence[RankMember]:
+        """Construct the actors, all at once. If one fails, none is left."""
+        places = cast("Sequence[ProcessSlot]", slots)
+        reservation = places[0].reservation
+        if reservation not in self._reservations:
+            raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
+        if reservation.has_died and not reservation.members:
+            reservation.revive()
+            await reservation.settle()
+        processes = [slot.process for slot in places]
+        spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, CollectiveActor))
+        origin = self._origins[spawn] = _Origin(reservation, (create, arguments, keywords))
+        members = [RankMember(spawn, index) for index in range(len(places))]
+        # Where ranks meet as they are made, two actors must not be made in another order on another rank.
+        async with reservation.meeting:
+            await self._construct(members, origin)
+        return members
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        """Construct the actors again, in new processes where the old ones died. If one fails, all are stopped."""
+        again = cast("Sequence[RankMember]", members)
+        spawn = again[0].spawn
+        origin = self._origins[spawn]
+        reservation = origin.reservation
+        async with reservation.restarting:
+            if reservation not in self._reservations:
+                raise MeshStopped(
+                    f"{spawn.name} cannot be made again on rank {again[0].rank.index}: its mesh is stopped"
+                )
+            await reservation.end(again)
+            reservation.revive()
+            await reservation.settle()
+            for member in again:
+                member.again(reservation.processes[member.index])
+            await self._construct(again, origin)
+
+    async def _construct(self, members: Sequence[RankMember], origin: _Origin) -> None:
+        reservation, name = origin.reservation, members[0].spawn.name
+        reservation.members += [member for member in members if member not in reservation.members]
+        running: list[asyncio.Task[None]] = []
+
+        async def say() -> None:
+            pairs = zip(members, running, strict=True)
+            missing = [member.rank.index for member, task in pairs if not task.done()]
+            log.info(f"waiting for {name} to be made", ranks=missing)
+
+        try:
+            recipe = sendable(f"{name}.__init__", partial(self.put, origin.recipe))
+            for member in members:
+                made = member.construct(reservation.environments[member.index], recipe)
+                running.append(asyncio.create_task(made))
+            await patiently(all_or_first(running), say)
+        except BaseException as error:  # noqa: BLE001 -- it is raised again
+            cause = await first_cause(error, members[0], running) if isinstance(error, RankFailed) else error
+            abandon(running)
+            await reservation.end(members, failed=True)
+            reservation.forget(members)
+            raise cause  # noqa: B904 -- it has its cause
+
+    async def stop(self, members: Sequence[Member]) -> None:
+        """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
+        gone = cast("Sequence[RankMember]", members)
+        if gone:
+            reservation = self._origins[gone[0].spawn].reservation
+            await reservation.end(gone)
+            reservation.forget(gone)
+
+    async def close(self) -> None:
+        """Stop everything."""
+        try:
+            await self.release([slot for each in self._reservations for slot in each.slots])
+        finally:
+            sweep()  # processes that were killed leave their segments

@@ -1,0 +1,98 @@
+"""Calls that Ray carries to a process."""
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol, cast
+
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+
+from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Service
+
+_DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
+
+
+class Signal(Protocol):
+    """A method of a Ray actor of which nobody awaits the answer."""
+
+    def remote(self, *arguments: object) -> object:
+        """Send a call."""
+        ...
+
+
+class Method(Protocol):
+    """A method of a Ray actor."""
+
+    def remote(self, *arguments: object) -> Awaitable[object]:
+        """Send a call; what is awaited is the answer."""
+        ...
+
+    def options(self, *, name: str) -> "Method":
+        """The same method, called under this name."""
+        ...
+
+
+class RayChannel(Channel):
+    """To one actor of Ray, a `RankProcess`."""
+
+    def __init__(self, handle: object) -> None:
+        self.handle = handle
+        self._call, self._stream = _method(handle, "call"), _method(handle, "stream")  # each look-up makes a new one
+
+    def __reduce__(self) -> tuple[type["RayChannel"], tuple[object]]:
+        return RayChannel, (self.handle,)
+
+    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Awaitable[object]:
+        """Send a call, or open a stream."""
+        name = label(ask, whole=self.cancelled or self.open >= CYCLE // 2)
+        method = (self._stream if stream else self._call).options(name=name)
+        return _answer(method.remote(given) if given else method.remote())
+
+    def request(self, service: Service, *arguments: object) -> Awaitable[object]:
+        """Ask for something else."""
+        return _answer(_method(self.handle, service).remote(*arguments))
+
+    def tell(self, service: Service, *arguments: object) -> None:
+        """The same, where nobody waits for the answer."""
+        cast("Signal", getattr(self.handle, service)).remote(*arguments)
+
+
+def _method(handle: object, name: str) -> Method:
+    return cast("Method", getattr(handle, name))
+
+
+async def _answer(sent: Awaitable[object]) -> object:
+    try:
+        return await sent
+    except _DEATHS as error:
+        raise Gone(_reason(error)) from None
+    except RayTaskError as error:
+        raise Broken(f"{type(error.cause).__name__}: {error.cause}", str(error)) from None
+    except RayError as error:
+        raise Broken(f"{type(error).__name__}: {error}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """The one line of Ray's account that says what happened."""
+    lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
+    line = lines[-1] if lines else type(error).__name__
+    detail = line.partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    if "SYSTEM_ERROR" in line and detail:
+        return f"it was killed, ran out of memory or crashed (Ray: {detail})"
+    return detail or line
+
+
+def label(ask: Ask, *, whole: bool) -> str:
+    """A call as the name of Ray's task. `whole`: its number may be too far from those that the rank has seen.
+
+    As an argument it would make an empty call a fifth slower. Ray keeps some kilobytes for each name that it has seen,
+    on both sides, so names come again: a number travels modulo `CYCLE`, where the rank knows the rest.
+    """
+    number = f"={ask.number}" if whole else str(ask.number % CYCLE)
+    return f"{ask.endpoint} {ask.key} {ask.line} {number} {ask.consumed:d} {ask.timed:d}"
+
+
+def current_ask(whole: Callable[[str, int], int]) -> Ask:
+    """What the task that runs now was asked. `whole`: the number of a line's call, from what is told of it."""
+    endpoint, key, line, number, consumed, timed = str(ray.get_runtime_context().get_task_name()).split()
+    told = int(number[1:]) if number.startswith("=") else whole(line, int(number))
+    return Ask(endpoint, key, line, told, consumed == "1", timed == "1")

@@ -1,0 +1,67 @@
+"""Values in Ray's object store."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import cast
+from weakref import WeakValueDictionary
+
+import ray
+from ray import ObjectRef
+from ray.cloudpickle.cloudpickle import register_pickle_by_value
+from ray.exceptions import ObjectLostError
+
+from meshrl.engines.hosting import carries, carry_modules
+from meshrl.errors import DataError, MeshStopped
+from meshrl.mesh import Ref
+
+carries(register_pickle_by_value, ObjectRef)
+
+
+class RayRef(Ref):
+    """A value in Ray's object store. In one process there is one such object for it."""
+
+    __slots__ = ("__weakref__", "ref")
+
+    way = "the object store"
+
+    def __init__(self, ref: "ObjectRef[object]") -> None:
+        self.ref = ref
+        _known[ref.binary()] = self
+
+    @classmethod
+    def put(cls, value: object) -> "RayRef":
+        """Keep a value; numpy arrays in it are read without a copy on the same machine."""
+        if not ray.is_initialized():  # Ray would join whatever cluster it finds
+            raise MeshStopped("the engine is closed: nothing can be sent to its ranks any more")
+        carry_modules()
+        ref: ObjectRef[object] = ray.put(value)
+        return cls(ref)
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
+        """The values, arrays read-only. Raises `DataError` if one is lost."""
+        refs = [each.ref for each in cast("Sequence[RayRef]", held)]
+        if not ray.is_initialized():
+            raise DataError(
+                "a column lies on the ranks of an engine that is closed, and is lost: load what is needed before"
+            )
+        try:
+            _, elsewhere = ray.wait(refs, num_returns=len(refs), timeout=0)
+            if elsewhere:
+                await asyncio.gather(*elsewhere)
+            return ray.get(refs)  # what is on this machine is only mapped: faster at once than awaited one by one
+        except ObjectLostError as error:
+            raise DataError(
+                f"a column lies on a rank that has died or was stopped, and is lost ({type(error).__name__}): make the "
+                "batch again, or load what is needed later while its ranks live"
+            ) from None
+
+    def __reduce__(self) -> tuple[Callable[..., "RayRef"], tuple[object, ...]]:
+        return _received, (self.ref,)
+
+
+_known: WeakValueDictionary[bytes, RayRef] = WeakValueDictionary()
+
+
+def _received(ref: "ObjectRef[object]") -> RayRef:
+    return _known.get(ref.binary()) or RayRef(ref)
