@@ -14,7 +14,7 @@ from meshrl.mesh.partition import lightest
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
-from meshrl.mesh.shared_memory import Bytes, Segment, pool, sweep
+from meshrl.mesh.shared_memory import Bytes, Segment, in_transit, note_transit, pool, sweep
 from meshrl.mesh.watch import own_place, slow_calls
 
 __all__ = [
@@ -54,8 +54,10 @@ __all__ = [
     "endpoint",
     "fetch",
     "free_cores",
+    "in_transit",
     "lightest",
     "limited",
+    "note_transit",
     "own_place",
     "parts",
     "plan_of",

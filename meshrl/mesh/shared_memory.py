@@ -1,5 +1,7 @@
 """Memory that the processes of one machine share: files that one process writes and any other maps.
 
+They lie in memory, and on a disk where that has no room.
+
 Who has a segment open has a lease on it, a file lock, which ends with its process. A process writes again where nobody
 has a lease: pages that were made once are several times faster than fresh ones.
 """
@@ -9,8 +11,11 @@ import fcntl
 import mmap
 import os
 import secrets
+import shutil
+import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -21,11 +26,17 @@ from meshrl import log
 from meshrl.errors import DataError
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
-_PREFIX: Final = "meshrl-"
+_PREFIX: Final = "meshrl-pool-"
+_NAMES: Final = _PREFIX + "[0-9a-f]" * 16
 _WASTE: Final = 2
 """A segment is used again for what has at least this part of its bytes."""
 
 Bytes = NDArray[np.uint8]
+
+
+def _folders() -> list[Path]:
+    """Where segments lie, the best first."""
+    return [folder for folder in (FOLDER, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
 class Segment:
@@ -69,10 +80,10 @@ def _lease(path: str) -> int:
 class _Own:
     """A segment that this process made and may write."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, folder: Path, nbytes: int) -> None:
         """OSError where there is no room."""
         while True:
-            self.path = FOLDER / f"{_PREFIX}{secrets.token_hex(8)}"
+            self.path = folder / f"{_PREFIX}{secrets.token_hex(8)}"
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self.file, fcntl.LOCK_EX)
             with suppress(OSError):  # a sweeper may have been quicker than the lock
@@ -100,7 +111,7 @@ class _Own:
         except BlockingIOError:
             fcntl.flock(self.file, fcntl.LOCK_SH)  # which the attempt has let go
             return False
-        path = FOLDER / f"{_PREFIX}{secrets.token_hex(8)}"
+        path = self.path.with_name(f"{_PREFIX}{secrets.token_hex(8)}")
         self.path.rename(path)
         self.path = path
         self.written = False
@@ -141,7 +152,7 @@ class Pool:
 
     def write(self, nbytes: int) -> Writing | None:
         """Room for so many bytes; None where this machine shares no memory, or has no more of it."""
-        if not nbytes or not FOLDER.is_dir():
+        if not nbytes or not _folders():
             return None
         with self._lock:
             if not self._swept:
@@ -161,18 +172,27 @@ class Pool:
             return False
 
     def _new(self, nbytes: int) -> _Own | None:
-        own = _made(nbytes)
+        best, *others = _folders()
+        own = _made(best, nbytes)
         if own is None:
             for each in [each for each in self._segments if self._free(each)]:
                 self._segments.remove(each)
                 each.close()
-            own = _made(nbytes)
+            own = _made(best, nbytes)
+        if own is None and not self._full:
+            self._full = True
+            log.warning(f"{self.state()}: what ranks hand to each other goes through {', '.join(map(str, others))}")
+        for folder in others:
+            own = own or _made(folder, nbytes)
         if own is not None:
             self._segments.append(own)
-        elif not self._full:
-            self._full = True
-            log.warning("this machine has no more shared memory: weights are copied", wanted=nbytes)
         return own
+
+    def state(self) -> str:
+        """What there is and what is taken, as people read it."""
+        mine = sum(own.nbytes for own in self._segments) >> 20
+        rooms = [f"{folder} has {shutil.disk_usage(folder).free >> 20} MiB left" for folder in _folders()]
+        return f"{', '.join(rooms)}, {mine} MiB are this process's; give /dev/shm more, as by `docker run --shm-size`"
 
     def close(self) -> None:
         """Give all memory back."""
@@ -189,16 +209,16 @@ class Pool:
         self._swept = False
 
 
-def _made(nbytes: int) -> _Own | None:
+def _made(folder: Path, nbytes: int) -> _Own | None:
     try:
-        return _Own(nbytes)
+        return _Own(folder, nbytes)
     except OSError:
         return None
 
 
 def sweep() -> None:
     """Remove what processes left that were killed: nobody holds a lock on it."""
-    for path in FOLDER.glob(f"{_PREFIX}*"):
+    for path in (path for folder in _folders() for path in folder.glob(_NAMES)):
         with suppress(OSError):
             file = os.open(path, os.O_RDWR)
             try:
@@ -206,6 +226,27 @@ def sweep() -> None:
                 path.unlink(missing_ok=True)
             finally:
                 os.close(file)
+
+
+_transit = threading.local()
+
+
+@contextmanager
+def in_transit() -> Iterator[list[Segment]]:
+    """The segments that are named by what is pickled meanwhile: kept until it has arrived, they are not lost."""
+    outer = getattr(_transit, "segments", None)
+    _transit.segments = segments = []
+    try:
+        yield segments
+    finally:
+        _transit.segments = outer
+
+
+def note_transit(segment: Segment) -> None:
+    """Say that a segment is named by what is being pickled."""
+    segments = getattr(_transit, "segments", None)
+    if segments is not None:
+        segments.append(segment)
 
 
 pool: Final = Pool()

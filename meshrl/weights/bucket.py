@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 
 from meshrl.data import check_dtype, from_raw, pickled, raw
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Bytes, Put, Ref, Segment, free_cores, pool
+from meshrl.mesh import Array, Bytes, Put, Ref, Segment, free_cores, note_transit, pool
 
 _ALIGNED: Final = 64
 """Bytes: each tensor starts at a multiple."""
@@ -163,6 +163,8 @@ class SharedHeld(Ref):
         return self._bucket or Bucket(index, nbytes, Segment(path, size))
 
     def __reduce__(self) -> tuple[Callable[..., "SharedHeld"], tuple[object, ...]]:
+        if self._bucket and self._bucket.segment:
+            note_transit(self._bucket.segment)
         return _leased, self._key
 
 

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl import LocalEngine, Resources
+from meshrl.engines.processes import LocalProcessEngine
 from meshrl.mesh import Engine
 
-ENGINES = ["local", "by reference", "ray"]
+ENGINES = ["local", "by reference", "processes", "ray"]
 
 
 @pytest.fixture(params=ENGINES)
@@ -19,6 +20,8 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
         from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import
 
         made = RayEngine()
+    elif request.param == "processes":
+        made = LocalProcessEngine()
     else:
         made = LocalEngine(cores=4, inline_bytes=0) if request.param == "by reference" else LocalEngine(cores=4)
     yield made

@@ -1,0 +1,131 @@
+"""The engine of one machine: a rank is a process, made of a warm template, and reached through a socket."""
+
+import asyncio
+import resource
+from collections.abc import Sequence
+from contextlib import suppress
+from secrets import token_hex
+from typing import cast
+
+from meshrl import log
+from meshrl.engines.hosting import (
+    Caller,
+    Gone,
+    Place,
+    Process,
+    ProcessEngine,
+    ProcessSlot,
+    Reservation,
+    environments,
+    patiently,
+)
+from meshrl.engines.processes.launcher import Launcher
+from meshrl.engines.processes.machine import Machine
+from meshrl.engines.transport import PoolRef, SocketChannel
+from meshrl.errors import ConfigError, MeshStopped
+from meshrl.mesh import INLINE_BYTES, Ref, Resources
+
+
+class PoolCaller(Caller):
+    """The part of the engine that works in every process."""
+
+    def put(self, value: object) -> Ref:
+        """Keep a value in this machine's shared memory."""
+        return PoolRef.put(value)
+
+    def __reduce__(self) -> tuple[type["PoolCaller"], tuple[int, bool]]:
+        return PoolCaller, (self.inline_bytes, self.shares_memory)
+
+
+class LocalProcessEngine(ProcessEngine, PoolCaller):
+    """Ranks as processes of this machine.
+
+    `modules`: packages that ranks will need, such as `meshrl_torch`: imported once for all. For `inline_bytes` see
+    `Engine`.
+    """
+
+    def __init__(self, modules: Sequence[str] = (), inline_bytes: int = INLINE_BYTES) -> None:
+        super().__init__(inline_bytes, shares_memory=True)
+        self._machine = Machine()
+        self._launcher = Launcher(modules, inline_bytes)
+
+    async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
+        """Processes for `count` ranks, each pinned to the cores that it asks for, while there are any free.
+
+        Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank gets one thread, as with
+        `cpus = 0`. Raises `ConfigError` for GPUs that this machine does not have, or has given away.
+        """
+        _raise_file_limit()
+        reservation = _Processes(self._launcher, self._machine, count, resources)
+        self._reservations.append(reservation)
+        return await self._settled(reservation)
+
+    async def close(self) -> None:
+        """Stop everything."""
+        try:
+            await super().close()
+        finally:
+            await self._launcher.close()
+
+
+class _Processes(Reservation):
+    """The processes of one mesh."""
+
+    def __init__(self, launcher: Launcher, machine: Machine, count: int, resources: Resources) -> None:
+        self._launcher, self._machine, self._resources = launcher, machine, resources
+        self._shares = machine.take(count, resources)
+        threads = self._shares[0].threads
+        super().__init__(count, threads, len(self._shares[0].cores))
+        self.processes = [self.begin(slot) for slot in self.slots]
+
+    async def settle(self) -> None:
+        """Wait until every process runs, and make the environment of the ranks anew. Says what it waits for."""
+
+        async def say() -> None:
+            missing = sum(process.known is None for process in self.processes)
+            log.info("waiting for ranks to start", missing=missing, of=len(self.slots))
+
+        places = await patiently(self._places(), say)
+        self.environments = environments(places, self.slots[0].threads)
+
+    async def _places(self) -> list[Place]:
+        return await asyncio.gather(*(self._place(process) for process in self.processes))
+
+    async def _place(self, process: Process) -> Place:
+        try:
+            place = process.known = cast("Place", await process.channel.request("place"))
+        except Gone as gone:
+            if self.released:
+                raise MeshStopped("the mesh was stopped while its ranks were started") from None
+            raise ConfigError(f"a rank's process did not start: {process.died(str(gone)).reason}") from None
+        return place
+
+    def begin(self, slot: ProcessSlot) -> Process:
+        """Start a process."""
+        share = self._shares[slot.index]
+        environment = {"OMP_NUM_THREADS": str(share.threads)}
+        if self._resources.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
+        channel = self._launcher.begin(environment, share.cores)
+        process = Process(token_hex(8), channel)
+        if channel.end is not None:
+            channel.end.add_done_callback(lambda end: process.died(end.result()))
+        return process
+
+    def kill(self, process: Process) -> None:
+        """End a process at once."""
+        self._launcher.kill(cast("SocketChannel", process.channel))
+
+    async def release(self) -> None:
+        """End the processes and give everything back."""
+        try:
+            await super().release()
+        finally:
+            self._machine.give_back(self._shares, self._resources)
+
+
+def _raise_file_limit() -> None:
+    """As many open files as this user may have: what is leased of shared memory is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,106 @@
+"""Starts the template process, and the ranks through it; hears how they end."""
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_bytes, token_hex
+from typing import Final
+
+from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
+from meshrl.engines.transport import Address, SocketChannel, listen
+from meshrl.engines.transport.frames import TOKEN_BYTES
+
+_TEMPLATE: Final = "meshrl.engines.processes.template"
+_PATIENCE: Final = 5.0
+"""Seconds that the template has to end the ranks."""
+
+
+class Launcher:
+    """The template, and a folder of sockets that only this user may enter."""
+
+    def __init__(self, modules: Sequence[str], inline_bytes: int) -> None:
+        """`modules`: imported before ranks are made of it, once for all of them."""
+        self._modules = modules
+        self._inline_bytes = inline_bytes
+        self._template: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._folder: Path | None = None
+        self._token = token_bytes(TOKEN_BYTES)
+        self._ends: dict[str, asyncio.Future[str]] = {}
+
+    def begin(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
+        """A new rank's process."""
+        control, folder = self._started()
+        key = token_hex(8)
+        path = folder / key
+        channel = SocketChannel(Address(str(path), self._token))
+        channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
+        with listen(path) as listening:
+            order = Begin(key, str(Path.cwd()), sys.path, environment, cores, self._token, self._inline_bytes)
+            send(control, order, [listening.fileno()])
+        return channel
+
+    def kill(self, channel: SocketChannel) -> None:
+        """End a rank's process at once."""
+        channel.close()
+        key = Path(channel.address.path).name
+        if key in self._ends and self._control is not None:
+            with suppress(OSError):
+                send(self._control, Kill(key))
+        Path(channel.address.path).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """End the ranks and the template."""
+        if self._template is None or self._control is None or self._folder is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._template.wait, _PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._template.kill()
+            self._template.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._template = self._control = self._folder = None
+
+    def _started(self) -> tuple[socket.socket, Path]:
+        if self._control is not None and self._folder is not None:
+            return self._control, self._folder
+        ours, theirs = socket.socketpair()
+        self._folder = Path(tempfile.mkdtemp(prefix="meshrl-run-"))  # with mode 700
+        environment = {"GOMP_SPINCOUNT": "5000", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with theirs:
+            command = [sys.executable, "-m", _TEMPLATE, str(theirs.fileno()), ",".join(self._modules)]
+            self._template = subprocess.Popen(  # noqa: S603 -- our own module
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._control = ours
+        asyncio.get_running_loop().add_reader(ours, self._hear)
+        return ours, self._folder
+
+    def _hear(self) -> None:
+        try:
+            received = receive(self._control) if self._control is not None else None
+        except OSError:
+            received = None
+        if received is None:
+            if self._control is not None:
+                asyncio.get_running_loop().remove_reader(self._control)
+                self._control.close()
+            self._control = None
+            for end in self._ends.values():
+                if not end.done():
+                    end.set_result("the process that ranks are made of is gone, and they with it")
+            return
+        ended, _ = received
+        if isinstance(ended, Ended) and ended.key in self._ends:
+            end = self._ends.pop(ended.key)
+            if not end.done():
+                end.set_result(ended.how)

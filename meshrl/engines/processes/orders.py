@@ -1,0 +1,70 @@
+"""What the engine and its template process say to each other, each with a length of four bytes before it."""
+
+import socket
+from collections.abc import Mapping, Sequence
+from struct import Struct
+from typing import Final, TypeAlias
+
+import msgspec
+
+_LENGTH: Final = Struct("<I")
+
+
+class Begin(msgspec.Struct, tag="begin", frozen=True):
+    """Make a rank's process. The socket that it answers on comes along."""
+
+    key: str
+    folder: str
+    """Where it works."""
+    paths: Sequence[str]
+    """Where it finds modules."""
+    environment: Mapping[str, str]
+    cores: Sequence[int]
+    """That it is pinned to; empty: to none."""
+    token: bytes
+    inline_bytes: int
+
+
+class Kill(msgspec.Struct, tag="kill", frozen=True):
+    """End a rank's process at once."""
+
+    key: str
+
+
+class Ended(msgspec.Struct, tag="ended", frozen=True):
+    """A rank's process has ended."""
+
+    key: str
+    how: str
+
+
+Order: TypeAlias = Begin | Kill | Ended
+
+
+def send(control: socket.socket, order: Order, files: Sequence[int] = ()) -> None:
+    """Send an order whole, with files that are open here."""
+    frame = msgspec.msgpack.encode(order)
+    whole = _LENGTH.pack(len(frame)) + frame
+    sent = socket.send_fds(control, [whole], list(files))
+    control.sendall(whole[sent:])
+
+
+def receive(control: socket.socket) -> tuple[Order, list[int]] | None:
+    """The next order, with the files that came along; None where the other side is gone."""
+    head, files, _, _ = socket.recv_fds(control, _LENGTH.size, 1)
+    while head and len(head) < _LENGTH.size:
+        more = control.recv(_LENGTH.size - len(head))
+        if not more:
+            return None
+        head += more
+    if not head:
+        return None
+    left = _LENGTH.unpack(head)[0]
+    parts: list[bytes] = []
+    while left:
+        part = control.recv(left)
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return msgspec.msgpack.decode(b"".join(parts), type=Order), files

@@ -1,0 +1,148 @@
+"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL MODULES`.
+
+It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
+and goes; when it is gone itself, the system kills them.
+"""
+
+import asyncio
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import Final
+
+from meshrl.engines.hosting import Host
+from meshrl.engines.local import RankLoop
+from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
+from meshrl.engines.transport import PoolRef, Server
+from meshrl.mesh import sweep
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    """Do what the engine orders until it is gone."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2].split(",") if sys.argv[2] else ():
+        with suppress(Exception):  # told by the rank that needs it
+            import_module(module)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's to hear: it ends the ranks in order
+    Template(control).run()
+
+
+class Template:
+    """Forks ranks and buries them."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._ranks: dict[int, str] = {}
+        """The key of each process."""
+        self._news, self._bell = socket.socketpair()
+        for each in (self._news, self._bell):
+            each.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._bell.fileno())
+
+    def run(self) -> None:
+        """Until the engine is gone."""
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._control, selectors.EVENT_READ)
+            ready.register(self._news, selectors.EVENT_READ)
+            try:
+                while True:
+                    for key, _ in ready.select():
+                        if key.fileobj is self._news:
+                            self._bury()
+                        elif not self._obey():
+                            return
+            except (BrokenPipeError, ConnectionResetError):
+                return
+            finally:
+                self._end()
+
+    def _obey(self) -> bool:
+        """Do the next order; False where there are no more."""
+        received = receive(self._control)
+        if received is None:
+            return False
+        order, files = received
+        if isinstance(order, Begin):
+            self._fork(order, files[0])
+        elif isinstance(order, Kill):
+            for pid in [pid for pid, key in self._ranks.items() if key == order.key]:
+                os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _fork(self, order: Begin, listening: int) -> None:
+        pid = os.fork()
+        if pid:
+            self._ranks[pid] = order.key
+            os.close(listening)
+            return
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for each in (self._control, self._news, self._bell):
+                each.close()
+            _become_rank(order, listening)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _bury(self) -> None:
+        with suppress(BlockingIOError):
+            while self._news.recv(1024):
+                pass
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found
+                send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
+
+    def _end(self) -> None:
+        for pid in self._ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, 0)[0]:
+                pass
+        sweep()  # what killed processes leave
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"it ended by itself with status {code}"
+    name = signal.Signals(-code).name
+    return f"it was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+
+
+def _become_rank(order: Begin, listening: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if order.cores:
+            os.sched_setaffinity(0, order.cores)
+    # As in the controller's process: relative files, and modules next to a script.
+    with suppress(OSError):
+        os.chdir(order.folder)
+    sys.path += [path for path in order.paths if path not in sys.path]
+    os.environ.update(order.environment)
+    asyncio.set_event_loop(loop := RankLoop())
+    host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
+
+    async def serve() -> None:
+        Server(socket.socket(fileno=listening), order.token, host)
+
+    loop.run_until_complete(serve())
+    while True:
+        try:
+            loop.run_forever()
+        except BaseException:  # noqa: BLE001, S112 -- SystemExit of a task: whoever awaits the task gets it
+            continue
+
+
+if __name__ == "__main__":
+    main()

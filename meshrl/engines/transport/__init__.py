@@ -1,0 +1,12 @@
+"""Calls and data between processes of one machine: frames on Unix sockets, and values in shared memory.
+
+A `Server` answers for a `Host` on a socket that only its user may enter; a `SocketChannel` reaches it from any other
+process. What is large is kept by `PoolRef.put`, written once, and mapped by whoever reads it.
+"""
+
+from meshrl.engines.transport.channel import Address, SocketChannel
+from meshrl.engines.transport.connection import Connection
+from meshrl.engines.transport.pool_ref import PoolRef
+from meshrl.engines.transport.server import Server, listen
+
+__all__ = ["Address", "Connection", "PoolRef", "Server", "SocketChannel", "listen"]

@@ -1,0 +1,156 @@
+"""The caller's end: questions to a process of this machine."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+
+from meshrl.engines.hosting import Arguments, Ask, Broken, Channel, Gone, Service
+from meshrl.engines.transport.connection import Connection
+from meshrl.engines.transport.frames import Answer, Question, Taken, decode, dumped, encode, loaded
+
+if TYPE_CHECKING:
+    from meshrl.mesh import Segment
+
+NEWS: Final = 0.01
+"""Seconds, at most, from the end of a connection to the news of how the process has ended."""
+
+
+Kind: TypeAlias = Service | Literal["call", "stream"]
+
+
+class Address(NamedTuple):
+    """Where a process answers."""
+
+    path: str
+    token: bytes
+
+
+class SocketChannel(Channel):
+    """To one process of this machine. It connects where and when it is first used."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.end: asyncio.Future[str] | None = None
+        """How the process has ended, where somebody here watches it."""
+        self._line: _Line | None = None
+
+    def __reduce__(self) -> tuple[type["SocketChannel"], tuple[Address]]:
+        return SocketChannel, (self.address,)
+
+    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Awaitable[object]:
+        """Send a call, or open a stream."""
+        return self._connected().ask("stream" if stream else "call", ask, given)
+
+    def request(self, service: Service, *arguments: object) -> Awaitable[object]:
+        """Ask for something else."""
+        return self._connected().ask(service, None, arguments or None)
+
+    def tell(self, service: Service, *arguments: object) -> None:
+        """The same, where nobody waits for the answer."""
+        self._connected().tell(service, arguments)
+
+    def close(self) -> None:
+        """Let the process go. Who still waits for it is told that it is gone."""
+        if self._line is not None:
+            self._line.close()
+
+    def _connected(self) -> "_Line":
+        if self._line is None or self._line.loop is not asyncio.get_running_loop():
+            self._line = _Line(self)
+        return self._line
+
+
+class _Line:
+    """The connection, on the loop that made it."""
+
+    def __init__(self, channel: SocketChannel) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._asked = 0
+        self._waiting: dict[int, tuple[asyncio.Future[object], list[Segment]]] = {}
+        """Who waits for which answer, and what of a question is kept until then."""
+        self._gone = ""
+        self._connection: Connection | None = None
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            end.connect(channel.address.path)
+        except OSError as error:
+            end.close()
+            self._gone = f"nobody answers there ({error.strerror or error})"
+            return
+        self._connection = Connection(end, self._received, self._ended)
+        self._connection.send(channel.address.token)
+
+    def ask(self, service: Kind, ask: Ask | None, arguments: object) -> asyncio.Future[object]:
+        """Send a question; its answer."""
+        values, segments = dumped(arguments)
+        number = self._asked
+        self._asked += 1
+        future: asyncio.Future[object] = self.loop.create_future()
+        if self._connection is None:
+            future.set_exception(Gone(self._gone))
+            return future
+        self._connection.send(encode(Question(number, service, ask, values)))
+        self._waiting[number] = future, segments
+        return future
+
+    def tell(self, service: Service, arguments: object) -> None:
+        """Send what has no answer."""
+        if self._connection is not None:
+            values, _ = dumped(arguments)
+            self._connection.send(encode(Question(-1, service, None, values, wants_answer=False)))
+
+    def close(self) -> None:
+        """Let the process go. Who waits for it is told that it is gone."""
+        if self._connection is not None:
+            self._connection.close()
+            self._fail("its engine was closed")
+
+    def _received(self, frame: bytes) -> None:
+        answer = decode(frame)
+        if not isinstance(answer, Answer):
+            return
+        future, _ = self._waiting.pop(answer.number)
+        try:
+            value = None if answer.broken else loaded(answer.value)
+        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; who waits for it hears it
+            _settle(future, Broken(f"{type(error).__name__}: {error}"))
+        else:
+            reason, _, text = answer.value.decode().partition("\n") if answer.broken else ("", "", "")
+            _settle(future, Broken(reason, text) if answer.broken else None, value)
+        if answer.leased and self._connection is not None:
+            self._connection.send(encode(Taken(answer.number)))
+
+    def _ended(self) -> None:
+        """The process is gone: who waits is told so, and how it ended if that is known in a moment."""
+        self._connection = None
+        self._gone = "it was killed, ran out of memory or crashed"
+        end = self._channel.end
+        if end is None or end.done():
+            self._fail(end.result() if end else self._gone)
+            return
+        late = self.loop.call_later(NEWS, self._fail, self._gone)
+
+        def told(end: asyncio.Future[str]) -> None:
+            late.cancel()
+            self._fail(end.result())
+
+        end.add_done_callback(told)
+
+    def _fail(self, reason: str) -> None:
+        self._connection = None
+        self._gone = reason
+        waiting, self._waiting = self._waiting, {}
+        for future, _ in waiting.values():
+            _settle(future, Gone(reason))
+
+
+def _settle(future: asyncio.Future[object], error: Exception | None, value: object = None) -> None:
+    if future.done():  # who asked has gone
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+        future.exception()  # whoever awaits it gets it; where nobody does, it is no news

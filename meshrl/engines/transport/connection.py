@@ -1,0 +1,103 @@
+"""Frames on a socket that never blocks: four bytes that say how long it is, and the frame."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from struct import Struct
+from typing import Final
+
+_LENGTH: Final = Struct("<I")
+_LONGEST: Final = (1 << 32) - 1
+_CHUNK: Final = 1 << 18
+"""Bytes that are read at once."""
+
+
+class Connection:
+    """One end, on the loop that runs where it is made. Frames arrive whole, and in their order."""
+
+    def __init__(
+        self, end: socket.socket, received: Callable[[bytes], None], ended: Callable[[], None], most: int = _LONGEST
+    ) -> None:
+        """`received` is told each frame, `ended`, once, that the other side is gone. `most`: bytes of a frame."""
+        end.setblocking(False)
+        self.socket = end
+        self.most = most
+        self._loop = asyncio.get_running_loop()
+        self._received = received
+        self._ended = ended
+        self._arrived = bytearray()
+        self._waiting: list[memoryview] = []
+        """What the socket did not take yet."""
+        self._open = True
+        self._loop.add_reader(end, self._read)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, now or when the other side has room. Where it is gone, nothing happens."""
+        if not self._open:
+            return
+        if len(frame) > _LONGEST:
+            raise TypeError(f"a call's values have {len(frame)} bytes, and a call carries {_LONGEST} at most")
+        whole = _LENGTH.pack(len(frame)) + frame
+        if self._waiting:
+            self._waiting.append(memoryview(whole))
+            return
+        sent = self._taken(memoryview(whole))
+        if sent < len(whole):
+            self._waiting.append(memoryview(whole)[sent:])
+            self._loop.add_writer(self.socket, self._write)
+
+    def close(self) -> None:
+        """Close this end; nobody is told."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self.socket)
+            self._loop.remove_writer(self.socket)
+            self.socket.close()
+
+    def _taken(self, part: memoryview) -> int:
+        """How many bytes the socket took."""
+        try:
+            return self.socket.send(part)
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError:  # the reader hears of it
+            return len(part)
+
+    def _write(self) -> None:
+        while self._waiting:
+            sent = self._taken(self._waiting[0])
+            if sent < len(self._waiting[0]):
+                self._waiting[0] = self._waiting[0][sent:]
+                return
+            self._waiting.pop(0)
+        self._loop.remove_writer(self.socket)
+
+    def _read(self) -> None:
+        try:
+            some = self.socket.recv(_CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            some = b""
+        if not some:
+            self._end()
+            return
+        self._arrived += some
+        at = 0
+        while self._open and len(self._arrived) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._arrived, at)
+            if length > self.most:
+                self._end()
+                return
+            end = at + _LENGTH.size + length
+            if len(self._arrived) < end:
+                break
+            frame = bytes(memoryview(self._arrived)[at + _LENGTH.size : end])
+            at = end
+            self._received(frame)
+        del self._arrived[:at]
+
+    def _end(self) -> None:
+        if self._open:
+            self.close()
+            self._ended()

@@ -1,0 +1,97 @@
+"""Values in this machine's shared memory, for all processes here."""
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import cast
+from weakref import WeakValueDictionary
+
+import numpy as np
+from cloudpickle import Pickler
+
+from meshrl.engines.hosting import carry_modules
+from meshrl.errors import DataError
+from meshrl.mesh import Ref, Segment, note_transit, pool
+
+_ALIGNED = 64
+"""Bytes: each buffer starts at a multiple."""
+
+Spans = tuple[tuple[int, int], ...]
+"""Where each buffer begins and ends; the first is the pickle itself, which refers to the others."""
+
+
+class PoolRef(Ref):
+    """A value that was written once. In one process there is one such object for it, which leases the memory."""
+
+    __slots__ = ("__weakref__", "_lost", "_segment", "_spans")
+
+    way = "shared memory"
+
+    def __init__(self, segment: Segment | None, spans: Spans, lost: str = "") -> None:
+        """`segment`: None where it is gone, for the reason `lost`."""
+        self._segment = segment
+        self._spans = spans
+        self._lost = lost
+
+    @classmethod
+    def put(cls, value: object) -> "PoolRef":
+        """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room."""
+        carry_modules()
+        buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
+        Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        parts = [file.getbuffer(), *(each.raw() for each in buffers)]
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for part in parts:
+            spans.append((end, end + part.nbytes))
+            end += -(-part.nbytes // _ALIGNED) * _ALIGNED
+        writing = pool.write(end)
+        if writing is None:
+            raise DataError(f"{end} bytes do not fit into this machine's shared memory: {pool.state()}")
+        for part, (start, stop) in zip(parts, spans, strict=True):
+            writing.memory[start:stop] = np.frombuffer(part, np.uint8)
+        made = cls(writing.done(), tuple(spans))
+        _known[made._key] = made
+        return made
+
+    @classmethod
+    async def fetch(cls, held: Sequence[Ref]) -> list[object]:
+        """The values, arrays read-only. Raises `DataError` if one is lost."""
+        return [each.value() for each in cast("Sequence[PoolRef]", held)]
+
+    def value(self) -> object:
+        """What is kept. DataError where it is lost."""
+        if self._segment is None:
+            raise DataError(
+                f"a column lay in the memory of a rank that has died or was stopped, and is lost ({self._lost}): make "
+                "the batch again, or load what is needed later while its ranks live"
+            )
+        memory = self._segment.memory
+        head, *rest = (memory[start:stop] for start, stop in self._spans)
+        return cast("object", pickle.loads(head.data, buffers=rest))  # noqa: S301 -- of this run's own processes
+
+    @property
+    def _key(self) -> str:
+        return self._segment.path if self._segment else ""
+
+    def __reduce__(self) -> tuple[Callable[..., "PoolRef"], tuple[object, ...]]:
+        if self._segment is None:
+            return PoolRef, (None, self._spans, self._lost)
+        note_transit(self._segment)
+        return _received, (self._segment.path, self._segment.nbytes, self._spans)
+
+
+_known: WeakValueDictionary[str, PoolRef] = WeakValueDictionary()
+
+
+def _received(path: str, nbytes: int, spans: Spans) -> PoolRef:
+    known = _known.get(path)
+    if known is not None:
+        return known
+    try:
+        made = PoolRef(Segment(path, nbytes), spans)
+    except DataError as error:  # told where it is fetched: nobody hears what is raised here
+        return PoolRef(None, spans, str(error))
+    _known[path] = made
+    return made

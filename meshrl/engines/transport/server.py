@@ -1,0 +1,131 @@
+"""The rank's end: answers for a `Host` whoever shows the secret of the run."""
+
+import asyncio
+import os
+import socket
+import struct
+import traceback
+from hmac import compare_digest
+from inspect import isawaitable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from meshrl import log
+from meshrl.engines.hosting import Arguments, Host
+from meshrl.engines.transport.connection import Connection
+from meshrl.engines.transport.frames import TOKEN_BYTES, Answer, Question, Taken, decode, dumped, encode, loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from meshrl.mesh import Segment
+
+_BACKLOG: Final = 1024
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket at a path, which takes connections from now on."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.bind(str(path))
+    made.listen(_BACKLOG)
+    return made
+
+
+class Server:
+    """Takes connections on the loop that runs where it is made."""
+
+    def __init__(self, listening: socket.socket, token: bytes, host: Host) -> None:
+        listening.setblocking(False)
+        self._listening = listening
+        self._token = token
+        self._host = host
+        self._callers: set[_Caller] = set()
+        asyncio.get_running_loop().add_reader(listening, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            end, _ = self._listening.accept()
+        except OSError:  # gone before it was taken
+            return
+        if (user := _user(end)) not in (None, os.geteuid()):
+            log.warning(f"a process of user {user} is refused, which is not this run's")
+            end.close()
+            return
+        self._callers.add(_Caller(end, self._token, self._host, self._callers))
+
+
+def _user(end: socket.socket) -> int | None:
+    """The user of the process at the other end; None where this system does not say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return cast("int", struct.unpack("3i", found)[1])
+
+
+class _Caller:
+    """One process that calls."""
+
+    def __init__(self, end: socket.socket, token: bytes, host: Host, callers: "set[_Caller]") -> None:
+        self._token = token
+        self._host = host
+        self._callers = callers
+        self._known = False
+        self._kept: dict[int, list[Segment]] = {}
+        """Shared memory that answers name, until their reader has it."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._connection = Connection(end, self._received, self._ended, TOKEN_BYTES)
+
+    def _received(self, frame: bytes) -> None:
+        if not self._known:
+            self._known = compare_digest(frame, self._token)
+            if not self._known:
+                self._ended()
+                self._connection.close()
+            self._connection.most = (1 << 32) - 1
+            return
+        message = decode(frame)
+        if isinstance(message, Question):
+            self._answer_soon(message)
+        elif isinstance(message, Taken):
+            self._kept.pop(message.number, None)
+
+    def _answer_soon(self, question: Question) -> None:
+        try:
+            arguments = loaded(question.values)
+        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            self._connection.send(encode(Answer(question.number, text.encode(), broken=True)))
+            return
+        if question.service == "cancel":
+            self._host.cancel(*cast("tuple[str, int]", arguments))
+            return
+        task = self._loop.create_task(self._answer(question, arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, question: Question, arguments: object) -> None:
+        value = await self._work(question, arguments)
+        if not question.wants_answer:
+            return
+        values, segments = dumped(value)
+        if segments:
+            self._kept[question.number] = segments
+        self._connection.send(encode(Answer(question.number, values, leased=bool(segments))))
+
+    async def _work(self, question: Question, arguments: object) -> object:
+        host, ask = self._host, question.ask
+        if ask is not None:
+            work = host.stream if question.service == "stream" else host.call
+            return await (work(ask) if arguments is None else work(ask, cast("Arguments", arguments)))
+        service: Callable[..., object] = getattr(host, question.service)
+        found = service(*cast("tuple[object, ...]", arguments or ()))
+        return await found if isawaitable(found) else found
+
+    def _ended(self) -> None:
+        if not self._known:
+            log.warning("a process that does not know this run's secret is refused")
+        self._callers.discard(self)
+        self._kept.clear()
+        for task in self._tasks:
+            task.cancel()
