@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         drawn = getattr(item, "callspec", None)
         engine = drawn.params.get("engine") if drawn else None
+        if engine == "processes":
+            item.add_marker(pytest.mark.process)
         if "ray_cluster" in getattr(item, "fixturenames", ()) or engine == "ray":
             item.add_marker(pytest.mark.process)
             item.add_marker(pytest.mark.xdist_group("cluster"))

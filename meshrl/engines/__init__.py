@@ -1,6 +1,34 @@
-"""Where ranks run: threads of this process (`local`), processes of a cluster (`ray`). One protocol: `mesh.Engine`.
+"""Where ranks run: threads of this process (`local`), processes of this machine (`processes`) or of a cluster (`ray`).
 
-Import the engine that is meant: `meshrl.engines.local` or `meshrl.engines.ray`; this package itself loads neither.
+One protocol, `mesh.Engine`, of all. `make_engine` loads the one that is meant; this package itself loads none.
 """
 
-__all__: list[str] = []
+from collections.abc import Sequence
+
+from meshrl.errors import ConfigError
+from meshrl.mesh import INLINE_BYTES, Engine
+
+__all__ = ["make_engine"]
+
+
+def make_engine(name: str, inline_bytes: int = INLINE_BYTES, modules: Sequence[str] = ()) -> Engine:
+    """An engine by its name, as `run.engine` has it.
+
+    `modules`: those that ranks need, which the engine `processes` imports once for all. ConfigError where its package
+    is not installed.
+    """
+    if name == "local":
+        from meshrl.engines.local import LocalEngine  # noqa: PLC0415 -- each engine when it is meant
+
+        return LocalEngine(inline_bytes=inline_bytes)
+    if name == "processes":
+        from meshrl.engines.processes import ProcessEngine  # noqa: PLC0415 -- as above
+
+        return ProcessEngine(modules, inline_bytes)
+    try:
+        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- as above; an extra
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"run.engine = {name!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
+        ) from None
+    return RayEngine(None if name == "ray" else name, inline_bytes)

@@ -235,7 +235,8 @@ _transit = threading.local()
 def in_transit() -> Iterator[list[Segment]]:
     """The segments that are named by what is pickled meanwhile: kept until it has arrived, they are not lost."""
     outer = getattr(_transit, "segments", None)
-    _transit.segments = segments = []
+    segments: list[Segment] = []
+    _transit.segments = segments
     try:
         yield segments
     finally:

@@ -36,9 +36,10 @@ class RunConfig(Config):
     """Of all runs; one that is not absolute is where the command is typed, whichever file names it."""
     seed: int = 0
     """Decides the order of the data, and is the seed of each role that has none of its own."""
-    engine: str = Field(default="local", pattern=r"^(local|ray|auto|[\w.-]+:\d+)$")
-    """`local`: threads of this process. `ray`: the cluster at RAY_ADDRESS, or one of this machine's own for the run.
-    HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine."""
+    engine: str = Field(default="local", pattern=r"^(local|processes|ray|auto|[\w.-]+:\d+)$")
+    """`local`: threads of this process. `processes`: processes of this machine. `ray`: the cluster at RAY_ADDRESS, or
+    one of this machine's own for the run. HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine.
+    """
     inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
     """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
     meshes: dict[str, MeshConfig] = Field(default={})
@@ -76,7 +77,7 @@ class RunConfig(Config):
             if self.engine == "local" and (mesh.gpus or mesh.custom):
                 raise ValueError(
                     f"meshes.{name} asks for more than threads, which is all that the local engine gives: set "
-                    'run.engine = "ray"'
+                    'run.engine = "processes", or "ray" for several machines'
                 )
         return self
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from math import isfinite
@@ -12,11 +12,11 @@ from typing import Self, TypeVar, cast
 
 from meshrl import log
 from meshrl.data import Batch, Metrics
-from meshrl.engines.local import LocalEngine
-from meshrl.errors import ConfigError, DataError
+from meshrl.engines import make_engine
+from meshrl.errors import BackendError, ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
+from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, place_of
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
@@ -71,7 +71,7 @@ class Run:
     ) -> None:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
-        self.engine = engine or _engine(config)
+        self.engine = engine or _engine(config, resolved or {})
         folder = Path(config.folder) / config.name
         self._lock = FolderLock(folder)
         try:
@@ -359,13 +359,12 @@ def _kept(value: float) -> float | str:
     return value if isfinite(value) else str(value)
 
 
-def _engine(config: RunConfig) -> Engine:
-    if config.engine == "local":
-        return LocalEngine(inline_bytes=config.inline_bytes)
-    try:
-        from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra, and slow to import
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"run.engine = {config.engine!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
-        ) from None
-    return RayEngine(None if config.engine == "ray" else config.engine, config.inline_bytes)
+def _engine(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
+    """The engine; where ranks are forked, with what their roles are made of."""
+    modules: set[str] = set()
+    for name, table in resolved.items():
+        backend = cast("Mapping[str, object]", table).get("backend") if isinstance(table, Mapping) else None
+        if isinstance(backend, str):
+            with suppress(BackendError):  # told where the role is spawned
+                modules.add(place_of(name.title().replace("_", ""), backend).partition(":")[0])
+    return make_engine(config.engine, config.inline_bytes, sorted(modules))

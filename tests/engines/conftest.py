@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl import LocalEngine, Resources
-from meshrl.engines.processes import LocalProcessEngine
+from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import Engine
 
 ENGINES = ["local", "by reference", "processes", "ray"]
@@ -21,7 +21,7 @@ async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
 
         made = RayEngine()
     elif request.param == "processes":
-        made = LocalProcessEngine()
+        made = ProcessEngine()
     else:
         made = LocalEngine(cores=4, inline_bytes=0) if request.param == "by reference" else LocalEngine(cores=4)
     yield made

@@ -1,13 +1,13 @@
 """Ranks that are processes, whatever starts them and carries their calls: both ends of a call, and the actors there.
 
-A `Caller` (the controller's `ProcessEngine` is one, and so has each rank that holds a handle) sends calls through the
+A `Caller` (the controller's `HostingEngine` is one, and so has each rank that holds a handle) sends calls through the
 `Channel` of each rank's `Process`; the `Host` in it keeps their order, runs them and answers.
 """
 
 from meshrl.engines.hosting.call_order import CYCLE, CallerQueue
 from meshrl.engines.hosting.caller import Caller
 from meshrl.engines.hosting.channel import Broken, Channel, Gone, Service
-from meshrl.engines.hosting.engine import ProcessEngine
+from meshrl.engines.hosting.engine import HostingEngine
 from meshrl.engines.hosting.host import Host
 from meshrl.engines.hosting.messages import (
     NO_ARGUMENTS,
@@ -37,9 +37,9 @@ __all__ = [
     "Failure",
     "Gone",
     "Host",
+    "HostingEngine",
     "Place",
     "Process",
-    "ProcessEngine",
     "ProcessSlot",
     "RankMember",
     "Reservation",

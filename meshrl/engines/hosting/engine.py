@@ -27,7 +27,7 @@ class _Origin:
     """The class and its arguments; handles among these reach the processes of today."""
 
 
-class ProcessEngine(Caller):
+class HostingEngine(Caller):
     """The controller's engine; ranks have its `Caller`."""
 
     def __init__(self, inline_bytes: int, shares_memory: bool = False) -> None:

@@ -49,7 +49,8 @@ class LocalEngine:
             asked = {"gpus": resources.gpus, **resources.custom}
             named = ", ".join(f"{name} = {amount:g}" for name, amount in asked.items() if amount)
             raise ConfigError(
-                f"a mesh asks for {named}, and the local engine gives threads alone: set run.engine = 'ray'"
+                f"a mesh asks for {named}, and the local engine gives threads alone: set "
+                "run.engine = 'processes', or 'ray' for several machines"
             )
         free = self.cores - sum(slot.threads for slot in self._slots if slot.cores)
         wanted = self.cores if resources.cpus is None else resources.cpus

@@ -3,6 +3,6 @@
 A template process, started once, imports what ranks need and forks them; calls go through `engines.transport`.
 """
 
-from meshrl.engines.processes.engine import LocalProcessEngine
+from meshrl.engines.processes.engine import ProcessEngine
 
-__all__ = ["LocalProcessEngine"]
+__all__ = ["ProcessEngine"]

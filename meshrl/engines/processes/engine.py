@@ -11,9 +11,9 @@ from meshrl import log
 from meshrl.engines.hosting import (
     Caller,
     Gone,
+    HostingEngine,
     Place,
     Process,
-    ProcessEngine,
     ProcessSlot,
     Reservation,
     environments,
@@ -37,7 +37,7 @@ class PoolCaller(Caller):
         return PoolCaller, (self.inline_bytes, self.shares_memory)
 
 
-class LocalProcessEngine(ProcessEngine, PoolCaller):
+class ProcessEngine(HostingEngine, PoolCaller):
     """Ranks as processes of this machine.
 
     `modules`: packages that ranks will need, such as `meshrl_torch`: imported once for all. For `inline_bytes` see

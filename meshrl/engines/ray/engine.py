@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from meshrl.engines.hosting import Caller, ProcessEngine, ProcessSlot
+from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room
 from meshrl.engines.ray.refs import RayRef
 from meshrl.engines.ray.reservation import RayReservation
@@ -22,7 +22,7 @@ class RayCaller(Caller):
         return RayCaller, (self.inline_bytes, self.shares_memory)
 
 
-class RayEngine(ProcessEngine, RayCaller):
+class RayEngine(HostingEngine, RayCaller):
     """Ranks as processes of a Ray cluster.
 
     `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeAlias, TypeVar
 
 from meshrl.data import Batch, Metrics
+from meshrl.engines import make_engine
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError, MeshrlError
 from meshrl.mesh import Engine, Mesh, Resources, stop
@@ -63,7 +64,7 @@ class Subject:
     axes: Mapping[str, int] = field(default_factory=lambda: {"dp": 1})
     """The axes of the mesh, the last one fastest."""
     engine: str = "local"
-    """As `run.engine`: "local", "ray", or a Ray cluster's address."""
+    """As `run.engine`: "local", "processes", "ray", or a Ray cluster's address."""
     keys: Mapping[str, object] = field(default_factory=dict[str, object])
     """Further keys of the tables of its policy, critic and reference, and of its sampler those that one has."""
     resources: Resources = field(default_factory=lambda: Resources(cpus=1))
@@ -320,7 +321,7 @@ class Harness:
         if self._ranks:
             mesh = await self._ranks(count)
         else:
-            self._engine = _engine(self.subject.engine)
+            self._engine = make_engine(self.subject.engine)
             mesh = await Mesh.reserve(self._engine, count, self.subject.resources, "subject")
         self._mesh = mesh.shape(**self.subject.axes)
         self._started = False
@@ -346,11 +347,3 @@ async def _begin(trial: Trial) -> None:
 def name_of(check: Check) -> str:
     """The check's name, for messages and test ids."""
     return getattr(check, "__name__", repr(check))
-
-
-def _engine(name: str) -> Engine:
-    if name == "local":
-        return LocalEngine()
-    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra, and slow to import
-
-    return RayEngine(None if name == "ray" else name)
