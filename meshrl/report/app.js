@@ -6,9 +6,9 @@ function section(title, lead, ...inside) {
 
 function header() {
   const { summary, efficiency } = data;
-  const tone = { finished: "good", failed: "bad" }[data.status] ?? "training";
-  const stat = (name, value, after) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value, after ? make("small", {}, ` ${after}`) : null));
+  const tone = { finished: "good", failed: "bad" }[data.status] ?? "soft";
+  const stat = (name, value, unit) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
   const rewards = summary.first_reward ?? summary.last_reward ?? null;
   return make(
     "header",
@@ -19,17 +19,25 @@ function header() {
     make(
       "dl",
       { class: "stats" },
-      stat("steps", number(summary.steps)),
-      stat("wall time", seconds(summary.wall_s)),
+      stat("steps", number(summary.steps), meanStep()),
+      typeof summary.wall_s === "number" ? stat("wall time", seconds(summary.wall_s), "from start to end") : null,
       efficiency === null ? null : stat("overlap efficiency", percent(efficiency), ranksBusy()),
       rewards === null
         ? null
-        : stat("reward, first → last", `${short(summary.first_reward)} → ${short(summary.last_reward)}`),
-      ...more(summary).map(([name, value]) => stat(name, value)),
+        : stat(
+            "reward",
+            `${short(summary.first_reward)} → ${short(summary.last_reward)}`,
+            `${data.units.reward}, first\u00a0→\u00a0last\u00a0step`,
+          ),
+      ...more(summary).map((each) => stat(...each)),
     ),
-    summary.error ? make("p", { class: "lead" }, summary.error) : null,
+    summary.error ? make("p", { class: "error" }, summary.error) : null,
     make("ul", { class: "notes" }, ...data.notes.map((note) => make("li", {}, note))),
   );
+}
+
+function meanStep() {
+  return data.total && `${seconds(data.total.seconds / (data.steps.length || 1))} each, mean`;
 }
 
 /** How many of its ranks each side kept busy: the efficiency counts one busy rank as all. */
@@ -47,13 +55,14 @@ function more(summary) {
     const plain = name.replace(/_before$/, "");
     const after = plain === name ? undefined : summary[`${plain}_after`];
     const text = after === undefined ? short(value) : `${short(value)} → ${short(after)}`;
-    found.push([plain.replaceAll("_", " "), text]);
+    const when = after === undefined ? "" : "before\u00a0→\u00a0after";
+    found.push([plain.replaceAll("_", " "), text, [data.units[plain], when].filter(Boolean).join(", ")]);
   }
   return found.slice(0, 4);
 }
 
 /** How many steps the timeline shows of a run that has many. */
-const VIEW = 10;
+const VIEW = innerWidth < 600 ? 4 : 10;
 
 function timelineSection() {
   if (!data.lanes.length) return null;
@@ -77,7 +86,7 @@ function timelineSection() {
   };
   const views = make(
     "div",
-    {},
+    { class: "views" },
     button("whole run", () => timeline.look(...timeline.range)),
   );
   const spare = data.steps.length - VIEW;
@@ -94,7 +103,7 @@ function timelineSection() {
   return section(
     "Timeline by rank",
     "What each rank ran and when. Bands are steps, dashed lines new weights on a sampler. " +
-      "A thin bar is idle time: point at it to read why.",
+      "A thin bar is idle time: point at it or tap it.",
     make(
       "div",
       { class: "card timeline" },
@@ -103,7 +112,8 @@ function timelineSection() {
       make(
         "div",
         { class: "row" },
-        make("p", { class: "hint" }, "Wheel zooms at the pointer, dragging pans, double click shows the whole run."),
+        make("p", { class: "hint mouse" }, "Wheel zooms at the pointer, dragging pans, double click shows all."),
+        make("p", { class: "hint touch" }, "Two fingers zoom, one pans, a tap tells, two taps show all."),
         views,
       ),
     ),
@@ -113,34 +123,33 @@ function timelineSection() {
 function boundSection() {
   const { total, bounds } = data;
   if (!total) return null;
-  const whole = make(
-    "div",
-    { class: "whole" },
-    ...PARTS.filter(([part]) => total[part] > 0).map(([part, text, colour]) => {
-      const share = total[part] / total.seconds;
-      const bar = make(
-        "div",
-        { style: `flex:${share} 0 0;background:var(--${colour});color:${part === "other" ? "var(--ink)" : "#fff"}` },
-        share > 0.045 ? percent(share) : "",
-      );
-      bar.addEventListener("pointermove", (event) =>
-        showTip(event, [`${percent(share)} ${text}`, `${seconds(total[part])} of ${seconds(total.seconds)}`]),
-      );
-      bar.addEventListener("pointerleave", hideTip);
-      return bar;
-    }),
-  );
+  const parts = PARTS.filter(([part]) => total[part] > 0);
+  const whole = make("div", { class: "whole" }, ...parts.map((part) => shareBar(part, total)));
   return section(
     "What bounded each step",
     verdict(),
     make(
       "div",
       { class: "card" },
-      legend(PARTS.map(([, text, colour]) => [text, `var(--${colour})`])),
+      legend(parts.map(([, text, colour]) => [text, `var(--${colour})`])),
       whole,
       stepBars(bounds),
     ),
   );
+}
+
+/** A part of all steps: as wide as its share, which is written where there is room. */
+function shareBar([part, text, colour], total) {
+  const share = total[part] / total.seconds;
+  const bar = make("div", { style: `flex:${share} 0 0;background:var(--${colour})` });
+  onPaint(() => {
+    bar.style.color = inkOn(ink(colour));
+    bar.textContent = bar.clientWidth > 48 ? percent(share) : "";
+  });
+  pointing(bar, (event) =>
+    showTip(event, [`${percent(share)} ${text}`, `${seconds(total[part])} of ${seconds(total.seconds)}`]),
+  );
+  return bar;
 }
 
 function verdict() {
@@ -148,20 +157,23 @@ function verdict() {
   const steps = data.steps.length || 1;
   const longest = Object.entries(bound).sort((one, other) => other[1] - one[1])[0];
   const words = { sync: "new weights", other: "the script's own work" };
-  const ideal = Math.max(total.rollout, total.training, total.scoring) / steps;
-  const scoring = total.scoring > 0 ? `, ${seconds(total.scoring / steps)} of scoring` : "";
+  const sides = ["rollout", "scoring", "training"].filter((side) => total[side] > 0);
+  const parts = sides.map((side) => `${seconds(total[side] / steps)} of ${side}`);
+  const ideal = seconds(Math.max(...sides.map((side) => total[side])) / steps);
+  const overlapped =
+    data.efficiency === null
+      ? ". Nothing is drawn ahead here: rollout and training take turns."
+      : `: overlap efficiency ${percent(data.efficiency)}.`;
   return (
     `${words[longest[0]] ?? longest[0]} bounded ${longest[1]} of ${number(steps)} steps. ` +
-    `A step took ${seconds(total.seconds / steps)} on average, with ${seconds(total.rollout / steps)} of rollout${scoring} and ` +
-    `${seconds(total.training / steps)} of training; perfectly overlapped it would take ${seconds(ideal)}` +
-    (data.efficiency === null
-      ? ". Nothing is drawn ahead here: rollout and training take turns."
-      : `: overlap efficiency ${percent(data.efficiency)}.`)
+    `A step took ${seconds(total.seconds / steps)} on average` +
+    (parts.length ? `, with ${parts.join(", ").replace(/, ([^,]*)$/, " and $1")}` : "") +
+    (parts.length > 1 ? `; perfectly overlapped it would take ${ideal}${overlapped}` : ".")
   ).replace(/^./, (first) => first.toUpperCase());
 }
 
 function idleSection() {
-  if (!data.idle.length) return null;
+  if (!data.idle.some(({ idle }) => idle > 0)) return null;
   const rows = data.idle.map(({ mesh, rank, busy, idle, reasons }) => {
     const share = busy / (busy + idle || 1);
     const why = reasons
@@ -180,8 +192,8 @@ function idleSection() {
         `${percent(share)} busy`,
         make("div", { class: "meter" }, make("div", { style: `width:${share * 100}%` })),
       ),
-      make("td", { class: "number" }, seconds(idle)),
-      make("td", {}, make("dl", { class: "why" }, ...why)),
+      make("td", { class: "number" }, seconds(idle), make("span", { class: "narrow" }, " idle")),
+      make("td", { class: "reasons" }, make("dl", { class: "why" }, ...why)),
     );
   });
   const head = [["rank"], ["busy", "busy"], ["idle"], ["why it was idle"]].map(([text, name]) =>
@@ -198,49 +210,54 @@ function idleSection() {
   );
 }
 
-const CURVE_COLOURS = {
-  reward: "good",
-  "eval/reward": "good",
-  "eval/greedy": "good",
-  reference_kl: "sync",
-  kl: "sync",
-  entropy: "both",
-  loss: "training",
-  clip_fraction: "wait",
-  staleness: "both",
-};
-
 function curvesSection() {
   if (!data.curves.length) return null;
-  const card = (curve) => curveCard(curve, CURVE_COLOURS[curve.name] ?? "rollout", (step) => `${step}`);
+  const steps = data.curves.flatMap(({ x }) => [x[0], x[x.length - 1]]);
+  const ends = [Math.min(...steps), Math.max(...steps)];
+  const card = (curve) => curveCard(curve, "step", ends);
   const front = data.curves.slice(0, data.front).map(card);
-  if (data.staleness.length) front.push(histogramCard("rows by versions behind", data.staleness));
+  if (data.staleness.length) front.push(histogramCard(data.staleness));
   const rest = data.curves.slice(data.front);
-  const others = rest.length
-    ? make(
-        "details",
-        front.length ? {} : { open: "" },
-        make("summary", {}, `${rest.length} more numbers of each step, and those that never change`),
-        make("div", { class: "charts" }, ...rest.map(card)),
-      )
-    : null;
-  others?.addEventListener("toggle", paintAll);
+  const others = rest.length ? moreNumbers(rest, card, !front.length) : null;
   const dropped = Object.entries(data.dropped).map(([why, count]) => `${number(count)} ${why}`);
   return section(
     "Learning",
     `By step.${dropped.length ? ` Groups dropped: ${dropped.join(", ")}.` : ""}`,
-    make("div", { class: "charts" }, ...front),
+    front.length ? make("div", { class: "charts" }, ...front) : null,
     others,
   );
 }
 
+/** What does not stand in front: curves, and numbers that never change. */
+function moreNumbers(curves, card, open) {
+  const [flat, moving] = [curves.filter(isConstant), curves.filter((curve) => !isConstant(curve))];
+  const counts = [
+    moving.length ? `${moving.length} more numbers of each step` : null,
+    flat.length ? `${flat.length} that never changed` : null,
+  ];
+  const made = make(
+    "details",
+    open ? { open: "" } : {},
+    make("summary", {}, counts.filter(Boolean).join(", and ")),
+    moving.length ? make("div", { class: "charts" }, ...moving.map(card)) : null,
+    flat.length ? constants(flat) : null,
+  );
+  made.addEventListener("toggle", paintAll);
+  return made;
+}
+
 function gaugesSection() {
-  if (!data.gauges.length) return null;
-  const cards = data.gauges.map((gauge) => curveCard(gauge, "rollout", (at) => timeOf(at, 100), true));
+  // What each step has as well stands among its curves.
+  const own = data.gauges.filter(({ name }) => !data.curves.some((curve) => curve.name === name));
+  if (!own.length) return null;
+  const [flat, moving] = [own.filter(isConstant), own.filter((gauge) => !isConstant(gauge))];
+  const moments = [...own.map(({ x }) => x[x.length - 1]), ...data.steps.map(([, , ended]) => ended)];
+  const ends = [0, Math.max(...moments)];
   return section(
     "Queues and counts",
-    "Over the seconds of the run; a value holds until the next.",
-    make("div", { class: "charts" }, ...cards),
+    "Over the time of the run; a value holds until the next.",
+    moving.length ? make("div", { class: "charts" }, ...moving.map((gauge) => curveCard(gauge, "time", ends))) : null,
+    flat.length ? constants(flat) : null,
   );
 }
 
@@ -269,20 +286,20 @@ function samplesSection() {
   show();
   return section(
     "Samples to read",
-    "Completions as they were drawn, with their reward: red is the lowest of the run, green the highest.",
-    make("div", { class: "chooser" }, slider, told),
+    "Completions as they were drawn, with their reward: the stronger the colour, the higher.",
+    steps.length > 1 ? make("div", { class: "chooser" }, slider, told) : null,
     shown,
   );
 }
 
 function sampleCard({ step, prompt, completion, reward, ...rest }, low, high) {
   const part = typeof reward === "number" ? (high > low ? (reward - low) / (high - low) : 0.5) : null;
-  const tone = part === null ? "var(--other)" : `color-mix(in oklab, var(--good) ${part * 100}%, var(--bad))`;
+  const tone = part === null ? "var(--other)" : `color-mix(in oklab, var(--scoring) ${part * 100}%, var(--idle))`;
   const facts = Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return make(
     "article",
     { class: "card sample", style: `--tone:${tone}` },
-    reward === null || reward === undefined ? null : make("span", { class: "reward" }, number(reward)),
+    part === null ? null : make("span", { class: "reward" }, make("small", {}, "reward"), number(reward)),
     make("p", { class: "prompt" }, `${prompt ?? ""}`),
     make("p", {}, `${completion ?? ""}`),
     make(
@@ -305,7 +322,8 @@ function configSection() {
     });
   return section(
     "Configuration",
-    "With defaults and overrides in place, without the options of other backends: `meshrl run config.toml` runs it again.",
+    "With defaults and overrides in place, without the options of other backends. " +
+      "`meshrl run config.toml` runs it again.",
     make("div", { class: "card" }, make("pre", {}, ...lines)),
   );
 }

@@ -16,6 +16,7 @@ import tomli_w
 from meshrl.events import Delivery, Gauge, Step, Swap
 from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
 from meshrl.report.lanes import RANKS, Lane, Names, make_lanes, rounded
+from meshrl.report.quantities import quantity
 from meshrl.report.reading import Line, Record
 
 POINTS = 1000
@@ -46,6 +47,9 @@ class Curve:
     y: list[float | None]
     band: tuple[list[float], list[float]] | None = None
     """The lowest and the highest about each point, where `y` are means."""
+    unit: str = ""
+    hue: str = "plain"
+    """The side whose colour it has."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ class Content:
     status: str
     notes: list[str]
     summary: Line
+    units: dict[str, str]
+    """Of the summary's numbers; of those before and after training by the name that they share."""
     names: list[str]
     sides: list[str]
     """The side of each name: rollout, training, scoring, sync or wait."""
@@ -130,6 +136,7 @@ def make_content(record: Record) -> Content:
         status=str(record.summary.get("status", "not ended")),
         notes=notes,
         summary=record.summary or _so_far(record),
+        units=_units([*record.summary, "reward"]),
         names=names.all,
         sides=["wait" if " waits for " in name else side(name.rpartition(".")[2]) for name in names.all],
         texts=texts.all,
@@ -169,6 +176,11 @@ def _used(table: Mapping[str, object]) -> dict[str, object]:
         if kept != {} and key not in others:
             found[key] = kept
     return found
+
+
+def _units(names: Sequence[str]) -> dict[str, str]:
+    plain = [name.removesuffix("_before").removesuffix("_after") for name in names]
+    return {name: quantity(name).unit for name in plain}
 
 
 def _is_in_front(curve: Curve) -> bool:
@@ -245,7 +257,14 @@ def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) ->
     for group in groups:
         there = y[group][np.isfinite(y[group])]
         means.append(float(f"{there.mean():.6g}") if len(there) else None)
-    return Curve(name, [float(x[group[0]]) for group in groups], means)
+    return _named(name, [float(x[group[0]]) for group in groups], means)
+
+
+def _named(
+    name: str, x: list[float], y: list[float | None], band: tuple[list[float], list[float]] | None = None
+) -> Curve:
+    unit, hue = quantity(name)
+    return Curve(name, x, y, band, unit, hue)
 
 
 def _gauges(events: Sequence[Gauge]) -> list[Curve]:
@@ -256,7 +275,7 @@ def _gauges(events: Sequence[Gauge]) -> list[Curve]:
         at = np.array([event.at for event in own])
         value = np.array([event.value for event in own], np.float64)
         many = len(own) > GAUGE and at[-1] > at[0]
-        found.append(_means(name, at, value) if many else Curve(name, at.round(5).tolist(), value.tolist()))
+        found.append(_means(name, at, value) if many else _named(name, at.round(5).tolist(), value.tolist()))
     return found
 
 
@@ -268,7 +287,7 @@ def _means(name: str, at: npt.NDArray[np.float64], value: npt.NDArray[np.float64
     pieces = np.searchsorted(at, edges, "right")
     held = [value[max(0, first - 1) : last] for first, last in pairwise(pieces)]
     band = [float(each.min()) for each in held], [float(each.max()) for each in held]
-    return Curve(name, edges[:-1].round(5).tolist(), means.round(4).tolist(), band)
+    return _named(name, edges[:-1].round(5).tolist(), means.round(4).tolist(), band)
 
 
 def _staleness(deliveries: Sequence[Delivery]) -> list[int]:

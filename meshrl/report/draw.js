@@ -41,30 +41,6 @@ function percent(part) {
   return part > 0 && part < 0.001 ? "< 0.1%" : `${Number((part * 100).toPrecision(3))}%`;
 }
 
-/** Round numbers from `low` to `high`, about `count` of them. */
-function ticks(low, high, count) {
-  const rough = (high - low) / Math.max(1, count);
-  if (!(rough > 0)) return [low];
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
-  const found = [];
-  // + 0 makes 0 of -0.
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step + 0);
-  return found;
-}
-
-const MINUTES = [60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
-
-/** Round moments: like numbers below a minute, whole minutes and hours above. */
-function moments(low, high, count) {
-  const rough = (high - low) / Math.max(1, count);
-  if (rough < 8) return ticks(low, high, count);
-  const step = [10, 15, 30, ...MINUTES].find((each) => each >= rough) ?? 86400 * Math.ceil(rough / 86400);
-  const found = [];
-  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(at * step + 0);
-  return found;
-}
-
 /** A colour of the style sheet, as it is now: light or dark. */
 function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -95,10 +71,17 @@ function colours() {
   return found;
 }
 
-const tip = document.getElementById("tip");
+/** The ink of a text on a colour "#rrggbb": dark or white, whichever is read better. */
+function inkOn(colour) {
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.2 ? "#16181c" : "#ffffff";
+}
 
-/** Show lines at the pointer: the first is bold; [text, colour] has a swatch. */
-function showTip(event, lines) {
+const tip = document.getElementById("tip");
+let tipGone = null;
+
+/** Show lines at the pointer: the first is bold; [text, colour] has a swatch. `gone` is called when they go. */
+function showTip(event, lines, gone = null) {
   tip.replaceChildren(
     ...lines.filter(Boolean).map((line, at) => {
       const [text, colour] = Array.isArray(line) ? line : [line];
@@ -107,16 +90,33 @@ function showTip(event, lines) {
     }),
   );
   tip.hidden = false;
+  tipGone = gone;
   const { width, height } = tip.getBoundingClientRect();
-  const left = event.clientX + 16 + width > innerWidth ? event.clientX - 16 - width : event.clientX + 16;
-  const top = event.clientY + 16 + height > innerHeight ? event.clientY - 12 - height : event.clientY + 16;
-  tip.style.left = `${Math.max(4, left)}px`;
-  tip.style.top = `${Math.max(4, top)}px`;
+  const { clientX: x, clientY: y } = event;
+  const page = document.documentElement.clientWidth;
+  // A finger hides what is below it.
+  const above = event.pointerType === "touch" || y + 16 + height > innerHeight;
+  const left = event.pointerType === "touch" ? x - width / 2 : x + 16 + width > page ? x - 16 - width : x + 16;
+  tip.style.left = `${Math.max(4, Math.min(left, page - width - 4))}px`;
+  tip.style.top = `${Math.max(4, above ? y - 22 - height : y + 16)}px`;
 }
 
 function hideTip() {
   tip.hidden = true;
+  tipGone?.();
+  tipGone = null;
 }
+
+/** Tell of what a mouse points at, or a finger taps or is drawn over. */
+function pointing(node, tell) {
+  node.addEventListener("pointerdown", tell);
+  node.addEventListener("pointermove", tell);
+  node.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hideTip());
+}
+
+// A tip that a tap left goes with the next one, or when the page is scrolled.
+addEventListener("pointerdown", hideTip, true);
+addEventListener("scroll", hideTip, { capture: true, passive: true });
 
 // What must be drawn again when the window's width or the colour scheme changes.
 const painters = [];

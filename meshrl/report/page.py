@@ -9,7 +9,7 @@ from meshrl.report.content import make_content
 from meshrl.report.reading import Record
 
 _STYLES = ("theme.css", "style.css", "parts.css")
-_SCRIPTS = ("draw.js", "timeline.js", "charts.js", "app.js")
+_SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
 
 
 def render(record: Record) -> str:

@@ -1,6 +1,5 @@
-// The timeline by rank: a canvas that zooms at the pointer, pans by dragging, and tells what lies under the pointer.
+// The timeline by rank: a canvas that shows some seconds of the run, and tells what lies at a place of it.
 
-const LEFT = 112;
 const TOP = 26;
 const BOTTOM = 30;
 const GROUP = 26;
@@ -17,7 +16,7 @@ class Timeline {
     this.lanes = this.layOut();
     this.range = this.extent();
     [this.from, this.to] = this.range;
-    this.listen();
+    new Gestures(this);
   }
 
   /** Each lane with its place from the top, and the longest of its bars, for the search of what is in view. */
@@ -53,11 +52,11 @@ class Timeline {
   }
 
   x(at) {
-    return LEFT + ((at - this.from) / (this.to - this.from)) * (this.width - LEFT);
+    return this.left + ((at - this.from) / (this.to - this.from)) * (this.width - this.left);
   }
 
   at(x) {
-    return this.from + ((x - LEFT) / (this.width - LEFT)) * (this.to - this.from);
+    return this.from + ((x - this.left) / (this.width - this.left)) * (this.to - this.from);
   }
 
   /** Look at these seconds, within the run. */
@@ -67,6 +66,12 @@ class Timeline {
     this.from = Math.min(Math.max(from, low), high - length);
     this.to = this.from + length;
     this.later();
+  }
+
+  /** Look at `length` seconds, of which `at` stands at the place `x`. */
+  hold(at, x, length) {
+    const from = at - ((x - this.left) / (this.width - this.left)) * length;
+    this.look(from, from + length);
   }
 
   zoom(at, factor) {
@@ -94,9 +99,10 @@ class Timeline {
     );
     this.font = (size, weight = "") => `${weight} ${size}px ${getComputedStyle(document.body).fontFamily}`;
     draw.textBaseline = "middle";
+    this.left = this.gutter();
     draw.save();
     draw.beginPath();
-    draw.rect(LEFT, 0, this.width - LEFT, this.height);
+    draw.rect(this.left, 0, this.width - this.left, this.height);
     draw.clip();
     this.paintSteps();
     this.paintTimes();
@@ -106,14 +112,23 @@ class Timeline {
     this.paintLabels();
   }
 
+  /** The room that labels need; on a narrow page the names of meshes may reach over the lanes. */
+  gutter() {
+    const draw = this.context;
+    draw.font = this.font(12.5);
+    const labels = this.lanes.map(({ label }) => draw.measureText(label).width + 22);
+    if (this.width < 560) return Math.max(58, ...labels);
+    draw.font = this.font(12, "600");
+    const groups = this.lanes.map((lane) => Math.min(160, draw.measureText(title(lane)).width + 14));
+    return Math.max(100, ...labels, ...groups);
+  }
+
   paintSteps() {
     const draw = this.context;
     const average = data.steps.length
       ? ((this.to - this.from) / (this.range[1] - this.range[0])) * data.steps.length
       : 1;
-    const apart = 46 / ((this.width - LEFT) / Math.max(1, average));
-    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000].find((each) => each >= apart) ?? 10000;
-    const named = every === 1 && apart < 0.7;
+    const every = Math.max(1, roundStep((46 * average) / (this.width - this.left)));
     draw.font = this.font(11.5);
     draw.textAlign = "left";
     for (const [step, began, ended] of data.steps) {
@@ -124,9 +139,9 @@ class Timeline {
         draw.fillStyle = this.inks.band;
         draw.fillRect(left, TOP - 8, this.x(ended) - left, this.height - TOP - BOTTOM + 12);
       }
-      if (step % every === 0 && left >= LEFT - 1) {
+      if (step % every === 0 && left >= this.left - 1 && left + 8 * `${step}`.length < this.width) {
         draw.fillStyle = this.inks.soft;
-        draw.fillText(named ? `step ${step}` : `${step}`, left + 3, TOP - 17);
+        draw.fillText(`${step}`, left + 3, TOP - 17);
       }
     }
   }
@@ -136,30 +151,33 @@ class Timeline {
     const bottom = this.height - BOTTOM + 6;
     draw.font = this.font(11.5);
     draw.textAlign = "center";
-    for (const at of moments(this.from, this.to, this.width / 130)) {
+    const step = timeStep((this.to - this.from) / Math.max(1, (this.width - this.left) / 110));
+    for (const at of multiples(step, this.from, this.to)) {
       const x = Math.round(this.x(at)) + 0.5;
       draw.strokeStyle = this.inks.line;
       draw.beginPath();
       draw.moveTo(x, TOP - 8);
       draw.lineTo(x, bottom);
       draw.stroke();
+      const text = timeText(at, step);
+      const half = draw.measureText(text).width / 2;
       draw.fillStyle = this.inks.faint;
-      draw.fillText(timeOf(at, this.to - this.from), x, bottom + 10);
+      if (x - half > this.left && x + half < this.width) draw.fillText(text, x, bottom + 10);
     }
     const [low, high] = this.range;
-    const whole = this.width - LEFT;
+    const whole = this.width - this.left;
     if (this.to - this.from < (high - low) * 0.999) {
       draw.fillStyle = this.inks.line;
-      draw.fillRect(LEFT, this.height - 4, whole, 3);
+      draw.fillRect(this.left, this.height - 4, whole, 3);
       draw.fillStyle = this.inks.faint;
-      const left = LEFT + ((this.from - low) / (high - low)) * whole;
+      const left = this.left + ((this.from - low) / (high - low)) * whole;
       draw.fillRect(left, this.height - 4, Math.max(6, ((this.to - this.from) / (high - low)) * whole), 3);
     }
   }
 
   paintLane(lane) {
     const draw = this.context;
-    const unit = (this.width - LEFT) / (this.to - this.from);
+    const unit = (this.width - this.left) / (this.to - this.from);
     const { began, lasted } = lane.idle;
     draw.fillStyle = this.inks.idle;
     for (let at = lowest(began, this.from - lane.longestIdle); at < began.length && began[at] < this.to; at++) {
@@ -175,7 +193,7 @@ class Timeline {
     ) {
       const left = this.x(lane.began[at]);
       const width = Math.max(0.7, lane.lasted[at] * unit);
-      if (left + width < LEFT) continue;
+      if (left + width < this.left) continue;
       const [top, height] = this.row(lane, lane.row[at]);
       draw.fillStyle = this.colours[lane.name[at]];
       draw.globalAlpha = lane.count[at] > 1 ? 0.5 : 1;
@@ -185,19 +203,19 @@ class Timeline {
         draw.fill();
       } else draw.fillRect(left, top, width, height);
       draw.globalAlpha = 1;
-      const from = Math.max(left, LEFT);
+      const from = Math.max(left, this.left);
       const room = left + width - from - 12;
-      if (height > 11 && room > 26) this.write(data.names[lane.name[at]], from + 6, top + height / 2, room);
+      if (height > 11 && room > 26) this.write(lane.name[at], from + 6, top + height / 2, room);
     }
   }
 
   /** A name in a bar, as much of it as there is room for. */
-  write(name, x, y, room) {
+  write(index, x, y, room) {
     const draw = this.context;
-    const short = name.replace(/^[^.]*\./, "");
-    const text = [name, short].find((each) => draw.measureText(each).width <= room);
+    const name = data.names[index];
+    const text = [name, name.replace(/^[^.]*\./, "")].find((each) => draw.measureText(each).width <= room);
     if (!text) return;
-    draw.fillStyle = "#fff";
+    draw.fillStyle = inkOn(this.colours[index]);
     draw.fillText(text, x, y + 0.5);
   }
 
@@ -210,7 +228,7 @@ class Timeline {
   paintSwaps() {
     const draw = this.context;
     const shown = data.swaps.filter(([at]) => at >= this.from && at <= this.to);
-    if (shown.length > (this.width - LEFT) / 30) return;
+    if (shown.length > (this.width - this.left) / 30) return;
     draw.strokeStyle = this.inks.sync;
     draw.fillStyle = this.inks.sync;
     draw.font = this.font(10.5);
@@ -223,22 +241,24 @@ class Timeline {
       draw.lineTo(x, this.height - BOTTOM);
       draw.stroke();
       draw.setLineDash([]);
-      if (shown.length < this.width / 60) draw.fillText(`v${version}`, x, TOP - 3);
+      const fits = x > this.left + 14 && x < this.width - 14;
+      if (fits && shown.length < this.width / 60) draw.fillText(`v${version}`, x, TOP - 3);
     }
   }
 
   paintLabels() {
     const draw = this.context;
+    draw.textAlign = "right";
+    draw.font = this.font(11.5);
+    draw.fillStyle = this.inks.faint;
+    if (data.steps.length) draw.fillText("step", this.left - 8, TOP - 17);
+    draw.fillText("time", this.left - 8, this.height - BOTTOM + 16);
     draw.textAlign = "left";
     for (const lane of this.lanes) {
       if (lane.first) {
         draw.font = this.font(12, "600");
         draw.fillStyle = this.inks.ink;
-        draw.fillText(
-          clipped(draw, lane.group === "waits" ? "waits" : `mesh ${lane.group}`, LEFT - 8),
-          0,
-          lane.top - GROUP / 2 + 3,
-        );
+        draw.fillText(title(lane), 0, lane.top - GROUP / 2 + 3);
       }
       draw.font = this.font(12.5);
       draw.fillStyle = this.inks.soft;
@@ -246,22 +266,24 @@ class Timeline {
     }
   }
 
-  /** The lane, the bar and the idle moment under the pointer, where there are any. */
-  under(x, y) {
-    const lane = this.lanes.find((each) => y >= each.top - 2 && y <= each.top + each.height + 2);
-    if (!lane || x < LEFT) return {};
+  /** The lane, the bar and the idle moment at a place, or the bar nearest to it within `reach` pixels. */
+  under(x, y, reach) {
+    const lane = this.lanes.find((each) => y >= each.top - 3 && y <= each.top + each.height + 3);
+    if (!lane || x < this.left) return {};
     const now = this.at(x);
-    const slack = (2 * (this.to - this.from)) / this.width;
+    const slack = (reach * (this.to - this.from)) / (this.width - this.left);
+    let [nearest, least] = [null, slack];
     for (
       let at = lowest(lane.began, now - lane.longest - slack);
       at < lane.began.length && lane.began[at] <= now + slack;
       at++
     ) {
       const [top, height] = this.row(lane, lane.row[at]);
-      if (y >= top - 1 && y <= top + height && lane.began[at] + lane.lasted[at] >= now - slack)
-        return { lane, bar: at };
+      const away = Math.max(0, lane.began[at] - now, now - lane.began[at] - lane.lasted[at]);
+      if (away <= least && (lane.rows === 1 || (y >= top - 1 && y <= top + height))) [nearest, least] = [at, away];
     }
     const { began, lasted } = lane.idle;
+    if (nearest !== null) return { lane, bar: nearest };
     for (let at = lowest(began, now - lane.longestIdle); at < began.length && began[at] <= now; at++) {
       if (began[at] + lasted[at] >= now) return { lane, idle: at };
     }
@@ -270,7 +292,8 @@ class Timeline {
 
   tell(event) {
     const box = this.canvas.getBoundingClientRect();
-    const { lane, bar, idle } = this.under(event.clientX - box.left, event.clientY - box.top);
+    const reach = event.pointerType === "touch" ? 9 : 2;
+    const { lane, bar, idle } = this.under(event.clientX - box.left, event.clientY - box.top, reach);
     if (bar !== undefined) {
       const [rows, tokens] = lane.batch[bar];
       const many = lane.count[bar] > 1;
@@ -278,7 +301,7 @@ class Timeline {
         [data.names[lane.name[bar]], this.colours[lane.name[bar]]],
         many
           ? `${lane.count[bar]} within ${seconds(lane.lasted[bar])}`
-          : `${seconds(lane.lasted[bar])}, from ${timeOf(lane.began[bar], lane.lasted[bar])}`,
+          : `${seconds(lane.lasted[bar])}, from ${timeText(lane.began[bar], lane.lasted[bar] / 10)}`,
         rows && `${number(rows)} rows in the call`,
         tokens && `${number(tokens)} tokens`,
         data.texts[lane.about[bar]] && `blocked by: ${data.texts[lane.about[bar]]}`,
@@ -286,58 +309,6 @@ class Timeline {
     } else if (idle !== undefined) {
       showTip(event, [`idle ${seconds(lane.idle.lasted[idle])}`, data.texts[lane.idle.why[idle]]]);
     } else hideTip();
-  }
-
-  listen() {
-    const { canvas } = this;
-    const place = (event) => event.clientX - canvas.getBoundingClientRect().left;
-    canvas.addEventListener(
-      "wheel",
-      (event) => {
-        event.preventDefault();
-        const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
-        if (sideways) {
-          const by = ((event.deltaX || event.deltaY) * (this.to - this.from)) / this.width;
-          this.look(this.from + by, this.to + by);
-        } else this.zoom(this.at(Math.max(LEFT, place(event))), Math.exp(event.deltaY * 0.0018));
-      },
-      { passive: false },
-    );
-    let held = null;
-    canvas.addEventListener("pointerdown", (event) => {
-      held = { x: place(event), from: this.from, to: this.to };
-      canvas.setPointerCapture(event.pointerId);
-      canvas.classList.add("dragged");
-    });
-    canvas.addEventListener("pointermove", (event) => {
-      if (!held) return this.tell(event);
-      hideTip();
-      const by = ((held.x - place(event)) / (this.width - LEFT)) * (held.to - held.from);
-      return this.look(held.from + by, held.to + by);
-    });
-    for (const end of ["pointerup", "pointercancel"]) {
-      canvas.addEventListener(end, () => {
-        held = null;
-        canvas.classList.remove("dragged");
-      });
-    }
-    canvas.addEventListener("pointerleave", hideTip);
-    canvas.addEventListener("dblclick", () => this.look(...this.range));
-    canvas.addEventListener("keydown", (event) => {
-      const part = (this.to - this.from) / 8;
-      const middle = (this.from + this.to) / 2;
-      const act = {
-        ArrowLeft: () => this.look(this.from - part, this.to - part),
-        ArrowRight: () => this.look(this.from + part, this.to + part),
-        "+": () => this.zoom(middle, 0.7),
-        "-": () => this.zoom(middle, 1 / 0.7),
-        0: () => this.look(...this.range),
-      }[event.key];
-      if (act) {
-        event.preventDefault();
-        act();
-      }
-    });
   }
 }
 
@@ -352,16 +323,7 @@ function lowest(sorted, value) {
   return low;
 }
 
-/** A moment of the run, as finely as `length` seconds in view need it. */
-function timeOf(at, length) {
-  const digits = Math.max(0, Math.min(6, Math.ceil(-Math.log10(Math.max(length, 1e-9) / 10))));
-  if (at < 60) return `${at.toFixed(digits)} s`;
-  const minutes = Math.floor(at / 60);
-  return `${minutes}:${(at - minutes * 60).toFixed(digits).padStart(digits ? digits + 3 : 2, "0")}`;
-}
-
-function clipped(draw, text, room) {
-  let shown = text;
-  while (shown && draw.measureText(shown).width > room) shown = shown.slice(0, -1);
-  return shown === text ? text : `${shown.slice(0, -1)}…`;
+/** What stands above the first lane of a group. */
+function title({ group }) {
+  return group === "waits" ? "waits" : `mesh ${group}`;
 }

@@ -1,0 +1,73 @@
+"""The colours of the page: told apart with every kind of colour vision, and texts that can be read, light and dark."""
+
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import meshrl.report
+
+Colour: TypeAlias = npt.NDArray[np.float64]
+"""Linear red, green and blue, 0 to 1."""
+
+LIGHT, DARK = re.findall(
+    r"\n *:root \{(.*?)\}", (Path(meshrl.report.__file__).parent / "theme.css").read_text(), re.DOTALL
+)
+SIDES = ("rollout", "training", "scoring", "sync", "both", "other")
+"""What divides a step."""
+SHADES = re.compile(r"(rollout|training|scoring|sync|wait|both|other)(-\d)?")
+
+VISIONS = {
+    "all": np.eye(3),
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+"""Which cones an eye has: Machado, Oliveira and Fernandes 2009, severity 1."""
+_CONES = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
+_OKLAB = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
+
+
+def palette(style: str) -> dict[str, Colour]:
+    found: dict[str, Colour] = {}
+    for name, digits in re.findall(r"--([\w-]+): #(\w{6});", style):
+        share = np.array([int(digits[at : at + 2], 16) for at in (0, 2, 4)]) / 255
+        found[name] = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    return found
+
+
+def seen(colour: Colour, vision: str) -> Colour:
+    """As an eye sees it, in Oklab, where 0.02 is a difference that is just seen."""
+    cones: Colour = np.cbrt(np.array(_CONES) @ np.clip(np.array(VISIONS[vision]) @ colour, 0, 1))
+    lab: Colour = np.array(_OKLAB) @ cones
+    return lab
+
+
+def contrast(one: Colour, other: Colour) -> float:
+    """As WCAG 2 has it, 1 to 21."""
+    darker, lighter = sorted(float(np.dot(each, (0.2126, 0.7152, 0.0722))) + 0.05 for each in (one, other))
+    return lighter / darker
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+@pytest.mark.parametrize("style", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_are_told_apart(style: str, vision: str) -> None:
+    colours = {name: seen(colour, vision) for name, colour in palette(style).items() if SHADES.fullmatch(name)}
+    assert len(colours) == 17
+    for one, other in combinations(colours, 2):
+        apart = float(np.linalg.norm(colours[one] - colours[other]))
+        assert apart > (0.11 if {one, other} <= set(SIDES) else 0.05), (one, other)
+
+
+@pytest.mark.parametrize("style", [LIGHT, DARK], ids=["light", "dark"])
+def test_texts_and_curves_can_be_read(style: str) -> None:
+    colours = palette(style)
+    for ground in ("ground", "card", "band"):
+        for text in ("ink", "soft", "faint"):
+            assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    for curve in ("rollout", "training", "scoring", "sync", "plain"):
+        assert contrast(colours[curve], colours["card"]) >= 2.99, curve

