@@ -14,7 +14,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -232,7 +232,7 @@ _transit = threading.local()
 
 
 @contextmanager
-def in_transit() -> Iterator[list[Segment]]:
+def in_transit() -> Generator[list[Segment]]:
     """The segments that are named by what is pickled meanwhile: kept until it has arrived, they are not lost."""
     outer = getattr(_transit, "segments", None)
     segments: list[Segment] = []
@@ -243,9 +243,14 @@ def in_transit() -> Iterator[list[Segment]]:
         _transit.segments = outer
 
 
+def is_in_transit() -> bool:
+    """Whether what is being pickled goes to a process of this machine, and `note_transit` is heard."""
+    return getattr(_transit, "segments", None) is not None
+
+
 def note_transit(segment: Segment) -> None:
     """Say that a segment is named by what is being pickled."""
-    segments = getattr(_transit, "segments", None)
+    segments: list[Segment] | None = getattr(_transit, "segments", None)
     if segments is not None:
         segments.append(segment)
 

@@ -22,6 +22,8 @@ class Place(NamedTuple):
     """A port that was free there a moment ago."""
     boot: str
     """The machine, since it was started: processes with the same have the same monotonic clock."""
+    socket: tuple[str, bytes] | None = None
+    """The path at which it answers processes of its machine too, and what these have to show."""
 
 
 def boot() -> str:

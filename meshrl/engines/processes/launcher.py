@@ -14,8 +14,7 @@ from secrets import token_bytes, token_hex
 from typing import Final
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
-from meshrl.engines.transport import Address, SocketChannel, listen
-from meshrl.engines.transport.frames import TOKEN_BYTES
+from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen
 
 _TEMPLATE: Final = "meshrl.engines.processes.template"
 _PATIENCE: Final = 5.0

@@ -130,8 +130,6 @@ def _become_rank(order: Begin, listening: int) -> None:
         os.chdir(order.folder)
     sys.path += [path for path in order.paths if path not in sys.path]
     os.environ.update(order.environment)
-    if "torch" in sys.modules:  # which has read the template's environment
-        sys.modules["torch"].set_num_threads(int(order.environment["OMP_NUM_THREADS"]))
     asyncio.set_event_loop(loop := RankLoop())
     host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
 

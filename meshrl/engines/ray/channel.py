@@ -1,12 +1,15 @@
-"""Calls that Ray carries to a process."""
+"""The way to a process of Ray's: on its own machine its socket, from others Ray."""
 
+import shutil
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol, cast
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Service
+from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Service, boot
+from meshrl.engines.transport import Address, SocketChannel
 
 _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
@@ -32,27 +35,50 @@ class Method(Protocol):
 
 
 class RayChannel(Channel):
-    """To one actor of Ray, a `RankProcess`."""
+    """To one actor of Ray, a `RankProcess`: by its socket from the same machine, by Ray from elsewhere."""
 
-    def __init__(self, handle: object) -> None:
+    def __init__(self, handle: object, place: Place | None = None) -> None:
         self.handle = handle
         self._call, self._stream = _method(handle, "call"), _method(handle, "stream")  # each look-up makes a new one
+        self._place = place
+        self._near: SocketChannel | None = None
+        if place:
+            self.found(place)
 
-    def __reduce__(self) -> tuple[type["RayChannel"], tuple[object]]:
-        return RayChannel, (self.handle,)
+    def found(self, place: Place) -> None:
+        """The process is there: from now on it is reached by the shortest way."""
+        self._place = place
+        if self._near is None and place.socket and place.boot == boot() and Path(place.socket[0]).exists():
+            self._near = SocketChannel(Address(*place.socket))
+
+    def close(self) -> None:
+        """Let the process go, which leaves nothing behind."""
+        if self._near is not None:
+            self._near.close()
+            shutil.rmtree(Path(self._near.address.path).parent, ignore_errors=True)
+
+    def __reduce__(self) -> tuple[type["RayChannel"], tuple[object, Place | None]]:
+        return RayChannel, (self.handle, self._place)
 
     def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Awaitable[object]:
         """Send a call, or open a stream."""
+        if self._near is not None:
+            return self._near.call(ask, given, stream=stream)
         name = label(ask, whole=self.cancelled or self.open >= CYCLE // 2)
         method = (self._stream if stream else self._call).options(name=name)
         return _answer(method.remote(given) if given else method.remote())
 
     def request(self, service: Service, *arguments: object) -> Awaitable[object]:
         """Ask for something else."""
+        if self._near is not None and service != "place":
+            return self._near.request(service, *arguments)
         return _answer(_method(self.handle, service).remote(*arguments))
 
     def tell(self, service: Service, *arguments: object) -> None:
         """The same, where nobody waits for the answer."""
+        if self._near is not None:
+            self._near.tell(service, *arguments)
+            return
         cast("Signal", getattr(self.handle, service)).remote(*arguments)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room
-from meshrl.engines.ray.refs import RayRef
+from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.ray.reservation import RayReservation
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, Ref, Resources, sweep
@@ -15,8 +15,8 @@ class RayCaller(Caller):
     """The part of the engine that works in every process of the cluster."""
 
     def put(self, value: object) -> Ref:
-        """Keep a value in the object store."""
-        return RayRef.put(value)
+        """Keep a value for the processes of this machine, and for others when it is sent there."""
+        return HostRef.put(value)
 
     def __reduce__(self) -> tuple[type["RayCaller"], tuple[int, bool]]:
         return RayCaller, (self.inline_bytes, self.shares_memory)

@@ -2,15 +2,18 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_bytes
 from typing import cast
 
 import ray
 
 from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Failure, Host, Place, Stopped
 from meshrl.engines.ray.channel import current_ask
-from meshrl.engines.ray.refs import RayRef
+from meshrl.engines.ray.refs import HostRef
+from meshrl.engines.transport import TOKEN_BYTES, Server, listen
 
 
 class RankProcess:
@@ -22,13 +25,19 @@ class RankProcess:
             os.chdir(folder)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         sys.path += [path for path in paths if path not in sys.path]
-        self._host = Host(RayRef.put, inline_bytes, shares_memory)
+        self._host = Host(HostRef.put, inline_bytes, shares_memory)
+        self._socket: tuple[str, bytes] | None = None
 
     async def place(self) -> Place:
         """Where this is, and a free port."""
         self._host.keep_loop()
+        if self._socket is None:
+            path, token = Path(tempfile.mkdtemp(prefix="meshrl-run-"), "rank"), token_bytes(TOKEN_BYTES)
+            Server(listen(path), token, self._host)
+            self._socket = str(path), token
         ip = cast("str", ray.util.get_node_ip_address())
-        return (await self._host.place())._replace(ip=ip, node=ray.get_runtime_context().get_node_id())
+        node = ray.get_runtime_context().get_node_id()
+        return (await self._host.place())._replace(ip=ip, node=node, socket=self._socket)
 
     async def clock(self) -> float:
         """Seconds on this machine's clock."""

@@ -1,8 +1,8 @@
-"""Values in Ray's object store."""
+"""Values that processes of a cluster hand to each other: on one machine in shared memory, else in Ray's store."""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Self, cast
 from weakref import WeakValueDictionary
 
 import ray
@@ -11,28 +11,48 @@ from ray.cloudpickle.cloudpickle import register_pickle_by_value
 from ray.exceptions import ObjectLostError
 
 from meshrl.engines.hosting import carries, carry_modules
+from meshrl.engines.transport import PoolRef
 from meshrl.errors import DataError, MeshStopped
-from meshrl.mesh import Ref
+from meshrl.mesh import Ref, is_in_transit
 
 carries(register_pickle_by_value, ObjectRef)
+
+
+class HostRef(PoolRef):
+    """A value in this machine's shared memory, which is copied into Ray's store when it is sent to another machine."""
+
+    __slots__ = ("_far",)
+
+    @classmethod
+    def put(cls, value: object) -> Self:
+        """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room."""
+        _check_open()
+        return super().put(value)
+
+    def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
+        if is_in_transit():
+            return self.reduced()
+        self._far: RayRef = getattr(self, "_far", None) or RayRef.put(self.value())
+        return _received, (self._far.ref,)
 
 
 class RayRef(Ref):
     """A value in Ray's object store. In one process there is one such object for it."""
 
-    __slots__ = ("__weakref__", "ref")
+    __slots__ = ("__weakref__", "_near", "ref")
 
     way = "the object store"
 
     def __init__(self, ref: "ObjectRef[object]") -> None:
         self.ref = ref
+        self._near: HostRef | None = None
+        """Where a process of this machine finds it, once it was sent to one."""
         _known[ref.binary()] = self
 
     @classmethod
     def put(cls, value: object) -> "RayRef":
         """Keep a value; numpy arrays in it are read without a copy on the same machine."""
-        if not ray.is_initialized():  # Ray would join whatever cluster it finds
-            raise MeshStopped("the engine is closed: nothing can be sent to its ranks any more")
+        _check_open()
         carry_modules()
         ref: ObjectRef[object] = ray.put(value)
         return cls(ref)
@@ -56,8 +76,16 @@ class RayRef(Ref):
                 "batch again, or load what is needed later while its ranks live"
             ) from None
 
-    def __reduce__(self) -> tuple[Callable[..., "RayRef"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
+        if is_in_transit():
+            self._near = self._near or HostRef.put(ray.get(self.ref))
+            return self._near.reduced()
         return _received, (self.ref,)
+
+
+def _check_open() -> None:
+    if not ray.is_initialized():  # Ray would join whatever cluster it finds
+        raise MeshStopped("the engine is closed: nothing can be sent to its ranks any more")
 
 
 _known: WeakValueDictionary[bytes, RayRef] = WeakValueDictionary()

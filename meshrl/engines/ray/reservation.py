@@ -89,8 +89,9 @@ class RayReservation(Reservation):
 
     def kill(self, process: Process) -> None:
         """End a process at once."""
-        handle = cast("RayChannel", process.channel).handle
-        ray.kill(cast("ActorHandle[RankProcess]", handle), no_restart=True)
+        channel = cast("RayChannel", process.channel)
+        channel.close()
+        ray.kill(cast("ActorHandle[RankProcess]", channel.handle), no_restart=True)
 
 
 async def _place(process: Process, released: Callable[[], bool]) -> Place:
@@ -99,6 +100,7 @@ async def _place(process: Process, released: Callable[[], bool]) -> Place:
         if place.boot != boot():
             process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", process.channel.request("clock")))
         process.known = place
+        cast("RayChannel", process.channel).found(place)
     except (Gone, Broken) as error:
         if released():
             raise MeshStopped("the mesh was stopped while its ranks were started") from None

@@ -3,7 +3,7 @@
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Self, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -11,7 +11,7 @@ from cloudpickle import Pickler
 
 from meshrl.engines.hosting import carry_modules
 from meshrl.errors import DataError
-from meshrl.mesh import Ref, Segment, note_transit, pool
+from meshrl.mesh import Ref, Segment, in_transit, note_transit, pool
 
 _ALIGNED = 64
 """Bytes: each buffer starts at a multiple."""
@@ -23,23 +23,25 @@ Spans = tuple[tuple[int, int], ...]
 class PoolRef(Ref):
     """A value that was written once. In one process there is one such object for it, which leases the memory."""
 
-    __slots__ = ("__weakref__", "_lost", "_segment", "_spans")
+    __slots__ = ("__weakref__", "_inner", "_lost", "_segment", "_spans")
 
     way = "shared memory"
 
-    def __init__(self, segment: Segment | None, spans: Spans, lost: str = "") -> None:
-        """`segment`: None where it is gone, for the reason `lost`."""
+    def __init__(self, segment: Segment | None, spans: Spans, lost: str = "", inner: Sequence[Segment] = ()) -> None:
+        """`segment`: None where it is gone, for the reason `lost`; `inner`: those that the value names in turn."""
         self._segment = segment
         self._spans = spans
         self._lost = lost
+        self._inner = inner
 
     @classmethod
-    def put(cls, value: object) -> "PoolRef":
+    def put(cls, value: object) -> Self:
         """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room."""
         carry_modules()
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
-        Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        with in_transit() as inner:
+            Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
         parts = [file.getbuffer(), *(each.raw() for each in buffers)]
         spans: list[tuple[int, int]] = []
         end = 0
@@ -51,8 +53,9 @@ class PoolRef(Ref):
             raise DataError(f"{end} bytes do not fit into this machine's shared memory: {pool.state()}")
         for part, (start, stop) in zip(parts, spans, strict=True):
             writing.memory[start:stop] = np.frombuffer(part, np.uint8)
-        made = cls(writing.done(), tuple(spans))
-        _known[made._key] = made
+        segment = writing.done()
+        made = cls(segment, tuple(spans), inner=inner)
+        _known[segment.path] = made
         return made
 
     @classmethod
@@ -71,27 +74,27 @@ class PoolRef(Ref):
         head, *rest = (memory[start:stop] for start, stop in self._spans)
         return cast("object", pickle.loads(head.data, buffers=rest))  # noqa: S301 -- of this run's own processes
 
-    @property
-    def _key(self) -> str:
-        return self._segment.path if self._segment else ""
+    def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
+        return self.reduced()
 
-    def __reduce__(self) -> tuple[Callable[..., "PoolRef"], tuple[object, ...]]:
+    def reduced(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
+        """As it is pickled for a process of this machine."""
         if self._segment is None:
-            return PoolRef, (None, self._spans, self._lost)
+            return type(self), (None, self._spans, self._lost)
         note_transit(self._segment)
-        return _received, (self._segment.path, self._segment.nbytes, self._spans)
+        return _received, (type(self), self._segment.path, self._segment.nbytes, self._spans)
 
 
 _known: WeakValueDictionary[str, PoolRef] = WeakValueDictionary()
 
 
-def _received(path: str, nbytes: int, spans: Spans) -> PoolRef:
+def _received(kind: type[PoolRef], path: str, nbytes: int, spans: Spans) -> PoolRef:
     known = _known.get(path)
     if known is not None:
         return known
     try:
-        made = PoolRef(Segment(path, nbytes), spans)
+        made = kind(Segment(path, nbytes), spans)
     except DataError as error:  # told where it is fetched: nobody hears what is raised here
-        return PoolRef(None, spans, str(error))
+        return kind(None, spans, str(error))
     _known[path] = made
     return made

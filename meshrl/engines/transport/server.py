@@ -59,7 +59,8 @@ def _user(end: socket.socket) -> int | None:
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return cast("int", struct.unpack("3i", found)[1])
+    _, user, _ = struct.unpack("3i", found)
+    return int(user)
 
 
 class _Caller:
