@@ -6,8 +6,15 @@ import pytest
 
 from meshrl import Mesh, Resources
 from meshrl.engines.ray import RayEngine
+from meshrl.engines.ray.channel import RayChannel
 
 NO_CORE = Resources(cpus=0)
+
+
+@pytest.fixture
+def from_afar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks as if they were on another machine: Ray carries the calls, and its store what is large."""
+    monkeypatch.setattr(RayChannel, "found", lambda *_: None)
 
 
 @pytest.fixture

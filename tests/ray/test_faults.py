@@ -107,14 +107,17 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind(engine: RayEngine
     assert await nothing_is_left(before)
 
 
-async def test_a_closed_engine_joins_no_other_cluster(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_engine_joins_no_other_cluster(
+    from_afar: None, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe = await mesh.spawn(Probe)
     batch = await probe.make(50_000)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(MeshStopped, match="the engine is closed"):
-        await probe.take(np.zeros(100_000))
-    with pytest.raises(DataError, match="of an engine that is closed"):
-        await batch.load()
+    with monkeypatch.context() as patched:
+        patched.setattr(ray, "is_initialized", lambda: False)
+        with pytest.raises(MeshStopped, match="the engine is closed"):
+            await probe.take(np.zeros(100_000))
+        with pytest.raises(DataError, match="of an engine that is closed"):
+            await batch.load()
 
 
 SCRIPT = """

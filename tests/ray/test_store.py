@@ -1,4 +1,4 @@
-"""What lies in the object store, for how long, and what never goes through the controller."""
+"""From another machine: what lies in the object store, for how long, and what never goes through the controller."""
 
 import asyncio
 
@@ -22,8 +22,12 @@ from meshrl import (
     current_rank,
     endpoint,
 )
+from meshrl.data import RemoteColumn
 from meshrl.engines.ray import RayEngine
+from meshrl.engines.ray.refs import RayRef
 from meshrl.mesh.shared_memory import FOLDER
+
+pytestmark = pytest.mark.usefixtures("from_afar")
 
 
 class Rows(Actor):
@@ -127,3 +131,28 @@ async def test_what_is_replicated_is_put_once(mesh: Mesh) -> None:
     weights = Weights(1, {f"layer{number}": np.ones(1000, np.float32) for number in range(1000)})
     array = np.ones(1_000_000)
     assert await rows.total(weights, array) == 2_000_000
+
+
+async def test_rows_go_from_afar_to_the_neighbours_of_one(mesh: Mesh, engine: RayEngine) -> None:
+    """What a rank has of Ray's store it hands on in its machine's memory, and what it makes goes back through Ray."""
+    rows, other = await mesh.spawn(Rows), await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Relay)
+    batch = await rows.make(2, 50_000)
+    assert isinstance(next(iter(held(batch))), RayRef)
+    doubled = await other.hand_on(batch, rows)
+    assert isinstance(next(iter(held(doubled))), RayRef)
+    assert [int(row[-1]) for row in (await doubled.load()).tokens] == [99_998] * 4
+
+
+class Relay(Actor):
+    """Calls another actor from its rank."""
+
+    @endpoint
+    async def hand_on(self, batch: Batch, rows: Rows) -> Same[Batch]:
+        return await rows.twice(batch)
+
+
+def held(batch: Batch) -> list[object]:
+    """What the tokens are to be fetched by."""
+    column = batch._columns["tokens"]
+    assert isinstance(column, RemoteColumn)
+    return [piece.held for piece in column.missing]

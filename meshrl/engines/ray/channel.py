@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Service, boot
+from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.transport import Address, SocketChannel
 
 _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
@@ -66,20 +67,20 @@ class RayChannel(Channel):
             return self._near.call(ask, given, stream=stream)
         name = label(ask, whole=self.cancelled or self.open >= CYCLE // 2)
         method = (self._stream if stream else self._call).options(name=name)
-        return _answer(method.remote(given) if given else method.remote())
+        return _answer(method.remote(pack(given)) if given else method.remote())
 
     def request(self, service: Service, *arguments: object) -> Awaitable[object]:
         """Ask for something else."""
         if self._near is not None and service != "place":
             return self._near.request(service, *arguments)
-        return _answer(_method(self.handle, service).remote(*arguments))
+        return _answer(_method(self.handle, service).remote(*map(pack, arguments)))
 
     def tell(self, service: Service, *arguments: object) -> None:
         """The same, where nobody waits for the answer."""
         if self._near is not None:
             self._near.tell(service, *arguments)
             return
-        cast("Signal", getattr(self.handle, service)).remote(*arguments)
+        cast("Signal", getattr(self.handle, service)).remote(*map(pack, arguments))
 
 
 def _method(handle: object, name: str) -> Method:
@@ -88,13 +89,17 @@ def _method(handle: object, name: str) -> Method:
 
 async def _answer(sent: Awaitable[object]) -> object:
     try:
-        return await sent
+        parcel = cast("Parcel | None", await sent)
     except _DEATHS as error:
         raise Gone(_reason(error)) from None
     except RayTaskError as error:
         raise Broken(f"{type(error.cause).__name__}: {error.cause}", str(error)) from None
     except RayError as error:
         raise Broken(f"{type(error).__name__}: {error}") from None
+    try:
+        return unpack(parcel)
+    except Exception as error:  # a value's own code may raise anything; who waits for it hears it
+        raise Broken(f"{type(error).__name__}: {error}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -10,8 +10,9 @@ from typing import cast
 
 import ray
 
-from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Failure, Host, Place, Stopped
+from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host
 from meshrl.engines.ray.channel import current_ask
+from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.transport import TOKEN_BYTES, Server, listen
 
@@ -28,8 +29,8 @@ class RankProcess:
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
         self._socket: tuple[str, bytes] | None = None
 
-    async def place(self) -> Place:
-        """Where this is, and a free port."""
+    async def place(self) -> Parcel | None:
+        """Where this is, a free port, and how neighbours reach it."""
         self._host.keep_loop()
         if self._socket is None:
             path, token = Path(tempfile.mkdtemp(prefix="meshrl-run-"), "rank"), token_bytes(TOKEN_BYTES)
@@ -37,36 +38,42 @@ class RankProcess:
             self._socket = str(path), token
         ip = cast("str", ray.util.get_node_ip_address())
         node = ray.get_runtime_context().get_node_id()
-        return (await self._host.place())._replace(ip=ip, node=node, socket=self._socket)
+        return pack((await self._host.place())._replace(ip=ip, node=node, socket=self._socket))
 
-    async def clock(self) -> float:
+    async def clock(self) -> Parcel | None:
         """Seconds on this machine's clock."""
-        return await self._host.clock()
+        return pack(await self._host.clock())
 
-    async def construct(self, wanted: Construction) -> Failure | Stopped | None:
+    async def construct(self, wanted: Parcel) -> Parcel | None:
         """Make an actor."""
-        return await self._host.construct(wanted)
+        return pack(await self._host.construct(cast("Construction", unpack(wanted))))
 
-    async def call(self, given: Arguments = NO_ARGUMENTS) -> object:
+    async def call(self, given: Parcel | None = None) -> Parcel | None:
         """Call the endpoint that the task's name says."""
-        return await self._host.call(current_ask(self._host.whole), given)
+        ask = current_ask(self._host.whole)
+        return pack(await self._host.call(ask, _arguments(given)))
 
-    async def stream(self, given: Arguments = NO_ARGUMENTS) -> object:
+    async def stream(self, given: Parcel | None = None) -> Parcel | None:
         """Run the generator that the task's name says to its end; `next` gives its values."""
-        return await self._host.stream(current_ask(self._host.whole), given)
+        ask = current_ask(self._host.whole)
+        return pack(await self._host.stream(ask, _arguments(given)))
 
-    async def next(self, line: str, number: int) -> object:
+    async def next(self, line: Parcel, number: Parcel) -> Parcel | None:
         """The next value of a stream."""
-        return await self._host.next(line, number)
+        return pack(await self._host.next(cast("str", unpack(line)), cast("int", unpack(number))))
 
-    async def cancel(self, line: str, number: int) -> None:
+    async def cancel(self, line: Parcel, number: Parcel) -> None:
         """Cancel a call or close a stream, also one that has not arrived yet."""
-        self._host.cancel(line, number)
+        self._host.cancel(cast("str", unpack(line)), cast("int", unpack(number)))
 
-    async def stop(self, key: str, attempt: int) -> None:
+    async def stop(self, key: Parcel, attempt: Parcel) -> None:
         """Cancel an actor's calls, wait for their end, and let it go."""
-        await self._host.stop(key, attempt)
+        await self._host.stop(cast("str", unpack(key)), cast("int", unpack(attempt)))
 
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         self._host.leave()
+
+
+def _arguments(given: Parcel | None) -> Arguments:
+    return NO_ARGUMENTS if given is None else cast("Arguments", unpack(given))

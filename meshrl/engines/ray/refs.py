@@ -10,7 +10,8 @@ from ray import ObjectRef
 from ray.cloudpickle.cloudpickle import register_pickle_by_value
 from ray.exceptions import ObjectLostError
 
-from meshrl.engines.hosting import carries, carry_modules
+from meshrl.engines.hosting import carries
+from meshrl.engines.ray.parcel import Parcel, carried, pack, unpack
 from meshrl.engines.transport import PoolRef
 from meshrl.errors import DataError, MeshStopped
 from meshrl.mesh import Ref, is_in_transit
@@ -30,10 +31,10 @@ class HostRef(PoolRef):
         return super().put(value)
 
     def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
-        if is_in_transit():
+        if (refs := carried()) is None:
             return self.reduced()
         self._far: RayRef = getattr(self, "_far", None) or RayRef.put(self.value())
-        return _received, (self._far.ref,)
+        return _numbered(refs, self._far)
 
 
 class RayRef(Ref):
@@ -53,8 +54,7 @@ class RayRef(Ref):
     def put(cls, value: object) -> "RayRef":
         """Keep a value; numpy arrays in it are read without a copy on the same machine."""
         _check_open()
-        carry_modules()
-        ref: ObjectRef[object] = ray.put(value)
+        ref: ObjectRef[object] = ray.put(pack(value))
         return cls(ref)
 
     @classmethod
@@ -69,7 +69,8 @@ class RayRef(Ref):
             _, elsewhere = ray.wait(refs, num_returns=len(refs), timeout=0)
             if elsewhere:
                 await asyncio.gather(*elsewhere)
-            return ray.get(refs)  # what is on this machine is only mapped: faster at once than awaited one by one
+            # What is on this machine is only mapped: faster at once than awaited one by one.
+            return [unpack(parcel) for parcel in cast("list[Parcel]", ray.get(refs))]
         except ObjectLostError as error:
             raise DataError(
                 f"a column lies on a rank that has died or was stopped, and is lost ({type(error).__name__}): make the "
@@ -77,8 +78,10 @@ class RayRef(Ref):
             ) from None
 
     def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
+        if (refs := carried()) is not None:
+            return _numbered(refs, self)
         if is_in_transit():
-            self._near = self._near or HostRef.put(ray.get(self.ref))
+            self._near = self._near or HostRef.put(unpack(cast("Parcel", ray.get(self.ref))))
             return self._near.reduced()
         return _received, (self.ref,)
 
@@ -93,3 +96,12 @@ _known: WeakValueDictionary[bytes, RayRef] = WeakValueDictionary()
 
 def _received(ref: "ObjectRef[object]") -> RayRef:
     return _known.get(ref.binary()) or RayRef(ref)
+
+
+def _numbered(refs: "list[ObjectRef[object]]", far: RayRef) -> tuple[Callable[..., Ref], tuple[object, ...]]:
+    refs.append(far.ref)
+    return _unpacked, (len(refs) - 1,)
+
+
+def _unpacked(number: int) -> RayRef:
+    return _received((carried() or ())[number])
