@@ -18,7 +18,7 @@ from meshrl.engines.hosting import carry_modules
 from meshrl.mesh import seal_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from ray import ObjectRef
 
@@ -35,7 +35,7 @@ _under_way = threading.local()
 
 
 @contextmanager
-def _carrying(refs: "list[ObjectRef[object]]") -> "Iterator[None]":
+def _carrying(refs: "list[ObjectRef[object]]") -> "Generator[None]":
     outer = carried()
     _under_way.refs = refs
     try:
