@@ -53,7 +53,7 @@ class RayChannel(Channel):
             self._near = SocketChannel(Address(*place.socket))
 
     def close(self) -> None:
-        """Let the process go, which leaves nothing behind."""
+        """Let the process go. One that was killed has left its folder."""
         if self._near is not None:
             self._near.close()
             shutil.rmtree(Path(self._near.address.path).parent, ignore_errors=True)

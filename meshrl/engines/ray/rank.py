@@ -1,6 +1,7 @@
 """The Ray actor that is a rank's process."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -73,6 +74,8 @@ class RankProcess:
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         self._host.leave()
+        if self._socket is not None:
+            shutil.rmtree(Path(self._socket[0]).parent, ignore_errors=True)
 
 
 def _arguments(given: Parcel | None) -> Arguments:
