@@ -192,10 +192,10 @@ def compare(
     """Set the calls of so many ranks beside their peer and their limit; microseconds."""
     name, sharded = (f"{kind}, {ranks} ranks" for kind in ("nothing", "Shard + Gather"))
     call = ours[name]
+    limit = f"{name}{suffix}, against {SOCKETS}", call, "us", sockets
     if engine == "ray":
         rest = [figure(key, value, "us", bare) for key, value in ours.items() if key != name]
-        return [within(name + suffix, call, "us", bare, 1.2), *rest]
-    limit = f"{name}{suffix}, against {SOCKETS}", call, "us", sockets
+        return [within(name + suffix, call, "us", bare, 1.2), figure(*limit), *rest]
     speed = f"speed, {name}{suffix}, against {BARE}", 1e6 / call, "calls/s", 1e6 / bare
     if suffix:
         return [figure(*limit), figure(*speed)]
