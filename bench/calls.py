@@ -1,6 +1,6 @@
-"""Microseconds for an empty endpoint call: on the local engine with 2 and 8 ranks, or on Ray with 2 and 4.
+"""Microseconds for an empty endpoint call: on the local engine with 2 and 8 ranks, in processes with 2 and 4.
 
-    python bench/calls.py --json F [--rounds N] [--engine ray]
+    python bench/calls.py --json F [--rounds N] [--engine processes|ray]
 
 One caller, one call after the other, each awaited; the median of all calls of all rounds. `each`: a result of every
 rank; `Gather`: an array of one number a rank, joined; `Shard + Gather`: a batch of 8 rows of 4 tokens, split over the
@@ -12,13 +12,19 @@ by `run_coroutine_threadsafe` and awaited. Ranks without a core (`cpus=0`) run i
 `noted`: with the events of a call and its ranks, which are written to their file at once, not once a second as in a
 run: what events cost at most.
 
-On Ray, beside it bare Ray in the same process and on the same cluster: async actors, as many as ranks, awaited with
-`asyncio.gather`; ranks and actors reserve no core. Then, in turns:
+On the engines `processes` and `ray`, beside it, in turns:
+
+bare Ray      async actors, as many as ranks, awaited with `asyncio.gather`, called from the same process; ranks and
+              actors reserve no core
+bare sockets  the limit: processes, as many as ranks, that send a few bytes back over Unix sockets, to a caller that
+              sends to all and waits for all (bench/peers/socket_pong.py)
+
+Then, in turns too:
 
 RankDied             from `os.kill` of one of two ranks, which wait in a call, to the exception in the awaiting task;
                      bare Ray's own error for an actor beside it
-start, first answer  from the start of a new process, imports and all, to the answer of 2 ranks; bare Ray's is
-                     bench/peers/ray_start.py, with the same options of `ray.init`
+start, first answer  from the start of a new process, imports and all, to the answer of 2 ranks: meshrl_start.py and
+                     ray_start.py in bench/peers, the latter with the same options of `ray.init` as the engine's
 
 About 3 minutes.
 """
@@ -35,7 +41,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +50,7 @@ from bench.harness import (
     ROOT,
     Figure,
     arguments,
+    at_least,
     at_most,
     figure,
     median,
@@ -53,16 +60,24 @@ from bench.harness import (
     with_allocator,
     within,
 )
+from bench.peers.socket_pong import Pongs
 from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, RankDied, Resources, Shard, each, endpoint
+from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
 from meshrl.events import EventLog, sink
 from meshrl.mesh import Engine
 
 CALLS: Final = 200
 """Calls in one turn on the local engine."""
-RAY_CALLS: Final = 50
+HOSTED_CALLS: Final = 50
+"""The same in processes, where bare Ray has its turns as well."""
+RANKS: Final = (2, 4)
+"""In processes."""
+MOST: Final = {2: 250, 4: 400}
+"""Microseconds that an empty call of the engine `processes` may take, by its ranks."""
 LIMIT: Final = "one thread's loop"
 BARE: Final = "bare Ray"
+SOCKETS: Final = "bare sockets"
 LOOPS: Final = {"": RankLoop, ", asyncio's own loop": asyncio.new_event_loop}
 """How to make the caller's loop, by what a figure's name ends with."""
 Call = Callable[[], Awaitable[object]]
@@ -96,50 +111,15 @@ class Idle(Actor):
         await asyncio.Event().wait()
 
 
-class BareIdle:
-    """The same as an async Ray actor."""
-
-    async def nothing(self) -> None:
-        """No argument, no result."""
-
-    async def pid(self) -> int:
-        """Its process."""
-        return os.getpid()
-
-    async def wait(self) -> None:
-        """For ever."""
-        await asyncio.Event().wait()
-
-
-class BareMethod(Protocol):
-    """A method of a Ray actor."""
-
-    def remote(self) -> Awaitable[object]:
-        """Send a call."""
-        ...
-
-
-class BareHandle(Protocol):
-    """Ray's handle of a `BareIdle`."""
-
-    nothing: BareMethod
-    pid: BareMethod
-    wait: BareMethod
-
-
 def main() -> None:
     parser = arguments(__doc__, rounds=15)
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where the ranks run")
-    parser.add_argument("--worker", action="store_true", help="be the contestant that starts from nothing")
+    parser.add_argument("--engine", choices=("local", "processes", "ray"), default="local", help="where the ranks run")
     options = parser.parse_args()
-    if options.worker:
-        with asyncio.Runner(loop_factory=RankLoop) as runner:
-            runner.run(first_answer())
-    elif options.engine == "ray":
-        with_allocator()
-        report("calls on ray", on_ray(options.rounds), options.json)
-    else:
+    if options.engine == "local":
         report("calls", on_threads(options.rounds), options.json)
+    else:
+        with_allocator()
+        report(f"calls on {options.engine}", in_processes(options.engine, options.rounds), options.json)
 
 
 def on_threads(rounds: int) -> list[Figure]:
@@ -179,70 +159,80 @@ async def measure_threads(rounds: int) -> dict[str, float]:
     return times
 
 
-def on_ray(rounds: int) -> list[Figure]:
-    """Ray's calls, deaths and starts."""
+def in_processes(name: str, rounds: int) -> list[Figure]:
+    """Calls, deaths and starts of an engine whose ranks are processes."""
     import ray  # noqa: PLC0415 -- an extra, and slow to import
 
+    few = max(3, rounds // 3)
     figures: list[Figure] = []
     start_ray()
     try:
         for suffix, make_loop in LOOPS.items():
             with asyncio.Runner(loop_factory=make_loop) as runner:
-                times = runner.run(measure_ray(rounds, empty_only=bool(suffix)))
-            for ranks in (2, 4):
-                bare = times.pop(f"{BARE}, {ranks} ranks")
-                name = f"nothing, {ranks} ranks"
-                figures.append(within(name + suffix, times.pop(name), "us", bare, 1.2))
-                rest = {name: value for name, value in times.items() if f", {ranks} ranks" in name}
-                figures += [figure(name, value, "us", bare) for name, value in rest.items()]
+                times = runner.run(measure_processes(name, rounds, empty_only=bool(suffix)))
+            for ranks in RANKS:
+                ours = {key: value for key, value in times.items() if f", {ranks} ranks" in key}
+                bare, sockets = (ours.pop(f"{peer}, {ranks} ranks") for peer in (BARE, SOCKETS))
+                figures += compare(name, ranks, suffix, ours, bare, sockets)
         with asyncio.Runner(loop_factory=RankLoop) as runner:
-            engine = ray_engine()
+            engine = make_engine(name)
             deaths = {"": lambda: runner.run(death(engine)), BARE: lambda: runner.run(bare_death())}
-            died = {name: median(values) for name, values in take_turns(deaths, max(3, rounds // 3)).items()}
+            died = {who: median(values) for who, values in take_turns(deaths, few).items()}
             runner.run(engine.close())
     finally:
         ray.shutdown()
-    figures.append(at_most("SIGKILL to RankDied", died[""], "ms", target=100, peer=died[BARE]))
-    return [*figures, starts(max(3, rounds // 3))]
+    most = 20 if name == "processes" else 100
+    figures.append(at_most("SIGKILL to RankDied", died[""], "ms", target=most, peer=died[BARE]))
+    return [*figures, starts(name, few)]
 
 
-def ray_engine() -> Engine:
-    """On the Ray of this process, or on one of its own where there is none."""
-    from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- slow to import, as above
+def compare(
+    engine: str, ranks: int, suffix: str, ours: Mapping[str, float], bare: float, sockets: float
+) -> list[Figure]:
+    """Set the calls of so many ranks beside their peer and their limit; microseconds."""
+    name, sharded = (f"{kind}, {ranks} ranks" for kind in ("nothing", "Shard + Gather"))
+    call = ours[name]
+    limit = f"{name}{suffix}, against {SOCKETS}", call, "us", sockets
+    if engine == "ray":
+        rest = [figure(key, value, "us", bare) for key, value in ours.items() if key != name]
+        return [within(name + suffix, call, "us", bare, 1.2), figure(*limit), *rest]
+    speed = f"speed, {name}{suffix}, against {BARE}", 1e6 / call, "calls/s", 1e6 / bare
+    if suffix:
+        return [figure(*limit), figure(*speed)]
+    return [
+        at_most(name, call, "us", target=MOST[ranks]),
+        within(*limit, target=2),
+        at_least(*speed, target=5),
+        within(f"{sharded}, against nothing", ours[sharded], "us", call, 2),
+        *(figure(key, value, "us", bare) for key, value in ours.items() if key not in (name, sharded)),
+    ]
 
-    return RayEngine()
 
-
-async def measure_ray(rounds: int, *, empty_only: bool) -> dict[str, float]:
+async def measure_processes(name: str, rounds: int, *, empty_only: bool) -> dict[str, float]:
     """Microseconds of a call, by what was called."""
-    engine = ray_engine()
+    from bench.peers.ray_idle import bare_actors, everyone  # noqa: PLC0415 -- as above
+
+    engine = make_engine(name)
     calls: dict[str, Call] = {}
-    bare = {ranks: bare_actors(ranks) for ranks in (2, 4)}
-    for ranks, actors in bare.items():
-        mesh = await Mesh.reserve(engine, ranks, Resources(cpus=0))
-        idle = await mesh.spawn(Idle)
-        label = f"{ranks} ranks"
-        calls |= {f"nothing, {label}": idle.nothing} if empty_only else variants(idle, label)
-        calls[f"{BARE}, {label}"] = partial(everyone, [actor.nothing for actor in actors])
-    with event_log() as log:
+    with contextlib.ExitStack() as stack:
+        for ranks in RANKS:
+            mesh = await Mesh.reserve(engine, ranks, Resources(cpus=0))
+            idle = await mesh.spawn(Idle)
+            label = f"{ranks} ranks"
+            calls |= {f"nothing, {label}": idle.nothing} if empty_only else variants(idle, label)
+            calls[f"{BARE}, {label}"] = partial(everyone, [actor.nothing for actor in bare_actors(ranks)])
+            calls[f"{SOCKETS}, {label}"] = partial(pinged, stack.enter_context(Pongs(ranks)))
+        log = stack.enter_context(event_log())
         if not empty_only:
-            calls |= {f"{name}, noted": partial(noted, call, log) for name, call in calls.items() if "nothing" in name}
-        times = await timed(calls, rounds, RAY_CALLS)
+            calls |= {f"{key}, noted": partial(noted, call, log) for key, call in calls.items() if "nothing" in key}
+        times = await timed(calls, rounds, HOSTED_CALLS)
     await engine.close()
     return times
 
 
-def bare_actors(count: int) -> list[BareHandle]:
-    """Async Ray actors, without a core."""
-    import ray  # noqa: PLC0415 -- as above
-
-    made = ray.remote(BareIdle).options(num_cpus=0, max_concurrency=1000)
-    return [cast("BareHandle", made.remote()) for _ in range(count)]
-
-
-async def everyone(methods: Sequence[BareMethod]) -> None:
-    """One call of each actor."""
-    await asyncio.gather(*(method.remote() for method in methods))
+async def pinged(pongs: Pongs) -> None:
+    """The limit. Blocking: nothing else is to be done in this loop."""
+    pongs.ping()
 
 
 async def death(engine: Engine) -> float:
@@ -258,6 +248,8 @@ async def death(engine: Engine) -> float:
 async def bare_death() -> float:
     """Milliseconds from a kill to Ray's error."""
     from ray.exceptions import RayActorError  # noqa: PLC0415 -- as above
+
+    from bench.peers.ray_idle import bare_actors  # noqa: PLC0415 -- as above
 
     actors = bare_actors(2)
     pids = await asyncio.gather(*(actor.pid.remote() for actor in actors))
@@ -276,14 +268,16 @@ async def until(error: type[Exception], waiting: Awaitable[object], pid: int) ->
     return (time.perf_counter() - began) * 1e3
 
 
-def starts(rounds: int) -> Figure:
+def starts(name: str, rounds: int) -> Figure:
     """Seconds from nothing to the first answer, here and with bare Ray."""
+    peers = ROOT / "bench/peers"
     contestants = {
-        "meshrl": partial(start, [sys.executable, ROOT / "bench/calls.py", "--worker"]),
-        BARE: partial(start, [sys.executable, ROOT / "bench/peers/ray_start.py"]),
+        "meshrl": partial(start, [sys.executable, peers / "meshrl_start.py", name]),
+        BARE: partial(start, [sys.executable, peers / "ray_start.py"]),
     }
-    times = {name: median(values) for name, values in take_turns(contestants, rounds).items()}
-    return within("start to first answer, 2 ranks", times["meshrl"], "s", times[BARE], 1.2)
+    times = {who: median(values) for who, values in take_turns(contestants, rounds).items()}
+    what, ours, bare = "start to first answer, 2 ranks", times["meshrl"], times[BARE]
+    return within(what, ours, "s", bare, 1.1) if name == "ray" else at_most(what, ours, "s", target=0.4, peer=bare)
 
 
 def start(command: Sequence[str | Path]) -> float:
@@ -296,16 +290,6 @@ def start(command: Sequence[str | Path]) -> float:
     if process.returncode or not answered:
         raise SystemExit(f"{command} ended with status {process.returncode}; its own message is above")
     return took
-
-
-async def first_answer() -> None:
-    """Be the contestant meshrl: from nothing to the first answer of 2 ranks."""
-    engine = ray_engine()
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
-    idle = await mesh.spawn(Idle)
-    await idle.nothing()
-    print('{"answered": true}', flush=True)
-    await engine.close()
 
 
 def variants(idle: Idle, label: str) -> dict[str, Call]:

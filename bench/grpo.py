@@ -1,7 +1,7 @@
 """Samples per second of whole GRPO steps (generate, reward, advantages, update, publish) against TRL's GRPOTrainer.
 
     python bench/grpo.py --json F [--threads 1,2] [--cases short,long] [--rounds N]
-    python bench/grpo.py --json F --threads 2 --ahead 1 [--engine ray] [--cases short,long] [--rounds N]
+    python bench/grpo.py --json F --threads 2 --ahead 1 [--engine processes|ray] [--cases short,long] [--rounds N]
 
 Both start from one model (the quickstart's, warmed up by its 200 supervised steps), and read the same prompts, shapes
 and hyper-parameters from one file. Each runs in a process of its own on the first `threads` cores, under the same
@@ -16,7 +16,7 @@ With --ahead above 0 our rollouts and training overlap, on two meshes of half of
 them. Then the first steps of a turn do not count, so that a rollout that was made while the other had its turn is no
 gain; and a turn ends when no rollout runs.
 
-TRL needs `make peers`. About 6 minutes.
+TRL needs `make peers`; `--without trl` leaves it out, and the targets with it. About 6 minutes.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -65,6 +65,7 @@ from meshrl.run import find_config, load_job
 
 TRL: Final = ROOT / ".peers/trl/bin/python"
 LONGEST: Final = 256
+EngineName: TypeAlias = Literal["local", "processes", "ray"]
 FILLING: Final = 2
 """Steps of an overlapped turn that do not count."""
 
@@ -106,7 +107,7 @@ class Job(Config):
     warmup_steps: int
     max_grad_norm: float
     ahead: int
-    engine: Literal["local", "ray"]
+    engine: EngineName
     seed: int = 0
 
 
@@ -116,15 +117,21 @@ def main() -> None:
     parser.add_argument("--cases", default="short,long", help="which cases (default: both)")
     parser.add_argument("--worker", nargs=2, metavar=("MODEL", "JOB"), help="be the contestant meshrl")
     parser.add_argument("--ahead", type=int, default=0, help="versions that our rollouts may be behind (default: 0)")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where we run (default: local)")
+    parser.add_argument(
+        "--engine", choices=get_args(EngineName), default="local", help="where our ranks run (default: local)"
+    )
+    parser.add_argument("--without", choices=("trl",), help="the peer that is left out")
     options = parser.parse_args()
     if options.worker:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             model, job = options.worker
             runner.run(contest(model, Job.model_validate_json(Path(job).read_bytes())))
         return
-    if not TRL.exists():
-        raise SystemExit(f"{TRL.relative_to(ROOT)} is not there: run `make peers` first")
+    peers = () if options.without else ("trl",)
+    if peers and not TRL.exists():
+        raise SystemExit(
+            f"{TRL.relative_to(ROOT)} is not there: run `make peers` first, or leave it out: --without trl"
+        )
     with tempfile.TemporaryDirectory() as folder:
         model = warmed_up_model(Path(folder))
         figures: list[Figure] = []
@@ -136,7 +143,7 @@ def main() -> None:
             if options.ahead:
                 case = overlapped(case, made)
             for threads in map(int, options.threads.split(",")):
-                figures += compare(case, options.rounds or case.rounds, threads, model, job)
+                figures += compare(case, options.rounds or case.rounds, threads, model, job, peers)
         report("grpo", figures, options.json)
 
 
@@ -150,12 +157,12 @@ def warmed_up_model(folder: Path) -> Path:
 
 def overlapped(case: Case, job: Job) -> Case:
     """More is wanted, and a turn has all the lengths, whichever of them a step has."""
-    where = ", Ray" if job.engine == "ray" else ""
+    where = "" if job.engine == "local" else f", {job.engine}"
     return case.model_copy(
         update={
             "name": f"{case.name}, ahead={job.ahead}{where}",
             "steps": max(case.steps, len(job.lengths)),
-            "target": max(case.target, 2.0),
+            "target": max(case.target, 2.0 if job.engine == "local" else 2.2),
         }
     )
 
@@ -166,7 +173,7 @@ def quickstart(model: str, *settings: str) -> Any:
     return load_job(find_config("grpo/quickstart"), overrides, RunConfig).config
 
 
-def make_job(case: Case, ahead: int, engine: Literal["local", "ray"]) -> Job:
+def make_job(case: Case, ahead: int, engine: EngineName) -> Job:
     """The quickstart's prompts and numbers; in the long case also a length for each row of a step."""
     config = quickstart("")
     train = Task.load(config.task).train.select(np.arange(64 * 64))
@@ -192,14 +199,14 @@ def make_job(case: Case, ahead: int, engine: Literal["local", "ray"]) -> Job:
     )
 
 
-def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> list[Figure]:
+def compare(case: Case, rounds: int, threads: int, model: Path, job: Path, peers: Sequence[str]) -> list[Figure]:
     """Let both take turns and set their medians side by side."""
     commands: dict[str, Sequence[str | Path]] = {
         "meshrl": [sys.executable, __file__, "--worker", model, job],
         "trl": [TRL, ROOT / "bench/peers/trl_grpo.py", model, job],
     }
     with contextlib.ExitStack() as stack:
-        workers = {name: stack.enter_context(Worker(command, threads)) for name, command in commands.items()}
+        workers = {name: stack.enter_context(Worker(commands[name], threads)) for name in ("meshrl", *peers)}
         for worker in workers.values():
             worker.ask(steps=case.warm_up)
         turns = take_turns({name: partial(worker.ask, steps=case.steps) for name, worker in workers.items()}, rounds)
@@ -208,14 +215,19 @@ def compare(case: Case, rounds: int, threads: int, model: Path, job: Path) -> li
         return median([measure(answer) for answer in turns[name]])
 
     def both(what: str, unit: str, measure: Callable[[dict[str, float]], float]) -> Figure:
-        return figure(f"{what}, {label}", middle("meshrl", measure), unit, middle("trl", measure))
+        return figure(f"{what}, {label}", *numbers(unit, measure))
+
+    def numbers(unit: str, measure: Callable[[dict[str, float]], float]) -> tuple[float, str, float | None]:
+        ours, *theirs = (middle(name, measure) for name in workers)
+        return ours, unit, theirs[0] if theirs else None
 
     label = f"{case.name}, {threads} thread{'s' if threads > 1 else ''}"
-    rates = [middle(name, lambda answer: answer["rows"] / answer["wall"]) for name in ("meshrl", "trl")]
-    if case.long and {answer["tokens"] for answer in turns["meshrl"]} != {answer["tokens"] for answer in turns["trl"]}:
+    rate, unit, peer = numbers("samples/s", lambda answer: answer["rows"] / answer["wall"])
+    if case.long and len({frozenset(answer["tokens"] for answer in answers) for answers in turns.values()}) > 1:
         raise SystemExit(f"the contestants made different numbers of tokens: {turns}")
+    speed = f"speed, {label}", rate, unit
     return [
-        at_least(f"speed, {label}", rates[0], "samples/s", rates[1], case.target),
+        figure(*speed) if peer is None else at_least(*speed, peer, case.target),
         both("wall", "s/step", lambda answer: answer["wall"] / case.steps),
         *([both("CPU", "s/step", lambda answer: answer["cpu"] / case.steps)] if "cpu" in turns["meshrl"][0] else []),
         both("completion", "tokens/sample", lambda answer: answer["tokens"] / answer["rows"]),

@@ -233,6 +233,13 @@ def arguments(doc: str | None, rounds: int | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """`--engine`, for a script whose ranks are always processes."""
+    parser.add_argument(
+        "--engine", choices=("processes", "ray"), default="processes", help="where the ranks run (default: processes)"
+    )
+
+
 def report(bench: str, figures: Sequence[Figure], json_path: Path | None) -> None:
     """Print the figures as a table and, with a path, write them as JSON."""
     table = Table(title=f"{bench} · {_commit()} · {machine()['cpu']}, {machine()['cores']} cores")

@@ -1,28 +1,39 @@
-"""What a call costs the controller for each rank, on 8 to 4,096 fake ranks of the local engine.
+"""What a call costs for each rank, on 8 to 4,096 fake ranks of the local engine and on 64 processes of this machine.
 
-    python bench/scale.py --json F [--rounds N]
+    python bench/scale.py --json F [--rounds N] [--parts fakes,processes]
 
-The ranks have no core of their own (`Resources(cpus=0)`), so they run in the caller's loop and all of the time is the
-controller's: an empty call, and one that shards a batch (4 rows a rank, of 4 tokens, and their rewards) and gathers it
-again. Each turn is several calls, one awaited after the other; the median turn counts. The time a rank is not to grow
-from 64 to 4,096 ranks. About a minute.
+An empty call, and one that shards a batch (4 rows a rank, of 4 tokens, and their rewards) and gathers it again. Each
+turn is several calls, one awaited after the other; the median turn counts.
+
+fakes      The ranks have no core of their own (`Resources(cpus=0)`), so they run in the caller's loop and all of the
+           time is the controller's. The time a rank is not to grow from 64 to 4,096 ranks.
+processes  The ranks are processes without a core of their own, so what they do counts as well. Beside them the limit:
+           as many processes that send a few bytes back over Unix sockets (bench/peers/socket_pong.py).
+
+About a minute and a half.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from bench.harness import Figure, arguments, figure, median, report, take_turns, with_allocator, within
-from meshrl import Actor, Batch, Gather, LocalEngine, Mesh, Ragged, Resources, Shard, endpoint
+from bench.harness import Figure, arguments, at_most, figure, median, report, take_turns, with_allocator, within
+from bench.peers.socket_pong import Pongs
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, endpoint
+from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
+from meshrl.mesh import Engine
 
 RANKS: Final = (8, 64, 512, 4096)
+PROCESSES: Final = 64
 CALLED: Final = 8192
 """Ranks that are called in one turn, in one call or several."""
+SHARDED: Final = "Shard + Gather"
+LIMIT: Final = f"bare sockets, {PROCESSES} processes"
 Call = Callable[[], Awaitable[object]]
 
 
@@ -40,30 +51,65 @@ class Idle(Actor):
 
 
 def main() -> None:
-    options = arguments(__doc__, rounds=7).parse_args()
+    parser = arguments(__doc__, rounds=7)
+    parser.add_argument("--parts", default="fakes,processes", help="which parts (default: both)")
+    options = parser.parse_args()
     with_allocator()
-    figures: list[Figure] = []
+    parts, figures = options.parts.split(","), list[Figure]()
     with asyncio.Runner(loop_factory=RankLoop) as runner:
-        engine = LocalEngine()
-        kinds = {"empty call": empty, "Shard + Gather": sharded}
-        idle = {ranks: runner.run(spawn(engine, ranks)) for ranks in RANKS}
-        turns = {
-            f"{name}, {ranks:,} ranks": partial(turn, runner, kind(actor, ranks), CALLED // ranks)
-            for name, kind in kinds.items()
-            for ranks, actor in idle.items()
-        }
-        take_turns(turns, 1)
-        times = {name: median(values) for name, values in take_turns(turns, options.rounds).items()}
-        runner.run(engine.close())
+        if "fakes" in parts:
+            figures += fakes(runner, options.rounds)
+        if "processes" in parts:
+            figures += processes(runner, options.rounds)
+    report("scale", figures, options.json)
+
+
+def fakes(runner: asyncio.Runner, rounds: int) -> list[Figure]:
+    """The controller's time alone."""
+    times = measure(runner, make_engine("local"), dict.fromkeys(RANKS, "ranks"), {}, rounds)
+    figures: list[Figure] = []
     for name, value in times.items():
         kind, ranks = name.split(", ", 1)
         base = times[f"{kind}, 64 ranks"]
         largest = ranks == f"{RANKS[-1]:,} ranks"
-        figures.append(within(name, value, "us/rank", base, 1.5) if largest else figure(name, value, "us/rank", base))
-    report("scale", figures, options.json)
+        figures.append(within(name, value, "us/rank", base, 1.25) if largest else figure(name, value, "us/rank", base))
+        if largest and kind == SHARDED:
+            figures.append(at_most(f"{name}, in itself", value, "us/rank", target=60))
+    return figures
 
 
-async def spawn(engine: LocalEngine, ranks: int) -> Idle:
+def processes(runner: asyncio.Runner, rounds: int) -> list[Figure]:
+    """Real ranks."""
+    with Pongs(PROCESSES) as pongs:
+        limit = {LIMIT: partial(pinged, pongs)}
+        times = measure(runner, make_engine("processes"), {PROCESSES: "processes"}, limit, rounds)
+    peer = times.pop(LIMIT)
+    return [figure(name, value, "us/rank", peer) for name, value in times.items()]
+
+
+def measure(
+    runner: asyncio.Runner,
+    engine: Engine,
+    sizes: Mapping[int, str],
+    limits: Mapping[str, Callable[[], float]],
+    rounds: int,
+) -> dict[str, float]:
+    """Microseconds a rank of each call on each number of ranks, and those of limits, in turns."""
+    kinds = {"empty call": empty, SHARDED: sharded}
+    idle = {ranks: runner.run(spawn(engine, ranks)) for ranks in sizes}
+    turns = {
+        f"{name}, {ranks:,} {sizes[ranks]}": partial(turn, runner, kind(actor, ranks), CALLED // ranks)
+        for name, kind in kinds.items()
+        for ranks, actor in idle.items()
+    }
+    contestants: dict[str, Callable[[], float]] = {**turns, **limits}
+    take_turns(contestants, 1)
+    times = {name: median(values) for name, values in take_turns(contestants, rounds).items()}
+    runner.run(engine.close())
+    return times
+
+
+async def spawn(engine: Engine, ranks: int) -> Idle:
     """An actor on so many ranks."""
     mesh = await Mesh.reserve(engine, ranks, Resources(cpus=0))
     return await mesh.spawn(Idle)
@@ -91,6 +137,14 @@ def turn(runner: asyncio.Runner, call: Call, calls: int) -> float:
 
     began = time.perf_counter()
     runner.run(several())
+    return (time.perf_counter() - began) * 1e6 / CALLED
+
+
+def pinged(pongs: Pongs) -> float:
+    """The limit, in microseconds a process."""
+    began = time.perf_counter()
+    for _ in range(CALLED // PROCESSES):
+        pongs.ping()
     return (time.perf_counter() - began) * 1e6 / CALLED
 
 

@@ -1,12 +1,12 @@
 """What it costs to give a sampler new weights: 0.5 GiB of bfloat16, against one copy of the bytes.
 
-    python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta]
+    python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta] [--engine processes|ray]
 
-sync    A model of 512 MiB goes from a rank of Ray to a vLLM sampler on another, as `publish` sends it: the tensors are
-        copied into shared memory, fingerprinted, found there by the engine's process, and every fingerprint is made
-        again and compared. Then vLLM takes them in, between two steps: the exposed pause, which is apart, for during
-        all else it decodes on. The same through Ray's object store, as between machines. The copy is of one thread
-        into warm memory. vLLM is that of `make test-vllm`, in float types of its own choice for its kernels.
+sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `publish` sends it: the tensors are copied
+        into shared memory, fingerprinted, found there by the engine's process, and every fingerprint is made again and
+        compared. Then vLLM takes them in, between two steps: the exposed pause, which is apart, for during all else it
+        decodes on. The same through Ray's object store, as between machines, whatever the engine. The copy is of one
+        thread into warm memory. vLLM is that of `make test-vllm`, in float types of its own choice for its kernels.
 delta   What `policy.delta_sync` sends of steps of grpo/quickstart, from the model that sft/quickstart makes: at the
         quickstart's learning rate and at one that large models are trained with, in float32 and in bfloat16.
 
@@ -30,6 +30,7 @@ from bench.grpo import quickstart, warmed_up_model
 from bench.harness import (
     ROOT,
     Figure,
+    add_engine,
     arguments,
     copier,
     figure,
@@ -56,6 +57,7 @@ from meshrl import (
     rollout,
     with_options,
 )
+from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
 from meshrl.engines.ray import RayEngine
 from meshrl.rewards import exact_match
@@ -117,6 +119,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--mib", type=int, default=512, help="how much (default: 512)")
     parser.add_argument("--parts", default="sync,delta", help="which parts (default: both)")
+    add_engine(parser)
     options = parser.parse_args()
     if not PYTHON.exists():
         raise SystemExit(f"{PYTHON.relative_to(ROOT)} is not there: run `make test-vllm` first")
@@ -128,7 +131,7 @@ def main() -> None:
             model, nbytes = large_model(Path(folder, "large"), options.mib)
             start_ray()
             try:
-                figures += runner.run(sync(model, nbytes, options.rounds))
+                figures += runner.run(sync(model, nbytes, options.engine, options.rounds))
             finally:
                 ray.shutdown()
         if "delta" in options.parts:
@@ -156,21 +159,22 @@ def large_model(folder: Path, mib: int) -> tuple[str, int]:
     return str(folder), sum(each.numel() * each.element_size() for each in model.parameters())
 
 
-async def sync(model: str, nbytes: int, rounds: int) -> list[Figure]:
-    """Syncs of a whole model, without pause and pause."""
+async def sync(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure]:
+    """Syncs of a whole model, without pause and pause. `engine`: whose ranks share memory."""
     copy, copies = copier(nbytes), list[float]()
     times: dict[str, list[tuple[float, float]]] = {"shared memory": [], "the object store": []}
-    for engine, values in zip((Here(), Elsewhere()), times.values(), strict=True):
-        trainer = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Trainer, model)
+    here = Here() if engine == "ray" else make_engine(engine)
+    for run, values in zip((here, Elsewhere()), times.values(), strict=True):
+        trainer = await (await Mesh.reserve(run, 1, Resources(cpus=0))).spawn(Trainer, model)
         vllm = VllmConfig(python=str(PYTHON), kv_cache_mib=64)
         config = with_options(SamplerConfig(backend="vllm", model=model, dtype="bfloat16", slots=8), vllm)
-        sampler = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(VllmSampler, config)
+        sampler = await (await Mesh.reserve(run, 1, Resources(cpus=0))).spawn(VllmSampler, config)
         for _ in range(WARM):
             await timed(trainer, sampler)
         for _ in range(rounds):
             values.append(await timed(trainer, sampler))
             copies.append(copy())
-        await engine.close()
+        await run.close()
     copied = median(copies)
     figures: list[Figure] = []
     for name, values in times.items():
