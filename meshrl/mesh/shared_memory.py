@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshrl import log
-from meshrl.errors import DataError
+from meshrl.mesh.segment import Bytes, Segment
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
 _PREFIX: Final = "meshrl-pool-"
@@ -31,50 +30,10 @@ _NAMES: Final = _PREFIX + "[0-9a-f]" * 16
 _WASTE: Final = 2
 """A segment is used again for what has at least this part of its bytes."""
 
-Bytes = NDArray[np.uint8]
-
 
 def _folders() -> list[Path]:
     """Where segments lie, the best first."""
     return [folder for folder in (FOLDER, Path(tempfile.gettempdir())) if folder.is_dir()]
-
-
-class Segment:
-    """Bytes that somebody wrote, read-only, as long as this object or a view of `memory` lives."""
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        """DataError where it is gone: nobody had a lease on it any more, and its memory was written anew."""
-        self.path: Final = path
-        self.nbytes: Final = nbytes
-        try:
-            file = _lease(path)
-        except OSError as error:
-            raise DataError(f"{nbytes} bytes in this machine's shared memory are gone: {error}") from None
-        leased = _Leased(file, nbytes, prot=mmap.PROT_READ)
-        leased.file = file
-        self.memory: Final[Bytes] = np.frombuffer(leased, np.uint8)
-
-
-class _Leased(mmap.mmap):
-    """A mapped file that is open, and so leased, as long as an array looks into it."""
-
-    file: int
-
-    def __del__(self) -> None:
-        os.close(self.file)
-
-
-def _lease(path: str) -> int:
-    """Open a segment under the name that it still has. OSError where it has none, or is being written anew."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if Path(path).stat().st_ino != os.fstat(file).st_ino:
-            raise FileNotFoundError(path)  # its memory was written anew before the lease
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 class _Own:

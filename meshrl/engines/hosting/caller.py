@@ -48,8 +48,8 @@ class Caller(ABC):
         try:
             for index, request in enumerate(requests):  # one by one: what was sent is cancelled
                 sent.append(Sent(request, endpoint, seen=seen and partial(seen, index)))
-            if len(sent) == 1:
-                return [await sent[0].answer()]
+            if len(sent) == 1 or await _all_well(sent):
+                return [await each.answer() for each in sent]
             answers = [asyncio.create_task(each.answer()) for each in sent]
             return await asyncio.gather(*answers)
         except RankFailed as error:
@@ -95,6 +95,22 @@ class Caller(ABC):
     async def stop(self, members: Sequence[Member]) -> None:
         """Cancel the actors' calls, wait for their end, and let the actors go. It goes on where it is cancelled."""
         await asyncio.gather(*(member.stop() for member in cast("Sequence[RankMember]", members)))
+
+
+async def _all_well(sent: Sequence[Sent]) -> bool:
+    """Wait until all have answered, or one has failed: whether none has. No task for each: most calls are short."""
+    over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    left = len(sent)
+
+    def arrived(each: Sent, _: object) -> None:
+        nonlocal left
+        left -= 1
+        if not over.done() and (not left or each.has_failed):
+            over.set_result(not each.has_failed)
+
+    for each in sent:
+        each.reply.add_done_callback(partial(arrived, each))
+    return await over
 
 
 def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:

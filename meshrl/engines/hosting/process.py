@@ -1,5 +1,6 @@
 """A rank's process, and an actor's ranks in such processes, as a caller sees them."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -215,13 +216,23 @@ class Sent:
         channel = self._channel = self.process.channel
         given = (request.arguments, dict(request.keywords)) if request.arguments or request.keywords else None
         send = partial(channel.call, ask, given, stream=stream)
-        self._reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
+        sent = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
+        self.reply = asyncio.ensure_future(sent)
+        """What comes back, as it comes."""
         channel.open += 1
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something else came back than a result."""
+        if self.reply.cancelled() or self.reply.exception():
+            return True
+        reply = self.reply.result()
+        return isinstance(cast("tuple[object, ...]", reply)[0] if self._timed else reply, Failure | Stopped)
+
     async def answer(self) -> object:
         """The result, of a stream None when it has ended. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
-        reply = await self.member.reply(self.process, self.endpoint, self._reply)
+        reply = await self.member.reply(self.process, self.endpoint, self.reply)
         self._channel.open -= not self.ended
         self.ended = True
         if self._timed:

@@ -99,7 +99,7 @@ class _Line:
         """Send what has no answer."""
         if self._connection is not None:
             values, _ = dumped(arguments)
-            self._connection.send(encode(Question(-1, service, None, values, wants_answer=False)))
+            self._connection.send(encode(Question(-1, service, None, values)))
 
     def close(self) -> None:
         """Let the process go. Who waits for it is told that it is gone."""

@@ -24,7 +24,6 @@ class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
     """Of a call or a stream."""
     values: bytes
     """Arguments; empty where there are none."""
-    wants_answer: bool = True
 
 
 class Answer(msgspec.Struct, array_like=True, tag="a", frozen=True):

@@ -73,7 +73,7 @@ class _Caller:
         self._known = False
         self._kept: dict[int, list[Segment]] = {}
         """Shared memory that answers name, until their reader has it."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._connection = Connection(end, self._received, self._ended, TOKEN_BYTES)
 
@@ -101,14 +101,13 @@ class _Caller:
         if question.service == "cancel":
             self._host.cancel(*cast("tuple[str, int]", arguments))
             return
-        task = self._loop.create_task(self._answer(question, arguments))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[question.number] = self._loop.create_task(self._answer(question, arguments))
 
     async def _answer(self, question: Question, arguments: object) -> None:
-        value = await self._work(question, arguments)
-        if not question.wants_answer:
-            return
+        try:
+            value = await self._work(question, arguments)
+        finally:
+            del self._tasks[question.number]
         values, segments = dumped(value)
         if segments:
             self._kept[question.number] = segments
@@ -128,5 +127,5 @@ class _Caller:
             log.warning("a process that does not know this run's secret is refused")
         self._callers.discard(self)
         self._kept.clear()
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()

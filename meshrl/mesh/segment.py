@@ -1,0 +1,165 @@
+"""Segments of shared memory as they are read: what this process has mapped stays mapped, only the lease on it ends.
+
+To map pages again costs more than to read them.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.errors import DataError
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+_IDLE: Final = 1 << 30
+"""Bytes that stay mapped at most where nobody here reads them."""
+_POPULATE_READ: Final = 22
+"""Linux's advice to map pages that are there, all at once."""
+_LARGE: Final = 1 << 20
+"""Bytes of the smallest segment for which that pays."""
+
+_Place: TypeAlias = tuple[int, int]
+"""A file's device and number, which stay when it is renamed."""
+
+
+class _Mapped:
+    """A file that is open here, and mapped from the first reader on."""
+
+    def __init__(self, file: int, place: _Place, nbytes: int) -> None:
+        self.file = file
+        self.place: Final = place
+        self.nbytes: Final = nbytes
+        self.leases = 0
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """All of its bytes."""
+        if self._memory is None:
+            self._memory = mmap.mmap(self.file, self.nbytes, prot=mmap.PROT_READ)
+            if self.nbytes >= _LARGE:
+                with suppress(OSError):  # of another system, which maps them one by one
+                    self._memory.madvise(_POPULATE_READ)
+        return self._memory
+
+    def is_gone(self) -> bool:
+        """Whether its owner has given its memory back."""
+        return os.fstat(self.file).st_nlink == 0
+
+    def close(self) -> None:
+        os.close(self.file)
+        self.file = -1
+
+
+class _Leases:
+    """What this process has open, by place; those that nobody reads any more, the oldest first."""
+
+    def __init__(self) -> None:
+        self._open: dict[_Place, _Mapped] = {}
+        self._idle: dict[_Place, _Mapped] = {}
+        self._lock = threading.RLock()  # a lease may end while another one is taken, in the same thread
+
+    def take(self, path: str) -> _Mapped:
+        """Lease a segment under the name that it still has. OSError where it has none, or is being written anew."""
+        with self._lock:
+            found = Path(path).stat()
+            place = found.st_dev, found.st_ino
+            mapped = self._open.get(place) or self._opened(path)
+            if not mapped.leases:
+                fcntl.flock(mapped.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                try:
+                    if Path(path).stat().st_ino != mapped.place[1]:
+                        raise FileNotFoundError(path)  # its memory was written anew before the lease
+                except OSError:
+                    fcntl.flock(mapped.file, fcntl.LOCK_UN)
+                    raise
+            self._idle.pop(mapped.place, None)
+            mapped.leases += 1
+            return mapped
+
+    def _opened(self, path: str) -> _Mapped:
+        for idle in list(self._idle.values()):
+            if idle.is_gone():
+                self._drop(idle)
+        file = os.open(path, os.O_RDONLY)
+        found = os.fstat(file)
+        mapped = self._open[found.st_dev, found.st_ino] = _Mapped(file, (found.st_dev, found.st_ino), found.st_size)
+        self._idle[mapped.place] = mapped
+        return mapped
+
+    def give_back(self, mapped: _Mapped) -> None:
+        """A reader has gone."""
+        with self._lock:
+            mapped.leases -= 1
+            if mapped.leases or mapped.file < 0:
+                return
+            fcntl.flock(mapped.file, fcntl.LOCK_UN)
+            self._idle[mapped.place] = mapped
+            left = sum(idle.nbytes for idle in self._idle.values())
+            for idle in list(self._idle.values()):
+                if idle.is_gone() or left > _IDLE:
+                    left -= idle.nbytes
+                    self._drop(idle)
+
+    def _drop(self, idle: _Mapped) -> None:
+        del self._idle[idle.place], self._open[idle.place]
+        idle.close()
+
+    def forget(self) -> None:
+        """After a fork: the leases are the other process's, whose locks these files share."""
+        self._lock = threading.RLock()
+        for mapped in self._open.values():
+            mapped.close()
+        self._open, self._idle = {}, {}
+
+
+class _Lease:
+    """Ends with the last that has it."""
+
+    def __init__(self, path: str) -> None:
+        self.mapped: Final = leases.take(path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "mapped"):
+            leases.give_back(self.mapped)
+
+
+class _View(NDArray[np.uint8]):
+    """What arrays that look into a segment are based on; it keeps their lease.
+
+    It lies on the mapping itself: numpy lets a view skip bases of its own type.
+    """
+
+    lease: _Lease
+
+
+class Segment:
+    """Bytes that somebody wrote, read-only, as long as this object or a view of `memory` lives."""
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        """DataError where it is gone: nobody had a lease on it any more, and its memory was written anew."""
+        self.path: Final = path
+        self.nbytes: Final = nbytes
+        try:
+            self._lease: Final = _Lease(path)
+        except OSError as error:
+            raise DataError(f"{nbytes} bytes in this machine's shared memory are gone: {error}") from None
+
+    @property
+    def memory(self) -> Bytes:
+        """The bytes."""
+        view = _View((self.nbytes,), np.uint8, self._lease.mapped.memory)
+        view.lease = self._lease
+        return np.asarray(view)
+
+
+leases: Final = _Leases()
+"""Of this process."""
+os.register_at_fork(after_in_child=leases.forget)
