@@ -95,8 +95,7 @@ class _Caller:
         try:
             arguments = loaded(question.values)
         except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
-            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            self._connection.send(encode(Answer(question.number, text.encode(), broken=True)))
+            self._connection.send(_broken(question, error))
             return
         if question.service == "cancel":
             self._host.cancel(*cast("tuple[str, int]", arguments))
@@ -109,10 +108,15 @@ class _Caller:
         value = await self._work(question, arguments)
         if not question.wants_answer:
             return
-        values, segments = dumped(value)
+        try:
+            values, segments = dumped(value)
+            answer = encode(Answer(question.number, values, leased=bool(segments)))
+            self._connection.send(answer)
+        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
+            self._connection.send(_broken(question, error))
+            return
         if segments:
             self._kept[question.number] = segments
-        self._connection.send(encode(Answer(question.number, values, leased=bool(segments))))
 
     async def _work(self, question: Question, arguments: object) -> object:
         host, ask = self._host, question.ask
@@ -130,3 +134,9 @@ class _Caller:
         self._kept.clear()
         for task in self._tasks:
             task.cancel()
+
+
+def _broken(question: Question, error: Exception) -> bytes:
+    """The answer of what did not get through."""
+    text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+    return encode(Answer(question.number, text.encode(), broken=True))
