@@ -175,7 +175,7 @@ class Pool:
         best, *others = _folders()
         own = _made(best, nbytes)
         if own is None:
-            for each in [each for each in self._segments if self._free(each)]:
+            for each in [each for each in tuple(self._segments) if self._free(each)]:
                 self._segments.remove(each)
                 each.close()
             own = _made(best, nbytes)
