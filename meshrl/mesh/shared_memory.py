@@ -51,7 +51,7 @@ class Segment:
         except OSError as error:
             raise DataError(f"{nbytes} bytes in this machine's shared memory are gone: {error}") from None
         leased = _Leased(file, nbytes, prot=mmap.PROT_READ)
-        leased.file = file
+        leased.file, leased.path, leased.process = file, path, os.getpid()
         self.memory: Final[Bytes] = np.frombuffer(leased, np.uint8)
 
 
@@ -59,8 +59,15 @@ class _Leased(mmap.mmap):
     """A mapped file that is open, and so leased, as long as an array looks into it."""
 
     file: int
+    path: str
+    process: int
+    """Who leased it: a fork has the same lock, and must leave it alone."""
 
     def __del__(self) -> None:
+        if self.process == os.getpid():
+            with suppress(OSError):  # its maker lives, or another reads it
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(self.path).unlink(missing_ok=True)
         os.close(self.file)
 
 

@@ -105,6 +105,7 @@ class Template:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
+        sweep()  # what they leave; what is still read, its last reader removes
 
     def _end(self) -> None:
         for pid in self._ranks:
