@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from secrets import token_bytes, token_hex
 from typing import Final
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
-from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen
+from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
 
 _TEMPLATE: Final = "meshrl.engines.processes.template"
 _PATIENCE: Final = 5.0
@@ -78,7 +77,7 @@ class Launcher:
         if self._control is not None and self._folder is not None:
             return self._control, self._folder
         ours, theirs = socket.socketpair()
-        self._folder = Path(tempfile.mkdtemp(prefix="meshrl-run-"))  # with mode 700
+        self._folder = socket_folder()
         environment = {"GOMP_SPINCOUNT": "5000", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
             command = [

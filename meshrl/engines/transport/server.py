@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import struct
+import tempfile
 import traceback
 from hmac import compare_digest
 from inspect import isawaitable
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from meshrl.mesh import Segment
 
 _BACKLOG: Final = 1024
+_LONGEST: Final = 64
+"""Bytes of the path of the folder for temporary files, so that a system takes a socket's path, of 104 bytes at most."""
+
+
+def socket_folder() -> Path:
+    """A new folder for sockets, which only this user may enter."""
+    usual = tempfile.gettempdir()
+    short = usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp"  # noqa: S108 -- `mkdtemp` finds a new name in it
+    return Path(tempfile.mkdtemp(prefix="meshrl-run-", dir=short))  # with mode 700
 
 
 def listen(path: Path) -> socket.socket:
