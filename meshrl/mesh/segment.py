@@ -94,12 +94,15 @@ class _Leases:
         self._idle[mapped.place] = mapped
         return mapped
 
-    def give_back(self, mapped: _Mapped) -> None:
-        """A reader has gone."""
+    def give_back(self, mapped: _Mapped, path: str) -> None:
+        """A reader has gone. The last one of all removes what a maker has left that is gone."""
         with self._lock:
             mapped.leases -= 1
             if mapped.leases or mapped.file < 0:
                 return
+            with suppress(OSError):  # its maker lives, or another reads it
+                fcntl.flock(mapped.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                Path(path).unlink(missing_ok=True)
             fcntl.flock(mapped.file, fcntl.LOCK_UN)
             self._idle[mapped.place] = mapped
             left = sum(idle.nbytes for idle in self._idle.values())
@@ -124,11 +127,12 @@ class _Lease:
     """Ends with the last that has it."""
 
     def __init__(self, path: str) -> None:
+        self.path: Final = path
         self.mapped: Final = leases.take(path)
 
     def __del__(self) -> None:
         if hasattr(self, "mapped"):
-            leases.give_back(self.mapped)
+            leases.give_back(self.mapped, self.path)
 
 
 class _View(NDArray[np.uint8]):

@@ -81,6 +81,13 @@ class _Own:
         self.path.unlink(missing_ok=True)
         os.close(self.file)
 
+    def leave(self) -> None:
+        """The same, but that those who know its name can find it while somebody has a lease."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path.unlink(missing_ok=True)
+        os.close(self.file)
+
 
 class Writing:
     """A segment that is being written."""
@@ -134,7 +141,7 @@ class Pool:
         best, *others = _folders()
         own = _made(best, nbytes)
         if own is None:
-            for each in [each for each in self._segments if self._free(each)]:
+            for each in [each for each in tuple(self._segments) if self._free(each)]:
                 self._segments.remove(each)
                 each.close()
             own = _made(best, nbytes)
@@ -157,6 +164,12 @@ class Pool:
         """Give all memory back."""
         for own in self._segments:
             own.close()
+        self._segments.clear()
+
+    def leave(self) -> None:
+        """Give back what nobody reads; the rest its last reader removes."""
+        for own in self._segments:
+            own.leave()
         self._segments.clear()
 
     def forget(self) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -87,6 +88,10 @@ class Probe(Actor):
     async def count_on(self, rows: Shard[Batch], what: object = None) -> AsyncIterator[Gather[Batch]]:
         yield rows
         await asyncio.sleep(1000)
+
+    @endpoint
+    async def itself(self) -> Same[object]:
+        return weakref.ref(self)  # which can be copied, but not be pickled
 
     @endpoint
     async def trouble(self) -> None:
@@ -186,6 +191,13 @@ async def test_an_exception_that_cannot_be_pickled_arrives_as_text(mesh: Mesh) -
         await probe.trouble()
     assert failed.value.__cause__ is None
     assert "raise Trouble(3)" in failed.value.traceback
+    assert await probe.add() == 1
+
+
+async def test_a_result_that_cannot_be_pickled_fails_its_call_alone(mesh: Mesh) -> None:
+    probe = await mesh.spawn(Probe)
+    with pytest.raises(RankFailed, match=r"cannot pickle 'weakref\.ReferenceType' object"):
+        await asyncio.wait_for(probe.itself(), 20)
     assert await probe.add() == 1
 
 

@@ -119,6 +119,15 @@ def test_what_was_swept_is_not_used_again(pool: Pool) -> None:
     assert (written(pool, 2).memory == 2).all()
 
 
+def test_what_nobody_reads_is_given_back_where_there_is_no_room(pool: Pool) -> None:
+    kept, *others = [written(pool, value) for value in range(4)]
+    Path(others[0].path).unlink()  # by a sweeper
+    del others
+    gc.collect()
+    assert pool.write(1 << 60) is None
+    assert [own.path for own in pool._segments] == [Path(kept.path)]
+
+
 def test_who_comes_while_it_is_written_anew_finds_nothing(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(pool, 1).path
     gc.collect()

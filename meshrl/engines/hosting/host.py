@@ -158,7 +158,7 @@ class Host:
 
     def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
-        pool.close()
+        pool.leave()
 
     def whole(self, line: str, number: int) -> int:
         """The number of a line's call, of which so much is known: see `CallerQueue.whole`."""

@@ -76,10 +76,11 @@ class _Processes(Reservation):
         self._shares = machine.take(count, resources)
         threads = self._shares[0].threads
         super().__init__(count, threads, len(self._shares[0].cores))
-        self.processes = [self.begin(slot) for slot in self.slots]
 
     async def settle(self) -> None:
         """Wait until every process runs, and make the environment of the ranks anew. Says what it waits for."""
+        for slot in self.slots[len(self.processes) :]:
+            self.processes.append(self.begin(slot))
 
         async def say() -> None:
             missing = sum(process.known is None for process in self.processes)

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from secrets import token_bytes, token_hex
 from typing import Final
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
-from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen
+from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
 
 _TEMPLATE: Final = "meshrl.engines.processes.template"
 _PATIENCE: Final = 5.0
@@ -61,22 +60,34 @@ class Launcher:
             return
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._template.wait, _PATIENCE)
-        except subprocess.TimeoutExpired:
+        self._forget()
+
+    def _forget(self) -> None:
+        """The template has ended, or does so now; what it would have removed is removed."""
+        if self._template is not None:
             self._template.kill()
             self._template.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._template = self._control = self._folder = None
 
     def _started(self) -> tuple[socket.socket, Path]:
         if self._control is not None and self._folder is not None:
             return self._control, self._folder
         ours, theirs = socket.socketpair()
-        self._folder = Path(tempfile.mkdtemp(prefix="meshrl-run-"))  # with mode 700
+        self._folder = socket_folder()
         environment = {"GOMP_SPINCOUNT": "5000", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
-            command = [sys.executable, "-m", _TEMPLATE, str(theirs.fileno()), ",".join(self._modules)]
+            command = [
+                sys.executable,
+                "-m",
+                _TEMPLATE,
+                str(theirs.fileno()),
+                str(self._folder),
+                ",".join(self._modules),
+            ]
             self._template = subprocess.Popen(  # noqa: S603 -- our own module
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -93,7 +104,7 @@ class Launcher:
             if self._control is not None:
                 asyncio.get_running_loop().remove_reader(self._control)
                 self._control.close()
-            self._control = None
+            self._forget()
             for end in self._ends.values():
                 if not end.done():
                     end.set_result("the process that ranks are made of is gone, and they with it")

@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL MODULES`.
+"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES`.
 
 It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
 and goes; when it is gone itself, the system kills them.
@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -27,11 +28,13 @@ _PR_SET_PDEATHSIG: Final = 1
 def main() -> None:
     """Do what the engine orders until it is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2].split(",") if sys.argv[2] else ():
+    folder, modules = sys.argv[2:]
+    for module in modules.split(",") if modules else ():
         with suppress(Exception):  # told by the rank that needs it
             import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine's to hear: it ends the ranks in order
     Template(control).run()
+    shutil.rmtree(folder, ignore_errors=True)  # of the sockets, where the engine was killed
 
 
 class Template:
@@ -102,6 +105,7 @@ class Template:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
+        sweep()  # what they leave; what is still read, its last reader removes
 
     def _end(self) -> None:
         for pid in self._ranks:

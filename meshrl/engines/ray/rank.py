@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from secrets import token_bytes
@@ -15,7 +14,7 @@ from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host
 from meshrl.engines.ray.channel import current_ask
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef
-from meshrl.engines.transport import TOKEN_BYTES, Server, listen
+from meshrl.engines.transport import TOKEN_BYTES, Server, listen, socket_folder
 
 
 class RankProcess:
@@ -34,7 +33,7 @@ class RankProcess:
         """Where this is, a free port, and how neighbours reach it."""
         self._host.keep_loop()
         if self._socket is None:
-            path, token = Path(tempfile.mkdtemp(prefix="meshrl-run-"), "rank"), token_bytes(TOKEN_BYTES)
+            path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
             Server(listen(path), token, self._host)
             self._socket = str(path), token
         ip = cast("str", ray.util.get_node_ip_address())

@@ -8,6 +8,6 @@ from meshrl.engines.transport.channel import Address, SocketChannel
 from meshrl.engines.transport.connection import Connection
 from meshrl.engines.transport.frames import TOKEN_BYTES
 from meshrl.engines.transport.pool_ref import PoolRef
-from meshrl.engines.transport.server import Server, listen
+from meshrl.engines.transport.server import Server, listen, socket_folder
 
-__all__ = ["TOKEN_BYTES", "Address", "Connection", "PoolRef", "Server", "SocketChannel", "listen"]
+__all__ = ["TOKEN_BYTES", "Address", "Connection", "PoolRef", "Server", "SocketChannel", "listen", "socket_folder"]

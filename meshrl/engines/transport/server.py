@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import struct
+import tempfile
 import traceback
 from hmac import compare_digest
 from inspect import isawaitable
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from meshrl.mesh import Segment
 
 _BACKLOG: Final = 1024
+_LONGEST: Final = 64
+"""Bytes of the path of the folder for temporary files, so that a system takes a socket's path, of 104 bytes at most."""
+
+
+def socket_folder() -> Path:
+    """A new folder for sockets, which only this user may enter."""
+    usual = tempfile.gettempdir()
+    short = usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp"  # noqa: S108 -- `mkdtemp` finds a new name in it
+    return Path(tempfile.mkdtemp(prefix="meshrl-run-", dir=short))  # with mode 700
 
 
 def listen(path: Path) -> socket.socket:
@@ -95,8 +105,7 @@ class _Caller:
         try:
             arguments = loaded(question.values)
         except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
-            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-            self._connection.send(encode(Answer(question.number, text.encode(), broken=True)))
+            self._connection.send(_broken(question, error))
             return
         if question.service == "cancel":
             self._host.cancel(*cast("tuple[str, int]", arguments))
@@ -108,10 +117,15 @@ class _Caller:
             value = await self._work(question, arguments)
         finally:
             del self._tasks[question.number]
-        values, segments = dumped(value)
+        try:
+            values, segments = dumped(value)
+            answer = encode(Answer(question.number, values, leased=bool(segments)))
+            self._connection.send(answer)
+        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
+            self._connection.send(_broken(question, error))
+            return
         if segments:
             self._kept[question.number] = segments
-        self._connection.send(encode(Answer(question.number, values, leased=bool(segments))))
 
     async def _work(self, question: Question, arguments: object) -> object:
         host, ask = self._host, question.ask
@@ -129,3 +143,9 @@ class _Caller:
         self._kept.clear()
         for task in self._tasks.values():
             task.cancel()
+
+
+def _broken(question: Question, error: Exception) -> bytes:
+    """The answer of what did not get through."""
+    text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+    return encode(Answer(question.number, text.encode(), broken=True))

@@ -1,0 +1,129 @@
+"""What is left of a process that is killed, and who gives it back."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from meshrl import Actor, Batch, Gather, Mesh, RankDied, Shard, endpoint, respawn
+from meshrl.engines.processes import ProcessEngine
+from tests.processes.conftest import NO_CORE, running, segments, until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+ROWS = 100_000
+
+
+class Rows(Actor):
+    def __init__(self) -> None:
+        self.kept: Batch | None = None
+
+    @endpoint
+    async def pid(self) -> Gather[NDArray[np.int64]]:
+        return np.array([os.getpid()])
+
+    @endpoint
+    async def make(self, value: int) -> Gather[Batch]:
+        return Batch.of(rewards=np.full(ROWS, float(value)))
+
+    @endpoint
+    async def same(self, batch: Shard[Batch]) -> Gather[NDArray[np.float32]]:
+        return batch.rewards
+
+    @endpoint
+    async def keep(self, batch: Shard[Batch]) -> None:
+        self.kept = batch
+
+
+async def pids_of(rows: Rows) -> list[int]:
+    return [int(pid) for pid in await rows.pid()]
+
+
+async def killed(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: not running(pids))
+
+
+async def test_columns_of_a_killed_rank_are_read_as_long_as_a_batch_names_them(
+    engine: ProcessEngine, mesh: Mesh
+) -> None:
+    rows = await mesh.spawn(Rows)
+    pids = await pids_of(rows)
+    batch, spare = await rows.make(1), await rows.make(2)
+    first = batch.select([0])
+    left = segments(*pids)
+    assert len(left) == 4
+    del spare
+    await killed(*pids)
+
+    other_mesh = await Mesh.reserve(engine, 1, NO_CORE)
+    other = await other_mesh.spawn(Rows)
+    assert (await other.same(batch)).sum() == 2 * ROWS
+    assert (await batch.load()).rewards.sum() == 2 * ROWS
+    await until(lambda: sum(path.exists() for path in left) == 2)  # what no batch names goes with its rank
+    del batch
+    await until(lambda: sum(path.exists() for path in left) == 1)
+    assert (await first.load()).rewards.tolist() == [1]
+    del first
+    await until(lambda: not any(path.exists() for path in left))
+    await other_mesh.stop()
+
+
+async def test_what_a_killed_reader_had_leased_is_written_again(engine: ProcessEngine) -> None:
+    maker_mesh, reader_mesh = await Mesh.reserve(engine, 1, NO_CORE), await Mesh.reserve(engine, 1, NO_CORE)
+    maker, reader = await maker_mesh.spawn(Rows), await reader_mesh.spawn(Rows)
+    maker_pids = await pids_of(maker)
+
+    def memory() -> set[int]:
+        return {path.stat().st_ino for path in segments(*maker_pids)}
+
+    batch = await maker.make(1)
+    await reader.keep(batch)
+    del batch
+    leased = memory()
+    batch = await maker.make(2)
+    assert len(memory()) == len(leased) + 1, "what is leased is not written again"
+    both = memory()
+    await killed(*await pids_of(reader))
+    again = await maker.make(3)
+    assert memory() == both
+    assert (await batch.load()).rewards[0] == 2
+    assert (await again.load()).rewards[0] == 3
+    del batch, again
+    await maker_mesh.stop()
+    await reader_mesh.stop()
+
+
+async def test_ranks_end_with_the_process_that_they_are_made_of_and_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        engine = ProcessEngine(inline_bytes=0)
+        rows = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Rows)
+        pids = await pids_of(rows)
+        template = engine._launcher._template
+        assert template is not None
+        call = asyncio.create_task(rows.make(1))
+        os.kill(template.pid, signal.SIGKILL)
+        await until(lambda: not running(pids))
+        with pytest.raises(RankDied, match="the process that ranks are made of is gone"):
+            await until_it_fails(rows)
+        await asyncio.gather(call, return_exceptions=True)  # it may have been quicker
+        await respawn(rows)
+        assert len(set(await pids_of(rows)) - set(pids)) == 2
+        await engine.close()
+        assert not running([template.pid])
+        assert not list(Path(folder).glob("meshrl-*"))
+
+
+async def until_it_fails(rows: Rows) -> None:
+    while True:
+        await rows.pid()
+        await asyncio.sleep(0.01)

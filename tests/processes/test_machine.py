@@ -1,0 +1,158 @@
+"""Which rank has which cores and GPUs of this machine, and that they are given back."""
+
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, endpoint, respawn
+from meshrl.engines.processes import ProcessEngine
+from meshrl.engines.transport import SocketChannel
+from tests.processes.conftest import NO_CORE
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores that processes can be pinned to")
+
+
+class Has(Actor):
+    @endpoint
+    async def gpus(self) -> Same[list[str]]:
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
+    @endpoint
+    async def cores(self) -> Same[list[int]]:
+        return sorted(os.sched_getaffinity(0))
+
+    @endpoint
+    async def threads(self) -> Same[int]:
+        return int(os.environ["OMP_NUM_THREADS"])
+
+    @endpoint
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine() -> AsyncIterator[ProcessEngine]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        made = ProcessEngine()
+        yield made
+        await made.close()
+
+
+async def gpus_of(mesh: Mesh) -> list[list[str]]:
+    return await each((await mesh.spawn(Has)).gpus)()
+
+
+async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessEngine) -> None:
+    whole = await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=2))
+    assert await gpus_of(whole) == [["0", "1"], ["2", "3"]]
+    with pytest.raises(
+        ConfigError, match=r"1 ranks with 0\.5 GPUs each, and this machine has 0 of GPU 0, .* stop a mesh"
+    ):
+        await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=0.5))
+    await whole.stop()
+    four = await Mesh.reserve(engine, 4, Resources(cpus=0, gpus=1))
+    assert await gpus_of(four) == [["0"], ["1"], ["2"], ["3"]]
+    await four.stop()
+
+
+async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
+    shares = await Mesh.reserve(engine, 3, Resources(cpus=0, gpus=0.5))
+    assert await gpus_of(shares) == [["0"], ["0"], ["1"]]
+    whole = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=2))
+    assert await gpus_of(whole) == [["2", "3"]], "not one that is shared"
+    with pytest.raises(ConfigError, match=r"2 ranks with 0\.3 GPUs each.* has 0 of GPU 0, 0\.5 of GPU 1, 0 of GPU 2"):
+        await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=0.3))
+    more = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=0.3))
+    assert await gpus_of(more) == [["1"]]
+    for mesh in (shares, whole, more):
+        await mesh.stop()
+    all_of_it = await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=4))
+    assert await gpus_of(all_of_it) == [["0", "1", "2", "3"]]
+    await all_of_it.stop()
+
+
+async def test_what_a_machine_does_not_have_is_said(engine: ProcessEngine) -> None:
+    with pytest.raises(ConfigError, match=r"1 ranks with 5 GPUs each, and this machine has 1 of GPU 0"):
+        await Mesh.reserve(engine, 1, Resources(gpus=5))
+    with pytest.raises(ConfigError, match=r"asks for shelf, .* use Ray"):
+        await Mesh.reserve(engine, 1, Resources(custom={"shelf": 1}))
+    with pytest.raises(ConfigError, match="ask for at least 1"):
+        await Mesh.reserve(engine, 0)
+
+
+async def test_a_rank_that_died_is_made_again_on_its_own_gpu(engine: ProcessEngine) -> None:
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=1))
+    has = await mesh.spawn(Has)
+    with pytest.raises(RankDied):
+        await has.die()
+    await respawn(has)
+    assert await each(has.gpus)() == [["0"], ["1"]]
+    await mesh.stop()
+
+
+@two_cores
+async def test_ranks_are_pinned_to_cores_of_their_own_which_are_given_back(engine: ProcessEngine) -> None:
+    one, other = [await Mesh.reserve(engine, 1, Resources(cpus=1)) for _ in range(2)]
+    seen = [await each((await mesh.spawn(Has)).cores)() for mesh in (one, other)]
+    assert seen == [[[CORES[0]]], [[CORES[1]]]]
+    await one.stop()
+    again = await Mesh.reserve(engine, 1, Resources(cpus=1))
+    assert await each((await again.spawn(Has)).cores)() == [[CORES[0]]]
+    for mesh in (other, again):
+        await mesh.stop()
+    rest = await Mesh.reserve(engine, 2)
+    has = await rest.spawn(Has)
+    half = len(CORES) // 2
+    assert await each(has.cores)() == [CORES[:half], CORES[half : 2 * half]]
+    assert await each(has.threads)() == [half, half]
+    await rest.stop()
+
+
+async def test_a_rank_without_cores_of_its_own_runs_on_all(engine: ProcessEngine) -> None:
+    mesh = await Mesh.reserve(engine, 1, NO_CORE)
+    has = await mesh.spawn(Has)
+    assert await each(has.cores)() == [CORES]
+    assert await each(has.threads)() == [1]
+    await mesh.stop()
+
+
+async def test_a_rank_that_cannot_be_started_takes_nothing(
+    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, begun = engine._launcher.begin, list[object]()
+
+    def late(environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
+        if begun:
+            raise OSError("no more processes")
+        begun.append(None)
+        return begin(environment, cores)
+
+    monkeypatch.setattr(engine._launcher, "begin", late)
+    with pytest.raises(OSError, match="no more processes"):
+        await Mesh.reserve(engine, 4, Resources(gpus=1))
+    monkeypatch.undo()
+    mesh = await Mesh.reserve(engine, 1, Resources(gpus=4))
+    assert await each((await mesh.spawn(Has)).cores)() == [CORES]
+    await mesh.stop()
+
+
+async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    engine = ProcessEngine()
+    has = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Has)
+    assert await has.threads() == 1
+    folder = engine._launcher._folder
+    await engine.close()
+    assert folder is not None
+    assert not folder.exists()
