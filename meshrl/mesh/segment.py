@@ -29,6 +29,12 @@ _Place: TypeAlias = tuple[int, int]
 """A file's device and number, which stay when it is renamed."""
 
 
+def remove(path: Path, file: int | str) -> None:
+    """Remove a segment of which one has the only lock. Its pages go at once, though others may have them mapped."""
+    os.truncate(file, 0)
+    path.unlink(missing_ok=True)
+
+
 class _Mapped:
     """A file that is open here, and mapped from the first reader on."""
 
@@ -102,7 +108,7 @@ class _Leases:
                 return
             with suppress(OSError):  # its maker lives, or another reads it
                 fcntl.flock(mapped.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                Path(path).unlink(missing_ok=True)
+                remove(Path(path), path)
             fcntl.flock(mapped.file, fcntl.LOCK_UN)
             self._idle[mapped.place] = mapped
             left = sum(idle.nbytes for idle in self._idle.values())

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from meshrl import log
-from meshrl.mesh.segment import Bytes, Segment
+from meshrl.mesh.segment import Bytes, Segment, remove
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
 _PREFIX: Final = "meshrl-pool-"
@@ -77,15 +77,15 @@ class _Own:
         return True
 
     def close(self) -> None:
-        """Give the memory back when the last lease ends."""
+        """Give the memory back, now or when the last lease ends."""
         self.path.unlink(missing_ok=True)
-        os.close(self.file)
+        self.leave()
 
     def leave(self) -> None:
-        """The same, but that those who know its name can find it while somebody has a lease."""
+        """The same, but that those who know its name find it while somebody has a lease."""
         with suppress(BlockingIOError):
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.path.unlink(missing_ok=True)
+            remove(self.path, self.file)
         os.close(self.file)
 
 
@@ -195,7 +195,7 @@ def sweep() -> None:
             file = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
+                remove(path, file)
             finally:
                 os.close(file)
 
