@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Annotated, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
-from pydantic import Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
@@ -122,6 +129,14 @@ class RewardConfig(RoleConfig):
             if not math.isfinite(weight):
                 raise ValueError(f"weights.{name}: must be finite, not {weight}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _one_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the default of `function` beside `functions`, so that what is written of it reads back."""
+        table = cast("dict[str, object]", dump(self))
+        if self.functions:
+            table.pop("function", None)
+        return table
 
     @property
     def parts(self) -> Mapping[str, str | Callable[..., object]]:
