@@ -43,7 +43,7 @@ class EvaluationConfig(Config):
 
 _LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches": 1, "ahead": 0, "kl": 0}
 """Keys that mean the same in every algorithm, and the least that each may be."""
-_OF_THE_POLICYS_MODEL: Final = ("chat", "chat_template_kwargs")
+_OF_THE_POLICYS_MODEL: Final = ("dtype", "chat", "chat_template_kwargs")
 """What goes with the policy's model to each role that has it."""
 _MOST_ROWS: Final = 2**22
 """Of one step, all of which are in memory at once."""
@@ -52,10 +52,10 @@ _MOST_ROWS: Final = 2**22
 class AlgorithmConfig(Config):
     """The base of an algorithm's configuration.
 
-    A role that names no `model` has the policy's, and its chat template, but for a reward and a teacher. Refused are
-    values without sense of the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`, where a
-    script has them, and a learning rate that is 0 before the last of `steps * epochs * minibatches` updates; and steps
-    of more rows than a machine holds.
+    A role that names no `model` has the policy's, its dtype and its chat template, but for a reward and a teacher.
+    Refused are values without sense of the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`,
+    where a script has them, and a learning rate that is 0 before the last of `steps * epochs * minibatches` updates;
+    and steps of more rows than a machine holds.
     """
 
     evaluation: EvaluationConfig | None = None

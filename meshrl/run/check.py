@@ -1,22 +1,16 @@
 """What can be found wrong with a configuration before any model loads."""
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Final
-
-import msgspec
 
 from meshrl.config import Config, Keys, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
-from meshrl.errors import BackendError, ConfigError, MeshrlError, ModelError, did_you_mean, shortened
-from meshrl.hub import Repository, pinned
+from meshrl.errors import BackendError, ConfigError, MeshrlError, did_you_mean, shortened
 from meshrl.rewards import RewardConfig, load_function, try_reward
 from meshrl.roles import (
     ModelConfig,
     Models,
-    NewModel,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
@@ -32,15 +26,14 @@ from meshrl.roles import (
     place_of,
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
+from meshrl.run.check_model import check_model, checks_of_model
 from meshrl.run.config import RunConfig
-from meshrl.run.new import writer_of
 from meshrl.tasks import TaskConfig, first_row
 from meshrl.trackers import make_tracker
 from meshrl.user_code import where_raised
 
 _PATIENCE: Final = 10.0
 """Seconds for a reward to judge a row."""
-_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
 
 
 def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
@@ -124,71 +117,6 @@ def find_reward_mistakes(config: Config) -> list[str]:
     return mistakes
 
 
-def check_chat(config: ModelConfig) -> None:
-    """ModelError where prompts are to be wrapped in a template that the model's folder has not."""
-    folder = Path(str(config.model))
-    described = folder / "tokenizer_config.json"
-    if not config.chat or not described.is_file():
-        return
-    has = _json(described).get("chat_template") or any((folder / name).is_file() for name in _TEMPLATES)
-    if not has:
-        raise ModelError(
-            f"chat = true, but {folder} has no chat template: use an instruction-tuned model, or chat = false"
-        )
-
-
-def check_room(config: ModelConfig, sampling: Sampling) -> None:
-    """ConfigError where completions may be longer than what the model takes."""
-    longest = _longest(config.model)
-    if longest is not None and sampling.max_tokens >= longest:
-        raise ConfigError(
-            f"sampling.max_tokens = {sampling.max_tokens}: the model takes at most {longest} tokens, prompt and "
-            "completion together: lower it, or take a model made for longer texts"
-        )
-
-
-def _longest(model: str | NewModel) -> int | None:
-    """The longest sequence that a model takes; None where its folder does not say."""
-    if isinstance(model, NewModel):
-        return model.max_tokens
-    file = Path(model) / "config.json"
-    shape = _json(file) if file.is_file() else {}
-    inner = shape.get("text_config")
-    found = (inner if isinstance(inner, dict) else shape).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
-
-
-def _json(file: Path) -> Mapping[str, object]:
-    """A table in a file; an empty one where it is damaged, which is told when the model loads."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def check_model(model: str) -> None:
-    """ModelError where no model is at this path, in a folder or a .gguf file, and none of this name on the hub."""
-    path = Path(model)
-    if not path.exists() and Repository.of(model):
-        pinned(model)
-        return
-    if model.startswith("package:"):
-        package, _, inside = model.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            raise ModelError(f"model {model!r}: the package {package!r} is not installed")
-        path = Path(spec.origin).parent / inside
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"model {model!r}: there is no file {path.resolve()}")
-    elif not path.is_dir():
-        writer = writer_of(path)
-        hint = f"; `meshrl run {writer}` writes it" if writer else ""
-        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
-    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
-
-
 def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
     samplers = [(path, table) for path, table in _tables(config) if isinstance(table, SamplerConfig)]
     if not samplers:
@@ -230,12 +158,10 @@ def _checks(
     if isinstance(table, EnvironmentConfig) and _models(table) == "none":
         yield lambda: load_environment(table)
     if isinstance(table, ModelConfig) and _models(table) != "ignored":
-        model = table.model
-        if isinstance(model, str) and model != shared:
-            yield lambda: check_model(model)
-        yield lambda: check_chat(table)
-        if isinstance(table, SamplerConfig) and sampling:
-            yield lambda: check_room(table, sampling)
+        publishes = policy if policy and _models(policy) != "ignored" else None
+        if isinstance(table.model, str) and table.model != shared:
+            yield partial(check_model, table.model)
+        yield from checks_of_model(table, publishes, sampling)
 
 
 def _models(table: RoleConfig) -> Models:

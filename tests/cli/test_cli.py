@@ -18,7 +18,7 @@ from meshrl.config import Config
 from meshrl.errors import MeshrlError, ModelError, RankFailed
 from meshrl.roles import PolicyConfig, RoleConfig
 from meshrl.run import about, find_mistakes, shipped_configs
-from meshrl.run.check import check_model
+from meshrl.run.check_model import check_model
 from meshrl.run.jobs import load_script, shipped
 
 SCRIPT = '''
