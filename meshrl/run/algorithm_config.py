@@ -45,6 +45,8 @@ _LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches"
 """Keys that mean the same in every algorithm, and the least that each may be."""
 _OF_THE_POLICYS_MODEL: Final = ("dtype", "chat", "chat_template_kwargs")
 """What goes with the policy's model to each role that has it."""
+_OF_A_READER: Final = ("backend", "model", "chat", "chat_template_kwargs")
+"""What a task has of the policy, to count tokens as it does."""
 _MOST_ROWS: Final = 2**22
 """Of one step, all of which are in memory at once."""
 
@@ -125,6 +127,10 @@ class AlgorithmConfig(Config):
                 samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
                 own = shared if role.get("model", policy["model"]) == policy["model"] else {}
                 filled[name] = {"model": policy["model"], **own, **(adapters if samples else {}), **role}
+        task = filled.get("task")
+        if isinstance(task, Mapping) and "longest" in task:
+            reader = {key: policy[key] for key in _OF_A_READER if key in policy}
+            filled["task"] = {"reader": reader, **task}
         return filled
 
 
