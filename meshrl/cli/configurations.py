@@ -23,13 +23,15 @@ from meshrl.run import (
     RunConfig,
     about,
     copy_script,
+    examine,
     find_config,
-    find_doubts,
     find_mistakes,
     load_job,
     pin,
     shipped_configs,
+    unseen,
 )
+from meshrl.tasks import TaskConfig
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -52,7 +54,9 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
     job = _checked(config, overrides)
-    typer.echo(f"{job.source}: nothing wrong was found")
+    task: object = getattr(job.config, "task", None)
+    told = unseen(task) if isinstance(task, TaskConfig) else None
+    typer.echo(f"{job.source}: nothing wrong was found{f'; {told}' if told else ''}")
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -117,10 +121,10 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
     """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong."""
     given = settings(config, overrides)
     job = load_job(find_config(config), given, RunConfig)
-    mistakes = find_mistakes(job.config, job.run)
-    if mistakes:
-        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in mistakes]))
-    for doubt in find_doubts(job.config):
+    found = examine(job.config, job.run)
+    if found.mistakes:
+        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in found.mistakes]))
+    for doubt in found.doubts:
         log.warning(f"{job.source}: {doubt}")
     return job
 

@@ -271,13 +271,13 @@ async def boundary(
 
 def try_reward(
     function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
-) -> list[BaseException | None]:
-    """What a reward function raises on each completion, in a thread of its own; nothing if it takes longer."""
-    reward, found = load_function(function), list[BaseException | None]()
+) -> list[tuple[float, BaseException | None]]:
+    """What `boundary` tells of each completion, in a thread of its own; nothing if it takes longer."""
+    reward, found = load_function(function), list[tuple[float, BaseException | None]]()
 
     async def judge() -> None:
         for completion in completions:
-            found.append((await boundary(reward, prompt, completion, copy.deepcopy(row)))[1])
+            found.append(await boundary(reward, prompt, completion, copy.deepcopy(row)))
 
     thread = threading.Thread(target=lambda: asyncio.run(judge()), name="meshrl-reward", daemon=True)
     thread.start()
@@ -303,6 +303,11 @@ _SHIPPED: dict[str, RewardFunction] = {
     "reasoning_format": reasoning_format,
     "code_tests": code_tests,
 }
+
+
+def is_own(function: str | Callable[..., object]) -> bool:
+    """Whether a reward function is the user's, not a shipped one."""
+    return function not in _SHIPPED and function not in _SHIPPED.values()
 
 
 def load_function(function: str | Callable[..., object]) -> RewardFunction:

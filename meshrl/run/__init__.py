@@ -9,7 +9,8 @@ from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, Rollo
 from meshrl.run.artifacts import merge_adapters, newest_model, table_of
 from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
-from meshrl.run.check import find_doubts, find_mistakes
+from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
+from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, find_config, load_job, root_of, shipped_configs
 from meshrl.run.new import copy_script
@@ -25,6 +26,7 @@ __all__ = [
     "Audit",
     "BackgroundMeasurements",
     "EvaluationConfig",
+    "Findings",
     "Job",
     "Measurement",
     "MeshConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "about",
     "audit_run",
     "copy_script",
+    "examine",
     "find_config",
     "find_doubts",
     "find_mistakes",
@@ -50,4 +53,5 @@ __all__ = [
     "shipped_configs",
     "table_of",
     "train",
+    "unseen",
 ]

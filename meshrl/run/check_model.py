@@ -13,7 +13,7 @@ from meshrl.hub import Repository, pinned
 from meshrl.roles import ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling
 from meshrl.run.new import writer_of
 
-_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
+_TEMPLATE: Final = "chat_template.jinja"
 
 
 def checks_of_model(
@@ -33,7 +33,7 @@ def check_chat(config: ModelConfig) -> None:
     described = folder / "tokenizer_config.json"
     if not config.chat or not described.is_file():
         return
-    has = _json(described).get("chat_template") or any((folder / name).is_file() for name in _TEMPLATES)
+    has = _json(described).get("chat_template") or (folder / _TEMPLATE).is_file()
     if not has:
         raise ModelError(
             f"chat = true, but {folder} has no chat template: use an instruction-tuned model, or chat = false"
@@ -51,7 +51,7 @@ def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
 
 def check_room(config: ModelConfig, sampling: Sampling) -> None:
     """ConfigError where completions may be longer than what the model takes."""
-    longest = _longest(config.model)
+    longest = longest_of(config.model)
     if longest is not None and sampling.max_tokens >= longest:
         raise ConfigError(
             f"sampling.max_tokens = {sampling.max_tokens}: the model takes at most {longest} tokens, prompt and "
@@ -59,7 +59,7 @@ def check_room(config: ModelConfig, sampling: Sampling) -> None:
         )
 
 
-def _longest(model: str | NewModel) -> int | None:
+def longest_of(model: str | NewModel) -> int | None:
     """The longest sequence that a model takes; None where its folder does not say."""
     if isinstance(model, NewModel):
         return model.max_tokens
