@@ -160,5 +160,13 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
         script=script,
         run=cast("R", vars(read)["run"]),
         config=script.schema.model_validate(values),
-        resolved={"algorithm": named, **read.model_dump(mode="json")},
+        resolved=_placed({"algorithm": named, **read.model_dump(mode="json")}),
     )
+
+
+def _placed(resolved: Table) -> Table:
+    """With the folder of runs absolute: where one stands, whichever file the configuration is of."""
+    run = resolved.get("run")
+    if isinstance(run, dict) and isinstance(folder := run.get("folder"), str):
+        return {**resolved, "run": {**run, "folder": str(Path(folder).absolute())}}
+    return resolved

@@ -30,5 +30,6 @@ def test_it_reads_back(given: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     with Recorder(tmp_path / "run", job.resolved):
         pass
     again = load_job(tmp_path / "run" / "config.toml", [], RunConfig)
-    assert (again.config.model_dump(), again.run) == (job.config.model_dump(), job.run)
+    absolute = job.run.model_copy(update={"folder": str(tmp_path / "runs")})
+    assert (again.config.model_dump(), again.run) == (job.config.model_dump(), absolute)
     assert again.resolved == job.resolved
