@@ -1,6 +1,6 @@
 """What the configurations of all algorithms have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Final, Self, get_args
 
@@ -132,6 +132,15 @@ class AlgorithmConfig(Config):
             reader = {key: policy[key] for key in _OF_A_READER if key in policy}
             filled["task"] = {"reader": reader, **task}
         return filled
+
+    @classmethod
+    def implied(cls, table: Mapping[str, object]) -> Collection[str]:
+        """The roles with the policy's model, where that is missing."""
+        policy, field = table.get("policy", {}), cls.model_fields.get("policy")
+        if field is None or not field.is_required() or not isinstance(policy, Mapping) or "model" in policy:
+            return ()
+        roles = ((name, _with_the_policys_model(field.annotation)) for name, field in cls.model_fields.items())
+        return [name for name, kinds in roles if kinds and name != "policy"]
 
 
 class RolloutConfig(AlgorithmConfig):

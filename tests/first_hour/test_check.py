@@ -41,6 +41,14 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return " ".join(output.err.split()) if ended.value.code else ""
 
 
+def test_what_follows_from_a_missing_table_is_not_told(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = mine.read_text("utf-8")
+    mine.write_text(whole.replace('[policy]\nmodel = "model"\n', ""), "utf-8")
+    assert told(capsys, mine) == f"error: {mine}: policy: is missing"
+    mine.write_text(whole.replace('model = "model"\n', ""), "utf-8")
+    assert told(capsys, mine) == f"error: {mine}: policy.model: is missing"
+
+
 def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not told(capsys, mine)
 
