@@ -13,6 +13,7 @@ from rich.table import Table
 from meshrl import log
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
+from meshrl.cli.terminal import show_raised
 from meshrl.config import as_list
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
@@ -26,6 +27,7 @@ from meshrl.run import (
     examine,
     find_config,
     find_mistakes,
+    is_shipped,
     load_job,
     pin,
     shipped_configs,
@@ -130,11 +132,16 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
 
 
 async def _run(job: Job[RunConfig], begun: list[Run]) -> None:
-    """Run a job; `begun` is given its run, for whom it interrupts."""
-    with cancelled_by_sigterm():
-        async with Run(job.run, job.resolved) as under_way:
-            begun.append(under_way)
-            await job.script.function(under_way, job.config)
+    """Run a job; `begun` is given its run, for whom it interrupts. What a user's script raises is told as its own."""
+    try:
+        with cancelled_by_sigterm():
+            async with Run(job.run, job.resolved) as under_way:
+                begun.append(under_way)
+                await job.script.function(under_way, job.config)
+    except Exception as error:
+        if not is_shipped(job.script):
+            show_raised(error, job.script.path)
+        raise
 
 
 def _show_summary(folder: Path) -> None:

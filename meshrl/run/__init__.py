@@ -12,7 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.jobs import Job, about, find_config, load_job, root_of, shipped_configs
+from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.pins import pin
@@ -43,6 +43,7 @@ __all__ = [
     "find_config",
     "find_doubts",
     "find_mistakes",
+    "is_shipped",
     "load_job",
     "merge_adapters",
     "newest_model",

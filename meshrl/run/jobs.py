@@ -104,6 +104,11 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
     return known[algorithm]
 
 
+def is_shipped(script: Script) -> bool:
+    """Whether a script comes with meshrl, and is not the user's."""
+    return script.path.resolve().is_relative_to(shipped("algorithms").resolve())
+
+
 def load_script(path: Path) -> Script:
     """Run the file and take the async function of its own name, and the Config class that it asks for."""
     try:
