@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection
@@ -67,6 +68,28 @@ def _place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) or not frames:
         return ""
     return f"{frames[-1].filename}, line {frames[-1].lineno}"
+
+
+def frames_of(error: BaseException, file: Path) -> list[traceback.FrameSummary]:
+    """The lines of a traceback in the folder of a user's file."""
+    folder = f"{file.resolve().parent}/"
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(folder) and not _is_of_meshrl(frame) and "/site-packages/" not in frame.filename
+    ]
+
+
+def is_of_meshrl(error: BaseException) -> bool:
+    """Whether it was raised by meshrl or a backend, not by a user's code or a library that this calls."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_of_meshrl(frames[-1])
+
+
+def _is_of_meshrl(frame: traceback.FrameSummary) -> bool:
+    core = Path(__file__).parent
+    backend = re.escape(str(core.parent)) + r"/(?:backends/)?meshrl_\w+/"
+    return frame.filename.startswith(f"{core}/") or re.match(backend, frame.filename) is not None
 
 
 class FirstErrors:

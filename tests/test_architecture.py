@@ -29,7 +29,7 @@ ROOMS = {
     "weights": "mesh data",
     "losses": "data",
     "objectives": "data",
-    "tasks": "hub data",
+    "tasks": "hub data roles",
     "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
@@ -40,7 +40,7 @@ ROOMS = {
     "testing": (
         "deprecated mesh data engines weights losses objectives tasks roles rewards rollout run evaluation simulation"
     ),
-    "cli": "engines roles run report evaluation simulation",
+    "cli": "engines tasks roles run report evaluation simulation",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 

@@ -1,5 +1,6 @@
 """Every shipped configuration is right, as `meshrl check` would say, without a model being loaded."""
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from meshrl import RunConfig, Task, TaskConfig
 from meshrl.run import about, find_mistakes, load_job, shipped_configs
 from meshrl.run.jobs import shipped_scripts
+from tests.first_hour.chat_model import save_tokenizer
 
 CONFIGS = shipped_configs()
 
@@ -21,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = made / run.folder / run.name / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text("{}", "utf-8")
+        save_tokenizer(model)
     return made
 
 
@@ -49,7 +52,7 @@ def held_out(task: str) -> int:
 @pytest.mark.usefixtures("saved_models")
 def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wrong() -> None:
     def mistakes(*overrides: str) -> list[str]:
-        sleeps = ["sampler.backend=vllm", "sampler.vllm.sleep=true"]
+        sleeps = ["sampler.backend=vllm", "sampler.vllm.sleep=true", f"sampler.vllm.python='{sys.executable}'"]
         return find_mistakes(load_job(CONFIGS["grpo/quickstart"], [*sleeps, *overrides], RunConfig).config)
 
     (mistake,) = mistakes("evaluation.every=5")

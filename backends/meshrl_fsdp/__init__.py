@@ -6,7 +6,7 @@ Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.en
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["MODELS", "OPTIONS", "ROLES"]
+__all__ = ["COUNTS", "MODELS", "OPTIONS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -21,3 +21,6 @@ ROLES: Final[Mapping[str, str]] = {
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_fsdp.options:FsdpConfig")
 """Where the schema of each role's own options is: the table `fsdp` in the role's."""
+
+COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+"""Tells the tokens of prompts, without a model."""

@@ -77,7 +77,7 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except OSError:  # one without the file has what its configuration says
             generation = GenerationConfig.from_model_config(shape)
-        return words(_tokenizer(str(folder), folder), shape, generation, config.template)
+        return words(read_tokenizer(str(folder), folder), shape, generation, config.template)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def outline(config: ModelConfig, kind: Kind = GENERATOR) -> Outline | None:
         network = _empty(config.model, folder, kind)
         if not _named_alike(network, folder):
             return None
-        return Outline(ready(network, _tokenizer(config.model, folder), config.template), folder)
+        return Outline(ready(network, read_tokenizer(config.model, folder), config.template), folder)
 
 
 def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
@@ -178,7 +178,7 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
             f"model {name!r}: its files lack {len(missing)} tensors ({', '.join(missing[:3])}, ...), which would be "
             "random: the folder is incomplete or of another architecture"
         )
-    return network, _tokenizer(name, folder)
+    return network, read_tokenizer(name, folder)
 
 
 def _unreadable(name: str, kind: Kind, error: Exception) -> ModelError:
@@ -191,7 +191,8 @@ def _check_kind(name: str, kind: Kind, network: PreTrainedModel) -> None:
         raise ModelError(f"model {name!r} is a {written[0]}, not a {kind.name}: {kind.lacks}")
 
 
-def _tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder; ModelError, which calls the model by its name, where it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:

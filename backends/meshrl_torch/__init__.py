@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["MODELS", "ROLES"]
+__all__ = ["COUNTS", "MODELS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -16,3 +16,6 @@ ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_torch.sampler:TorchSampler",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""
+
+COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+"""Tells the tokens of prompts, without a model."""

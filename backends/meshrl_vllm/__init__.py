@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["OPTIONS", "ROLES"]
+__all__ = ["COUNTS", "NEEDS", "OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",
@@ -13,3 +13,9 @@ ROLES: Final[Mapping[str, str]] = {
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """Where the schema of each role's own options is: the table `vllm` in the role's."""
+
+COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+"""Tells the tokens of prompts, without a model."""
+
+NEEDS: Final = "meshrl_vllm.options:check_installed"
+"""Refuses a table that names no interpreter with vLLM."""

@@ -1,11 +1,13 @@
 """The table `[sampler.vllm]`, of which a server takes the environment and the memory."""
 
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from meshrl.config import PathIn
-from meshrl.roles import BackendOptions
+from meshrl.errors import BackendError
+from meshrl.roles import BackendOptions, RoleConfig, options_of
 
 
 class VllmConfig(BackendOptions):
@@ -28,3 +30,18 @@ class VllmConfig(BackendOptions):
     def lends_memory(self) -> str:
         """The key `sleep`, where it is set."""
         return "sleep" if self.sleep else ""
+
+
+def check_installed(config: RoleConfig) -> None:
+    """BackendError where vLLM is to run in this environment, which has none."""
+    if options_of(config, VllmConfig).python is None:
+        check_here("sampler.vllm.python")
+
+
+def check_here(key: str) -> None:
+    """BackendError where this environment has no vLLM; `key` names another interpreter."""
+    if find_spec("vllm") is None:
+        raise BackendError(
+            "backend 'vllm' needs the package 'vllm', which is not installed: pip install 'meshrl[vllm]', or name the "
+            f"interpreter of an environment that has it: {key}"
+        )

@@ -20,7 +20,7 @@ from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Server, ServerConfig, options_of
 from meshrl_vllm.environment import environment
 from meshrl_vllm.guard import HEADER
-from meshrl_vllm.options import VllmConfig
+from meshrl_vllm.options import VllmConfig, check_here
 
 _PATIENCE: Final = 600.0
 """Seconds that the server has to start, and an answer to come."""
@@ -36,8 +36,10 @@ class VllmServer(Server):
     """Completions and, where the tokenizer has a template, chats, under the run's name."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """ConfigError where the address cannot be used."""
+        """ConfigError where the address cannot be used, BackendError where vLLM is not here and not named."""
         _check_address(config)
+        if config.python is None:
+            check_here("--python")
         self._config = config
         self._key = secrets.token_urlsafe(32)
         self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")

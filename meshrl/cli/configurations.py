@@ -13,6 +13,7 @@ from rich.table import Table
 from meshrl import log
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
+from meshrl.cli.terminal import show_raised
 from meshrl.config import as_list
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
@@ -23,13 +24,16 @@ from meshrl.run import (
     RunConfig,
     about,
     copy_script,
+    examine,
     find_config,
-    find_doubts,
     find_mistakes,
+    is_shipped,
     load_job,
     pin,
     shipped_configs,
+    unseen,
 )
+from meshrl.tasks import TaskConfig
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -52,7 +56,9 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Find what is wrong with a configuration before any model loads."""
     job = _checked(config, overrides)
-    typer.echo(f"{job.source}: nothing wrong was found")
+    task: object = getattr(job.config, "task", None)
+    told = unseen(task) if isinstance(task, TaskConfig) else None
+    typer.echo(f"{job.source}: nothing wrong was found{f'; {told}' if told else ''}")
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -117,20 +123,25 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
     """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong."""
     given = settings(config, overrides)
     job = load_job(find_config(config), given, RunConfig)
-    mistakes = find_mistakes(job.config, job.run)
-    if mistakes:
-        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in mistakes]))
-    for doubt in find_doubts(job.config):
+    found = examine(job.config, job.run)
+    if found.mistakes:
+        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in found.mistakes]))
+    for doubt in found.doubts:
         log.warning(f"{job.source}: {doubt}")
     return job
 
 
 async def _run(job: Job[RunConfig], begun: list[Run]) -> None:
-    """Run a job; `begun` is given its run, for whom it interrupts."""
-    with cancelled_by_sigterm():
-        async with Run(job.run, job.resolved) as under_way:
-            begun.append(under_way)
-            await job.script.function(under_way, job.config)
+    """Run a job; `begun` is given its run, for whom it interrupts. What a user's script raises is told as its own."""
+    try:
+        with cancelled_by_sigterm():
+            async with Run(job.run, job.resolved) as under_way:
+                begun.append(under_way)
+                await job.script.function(under_way, job.config)
+    except Exception as error:
+        if not is_shipped(job.script):
+            show_raised(error, job.script.path)
+        raise
 
 
 def _show_summary(folder: Path) -> None:

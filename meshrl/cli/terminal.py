@@ -1,11 +1,14 @@
 """What a terminal is told: log lines and errors."""
 
 import sys
+import traceback
+from pathlib import Path
 
 import structlog
 import typer
 
-from meshrl.errors import MeshrlError, RankFailed
+from meshrl.errors import MeshrlError, RankFailed, described
+from meshrl.user_code import frames_of, is_of_meshrl
 
 
 def show_error(error: MeshrlError) -> None:
@@ -14,11 +17,28 @@ def show_error(error: MeshrlError) -> None:
     typer.echo(_told(error), err=True)
 
 
+def show_raised(error: Exception, script: Path) -> None:
+    """Tell what a script of the user's raised by its own lines; nothing where meshrl's are needed to see what happened.
+
+    A mistake that meshrl tells is given the line that made it, for `show_error`. Another error ends the program here.
+    """
+    frames = frames_of(error, script)
+    if not frames:
+        return
+    if isinstance(error, MeshrlError):
+        error.add_note(f"({frames[-1].filename}, line {frames[-1].lineno})")
+    elif not is_of_meshrl(error):
+        lines = "".join(traceback.format_list(frames))
+        typer.echo(f"Traceback, of the script's own lines:\n{lines}{described(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
 def _told(error: MeshrlError) -> str:
     """The message; what a rank raised on purpose needs no traceback."""
+    notes = getattr(error, "__notes__", ())
     if isinstance(error, RankFailed) and isinstance(error.__cause__, MeshrlError):
-        return f"{error.__cause__}\n(in {error.actor}.{error.endpoint} on rank {error.rank})"
-    return str(error)
+        return "\n".join((f"{error.__cause__}\n(in {error.actor}.{error.endpoint} on rank {error.rank})", *notes))
+    return "\n".join((str(error), *notes))
 
 
 def log_to_stderr() -> None:

@@ -1,6 +1,6 @@
 """The base of every configuration table, and the keys that lead to a value."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,6 +22,11 @@ class Config(BaseModel):
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
         """The table of a file with what follows from other keys filled in, before it is validated."""
         return table
+
+    @classmethod
+    def implied(cls, table: Mapping[str, object]) -> Collection[str]:  # noqa: ARG003 -- for who has such
+        """Keys that need not be told to be missing: `prepared` fills them in once another one is there that is."""
+        return ()
 
     @classmethod
     def open_tables(cls) -> Mapping[str, type["Config"]]:

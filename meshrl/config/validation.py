@@ -47,8 +47,13 @@ def _read(schema: type[C], table: Mapping[str, object]) -> C | list[tuple[Keys, 
         return schema.model_validate_json(json.dumps(whole, default=str), strict=True)
     except ValidationError as error:
         found = mistakes_of(schema, whole, error.errors(include_url=False))
-    # A value that was filled in from another key is told there.
-    return [(path, text) for path, text in found if (lookup(table, path) is ABSENT) == (lookup(whole, path) is ABSENT)]
+    # A value that was filled in from another key is told there, and so is one that would be.
+    implied = {(key,) for key in schema.implied(table) if key not in table}
+    return [
+        (path, text)
+        for path, text in found
+        if (lookup(table, path) is ABSENT) == (lookup(whole, path) is ABSENT) and path not in implied
+    ]
 
 
 def as_list(mistakes: Sequence[str]) -> str:

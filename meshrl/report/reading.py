@@ -12,6 +12,8 @@ from meshrl.events import Event
 
 FILES = ("config.toml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "summary.json")
 """What a run's folder has, or some of it."""
+_WRITTEN = FILES[1:]
+"""What a run alone writes; a configuration lies in the folder of a project too."""
 
 _WITHOUT = {"events.jsonl": ", so nothing tells when the ranks ran what"}
 """What the page cannot show without a file."""
@@ -41,20 +43,29 @@ class Record:
 
 
 def find_run(name: str) -> Path:
-    """The folder of this path, or the run of this name under runs/; ConfigError where neither is one."""
+    """The folder of this path, or the run of this name under runs/; ConfigError where neither is one, or both are.
+
+    A folder with a config.toml alone is where somebody writes a run's configuration. `./NAME` is a path alone.
+    """
     runs = Path("runs")
-    for folder in (Path(name), runs / name):
-        if folder.is_dir():
-            if any((folder / file).is_file() for file in FILES):
-                return folder
-            raise ConfigError(f"{folder} is not the folder of a run: it has none of {', '.join(FILES)}")
-    known = sorted(path.name for path in runs.glob("[!.]*") if path.is_dir())
+    is_path = name.startswith((".", "/")) or Path(name).parts[:1] == runs.parts
+    places = [Path(name)] if is_path else [Path(name), runs / name]
+    folders = [folder for folder in places if folder.is_dir()]
+    found = [folder for folder in folders if any((folder / file).is_file() for file in _WRITTEN)]
+    if len({folder.resolve() for folder in found}) > 1:
+        raise ConfigError(f"{name} may be ./{name} or {runs / name}, which are folders of two runs: write which")
+    if found:
+        return found[0]
+    known = sorted(path.name for path in runs.glob("[!.]*") if path.is_dir() and path not in folders)
     if near := did_you_mean(name, known, "{}"):
         hint = near
     elif known:
         hint = f"runs/ has {', '.join(known[:10])}{' and more' if len(known) > 10 else ''}"
     else:
         hint = f"there are no runs under {runs.resolve()}: start one with `meshrl run`, or name a folder"
+    if folders:
+        which, are = " and ".join(map(str, folders)), "are not folders" if len(folders) > 1 else "is not the folder"
+        raise ConfigError(f"{which} {are} of a run: none of {', '.join(_WRITTEN)} is there; {hint}")
     raise ConfigError(f"{name}: no such run; {hint}")
 
 

@@ -4,7 +4,15 @@ User code runs inside one boundary: what it raises is told on its row and costs 
 """
 
 from meshrl.rewards.builtin import exact_match, finite, overlong_penalty
-from meshrl.rewards.function import FunctionReward, RewardConfig, RewardFunction, gathered, load_function, try_reward
+from meshrl.rewards.function import (
+    FunctionReward,
+    RewardConfig,
+    RewardFunction,
+    gathered,
+    is_own,
+    load_function,
+    try_reward,
+)
 from meshrl.rewards.reasoning import numeric_answer, reasoning_format
 from meshrl.rewards.sandbox import code_tests
 from meshrl.rewards.trl import from_trl
@@ -18,6 +26,7 @@ __all__ = [
     "finite",
     "from_trl",
     "gathered",
+    "is_own",
     "load_function",
     "numeric_answer",
     "overlong_penalty",

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Annotated, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
-from pydantic import Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, did_you_mean
@@ -122,6 +129,14 @@ class RewardConfig(RoleConfig):
             if not math.isfinite(weight):
                 raise ValueError(f"weights.{name}: must be finite, not {weight}")
         return self
+
+    @model_serializer(mode="wrap")
+    def _one_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Without the default of `function` beside `functions`, so that what is written of it reads back."""
+        table = cast("dict[str, object]", dump(self))
+        if self.functions:
+            table.pop("function", None)
+        return table
 
     @property
     def parts(self) -> Mapping[str, str | Callable[..., object]]:
@@ -256,13 +271,13 @@ async def boundary(
 
 def try_reward(
     function: str | Callable[..., object], prompt: str, completions: Sequence[str], row: Row, seconds: float
-) -> list[BaseException | None]:
-    """What a reward function raises on each completion, in a thread of its own; nothing if it takes longer."""
-    reward, found = load_function(function), list[BaseException | None]()
+) -> list[tuple[float, BaseException | None]]:
+    """What `boundary` tells of each completion, in a thread of its own; nothing if it takes longer."""
+    reward, found = load_function(function), list[tuple[float, BaseException | None]]()
 
     async def judge() -> None:
         for completion in completions:
-            found.append((await boundary(reward, prompt, completion, copy.deepcopy(row)))[1])
+            found.append(await boundary(reward, prompt, completion, copy.deepcopy(row)))
 
     thread = threading.Thread(target=lambda: asyncio.run(judge()), name="meshrl-reward", daemon=True)
     thread.start()
@@ -288,6 +303,11 @@ _SHIPPED: dict[str, RewardFunction] = {
     "reasoning_format": reasoning_format,
     "code_tests": code_tests,
 }
+
+
+def is_own(function: str | Callable[..., object]) -> bool:
+    """Whether a reward function is the user's, not a shipped one."""
+    return function not in _SHIPPED and function not in _SHIPPED.values()
 
 
 def load_function(function: str | Callable[..., object]) -> RewardFunction:

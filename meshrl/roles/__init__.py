@@ -31,13 +31,14 @@ from meshrl.roles.registry import (
     backends,
     backends_with,
     class_for,
+    function_of,
     implementation,
     models_of,
     place_of,
 )
 from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
-from meshrl.roles.tokens import check_teacher
+from meshrl.roles.tokens import check_teacher, count_tokens
 
 __all__ = [
     "MOST_COMPLETIONS",
@@ -76,6 +77,8 @@ __all__ = [
     "check_teacher",
     "chosen_options",
     "class_for",
+    "count_tokens",
+    "function_of",
     "implementation",
     "models_of",
     "options_of",

@@ -1,7 +1,9 @@
 """Backends by name: installed packages that implement roles announce themselves as entry points.
 
 A backend's module has `ROLES`, from a role's name to where its class is. It may have `OPTIONS`, from a role's name to
-where the schema of the backend's own options is, and `MODELS`. Neither the module nor the schemas import more than
+where the schema of the backend's own options is, `MODELS`, `NEEDS`, where a function is that raises
+BackendError where a role's table asks for what is not installed, and `COUNTS`, where one is that tells the tokens of
+prompts by a model's table and its tokenizer alone. Neither the module nor the schemas import more than
 meshrl: they are loaded to read a configuration.
 
     ROLES = {"Policy": "meshrl_fsdp.policy:FsdpPolicy"}
@@ -90,6 +92,12 @@ def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
 def models_of(backend: str) -> Models:
     """What a backend's roles do with the model of their table. BackendError as of its classes."""
     return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
+
+
+def function_of(backend: str, name: Literal["NEEDS", "COUNTS"]) -> Callable[..., object] | None:
+    """The function that a backend's attribute names; None where it has none."""
+    place = getattr(_module(backend), name, None)
+    return None if place is None else cast("Callable[..., object]", _loaded(backend, cast("str", place)))
 
 
 def _table(backend: str, name: str) -> Mapping[str, str]:

@@ -1,15 +1,27 @@
-"""Whether a teacher can read what a policy writes: both must number the same tokens the same way."""
+"""What is known of a model's tokens before it loads: how many a prompt has, and whether a teacher has the same."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
 from meshrl.errors import ConfigError
 from meshrl.roles.config import ModelConfig, NewModel, PolicyConfig
+from meshrl.roles.registry import function_of
 
 _CHARACTERS_AFTER: Final = ("<pad>", "<eos>")
 """The tokens that a new model's tokenizer has before its characters."""
+
+
+def count_tokens(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | str] | None:
+    """Of each prompt the tokens that generation starts from, or why it cannot be read; None where nobody can tell.
+
+    Reads the model's tokenizer alone. ModelError where it cannot be read.
+    """
+    count = function_of(config.backend, "COUNTS")
+    if count is None:
+        return None
+    return cast("Callable[[ModelConfig, Sequence[str]], Sequence[int | str] | None]", count)(config, prompts)
 
 
 def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:

@@ -9,9 +9,10 @@ from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, Rollo
 from meshrl.run.artifacts import merge_adapters, newest_model, table_of
 from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
-from meshrl.run.check import find_doubts, find_mistakes
+from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
+from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.jobs import Job, about, find_config, load_job, root_of, shipped_configs
+from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.pins import pin
@@ -25,6 +26,7 @@ __all__ = [
     "Audit",
     "BackgroundMeasurements",
     "EvaluationConfig",
+    "Findings",
     "Job",
     "Measurement",
     "MeshConfig",
@@ -37,9 +39,11 @@ __all__ = [
     "about",
     "audit_run",
     "copy_script",
+    "examine",
     "find_config",
     "find_doubts",
     "find_mistakes",
+    "is_shipped",
     "load_job",
     "merge_adapters",
     "newest_model",
@@ -50,4 +54,5 @@ __all__ = [
     "shipped_configs",
     "table_of",
     "train",
+    "unseen",
 ]

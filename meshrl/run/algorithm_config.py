@@ -1,6 +1,6 @@
 """What the configurations of all algorithms have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Final, Self, get_args
 
@@ -43,8 +43,10 @@ class EvaluationConfig(Config):
 
 _LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches": 1, "ahead": 0, "kl": 0}
 """Keys that mean the same in every algorithm, and the least that each may be."""
-_OF_THE_POLICYS_MODEL: Final = ("chat", "chat_template_kwargs")
+_OF_THE_POLICYS_MODEL: Final = ("dtype", "chat", "chat_template_kwargs")
 """What goes with the policy's model to each role that has it."""
+_OF_A_READER: Final = ("backend", "model", "chat", "chat_template_kwargs")
+"""What a task has of the policy, to count tokens as it does."""
 _MOST_ROWS: Final = 2**22
 """Of one step, all of which are in memory at once."""
 
@@ -52,10 +54,10 @@ _MOST_ROWS: Final = 2**22
 class AlgorithmConfig(Config):
     """The base of an algorithm's configuration.
 
-    A role that names no `model` has the policy's, and its chat template, but for a reward and a teacher. Refused are
-    values without sense of the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`, where a
-    script has them, and a learning rate that is 0 before the last of `steps * epochs * minibatches` updates; and steps
-    of more rows than a machine holds.
+    A role that names no `model` has the policy's, its dtype and its chat template, but for a reward and a teacher.
+    Refused are values without sense of the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`,
+    where a script has them, and a learning rate that is 0 before the last of `steps * epochs * minibatches` updates;
+    and steps of more rows than a machine holds.
     """
 
     evaluation: EvaluationConfig | None = None
@@ -125,7 +127,20 @@ class AlgorithmConfig(Config):
                 samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
                 own = shared if role.get("model", policy["model"]) == policy["model"] else {}
                 filled[name] = {"model": policy["model"], **own, **(adapters if samples else {}), **role}
+        task = filled.get("task")
+        if isinstance(task, Mapping) and "longest" in task:
+            reader = {key: policy[key] for key in _OF_A_READER if key in policy}
+            filled["task"] = {"reader": reader, **task}
         return filled
+
+    @classmethod
+    def implied(cls, table: Mapping[str, object]) -> Collection[str]:
+        """The roles with the policy's model, where that is missing."""
+        policy, field = table.get("policy", {}), cls.model_fields.get("policy")
+        if field is None or not field.is_required() or not isinstance(policy, Mapping) or "model" in policy:
+            return ()
+        roles = ((name, _with_the_policys_model(field.annotation)) for name, field in cls.model_fields.items())
+        return [name for name, kinds in roles if kinds and name != "policy"]
 
 
 class RolloutConfig(AlgorithmConfig):

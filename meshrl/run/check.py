@@ -1,22 +1,16 @@
 """What can be found wrong with a configuration before any model loads."""
 
-import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Final
-
-import msgspec
+from typing import Final, NamedTuple, TypeVar
 
 from meshrl.config import Config, Keys, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
-from meshrl.errors import BackendError, ConfigError, MeshrlError, ModelError, did_you_mean, shortened
-from meshrl.hub import Repository, pinned
-from meshrl.rewards import RewardConfig, load_function, try_reward
+from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, shortened
+from meshrl.rewards import RewardConfig, is_own, load_function, try_reward
 from meshrl.roles import (
     ModelConfig,
     Models,
-    NewModel,
     PolicyConfig,
     ReferenceConfig,
     RoleConfig,
@@ -28,60 +22,91 @@ from meshrl.roles import (
     check_teacher,
     chosen_options,
     class_for,
+    function_of,
     models_of,
     place_of,
 )
 from meshrl.run.algorithm_config import AlgorithmConfig
+from meshrl.run.check_model import check_model, checks_of_model
+from meshrl.run.check_rows import find_row_mistakes
 from meshrl.run.config import RunConfig
-from meshrl.run.new import writer_of
 from meshrl.tasks import TaskConfig, first_row
 from meshrl.trackers import make_tracker
 from meshrl.user_code import where_raised
 
+C = TypeVar("C", bound=Config)
+
 _PATIENCE: Final = 10.0
 """Seconds for a reward to judge a row."""
-_TEMPLATES: Final = ("chat_template.jinja", "chat_template.json")
+
+
+class Findings(NamedTuple):
+    """What is wrong with a configuration, each with its key."""
+
+    mistakes: Sequence[str]
+    doubts: Sequence[str]
+    """What it may say and seldom means."""
+
+
+def examine(config: Config, run: RunConfig | None = None) -> Findings:
+    """What `find_mistakes` and `find_doubts` find, and doubts of what a reward says of the task's first answer."""
+    run = run or RunConfig()
+    mistakes = [*_mistakes_of_tables(config, run)]
+    doubts: list[str] = []
+    if not mistakes:  # rows and a reward are tried with what is right so far
+        mistakes += _mistakes_of_rows(config)
+    if not mistakes:
+        wrong, doubts = _tried_reward(config)
+        mistakes += wrong
+    if isinstance(config, AlgorithmConfig) and config.evaluation:
+        mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
+    mistakes += _mistakes_of_run(config, run)
+    return Findings(mistakes, [*find_doubts(config), *doubts])
 
 
 def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
     """Every mistake in the tables of a configuration that is valid in itself, each with its key.
 
-    A task's source must exist and its first row fit the templates, a reward function must import and not raise on that
-    row, a backend be installed and have the role, a model's folder or file be there, or a model of its name on the hub,
-    with a template where it chats and room for `sampling.max_tokens`, a teacher have the policy's tokens. Each mesh of
-    `run` must be named by a role, and a role's axes fit its own; one that is not there has one rank. Its trackers must
-    be installed, and ready to take a run.
+    A task's source must exist and its rows fit the templates and the model, as far as they are looked at; a reward
+    function must import and not raise on the first of them, a backend be installed and have the role, a model's folder
+    or file be there, or a model of its name on the hub, with a template where it chats and room for
+    `sampling.max_tokens`, a sampler have the policy's dtype, a teacher its tokens. Each mesh of `run` must be named by
+    a role, and a role's axes fit its own; one that is not there has one rank. Its trackers must be installed, and ready
+    to take a run.
     """
-    run = run or RunConfig()
+    return [*examine(config, run).mistakes]
+
+
+def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
     meshes = {name: mesh.ranks for name, mesh in run.meshes.items()}
-    mistakes: list[str] = []
-    policy = getattr(config, "policy", None)
     weights = [getattr(table, key) for _, table in _tables(config) for key in type(table).model_fields if key == "kl"]
     compares = any(weights) or not weights
-    policy = policy if isinstance(policy, PolicyConfig) else None
-    sampling = getattr(config, "sampling", None)
-    sampling = sampling if isinstance(sampling, Sampling) else None
+    policy, sampling = _of(config, "policy", PolicyConfig), _of(config, "sampling", Sampling)
     for path, table in _tables(config):
         for check in _checks(table, policy, meshes, sampling, compares=compares):
             try:
                 check()
             except MeshrlError as error:
-                mistakes.append(f"{dotted(path)}: {error}")
-    if not mistakes:  # a reward is called with what is right so far
-        mistakes += find_reward_mistakes(config)
-    if isinstance(config, AlgorithmConfig) and config.evaluation:
-        mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
+                yield f"{dotted(path)}: {error}"
+
+
+def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
     named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
-    for mesh in meshes:
+    for mesh in run.meshes:
         if mesh not in named:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
-            mistakes.append(f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}")
+            yield f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}"
     for name in run.trackers:
         try:
             make_tracker(name)
         except ConfigError as error:
-            mistakes.append(str(error))
-    return mistakes
+            yield str(error)
+
+
+def _of(config: Config, name: str, kind: type[C]) -> C | None:
+    """A configuration's table, where it has one of this kind."""
+    table = getattr(config, name, None)
+    return table if isinstance(table, kind) else None
 
 
 def find_doubts(config: Config) -> list[str]:
@@ -102,91 +127,48 @@ def find_doubts(config: Config) -> list[str]:
     ]
 
 
-def find_reward_mistakes(config: Config) -> list[str]:
-    """A reward function that raises on the task's first row, whether its answer or nothing is the completion.
+def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
+    """Mistakes and doubts of reward functions, called with the answer of the task's first row, and with nothing.
 
-    One that takes longer than some seconds is not waited for.
+    One that raises on both is a mistake. One of the user's that gives the answer nothing is a doubt. One that takes
+    longer than some seconds is not waited for.
     """
-    task, reward = getattr(config, "task", None), getattr(config, "reward", None)
-    if not isinstance(task, TaskConfig) or not isinstance(reward, RewardConfig) or _models(reward) != "none":
-        return []
-    prompt, answer, row = first_row(task)
+    task, reward = _of(config, "task", TaskConfig), _of(config, "reward", RewardConfig)
     mistakes: list[str] = []
+    doubts: list[str] = []
+    if task is None or reward is None or _models(reward) != "none":
+        return mistakes, doubts
+    prompt, answer, row = first_row(task)
     for name, function in reward.parts.items():
-        errors = try_reward(function, prompt, ("", answer), row | {"answer": answer}, _PATIENCE)
-        if errors and all(errors):
-            key = f"reward.functions.{name}" if name else "reward.function"
-            told = ", and ".join(dict.fromkeys(where_raised(error) for error in errors if error))
+        tried = try_reward(function, prompt, ("", answer), row | {"answer": answer}, _PATIENCE)
+        errors = [error for _, error in tried if error]
+        key = f"reward.functions.{name}" if name else "reward.function"
+        if errors and len(errors) == len(tried):
+            told = ", and ".join(dict.fromkeys(map(where_raised, errors)))
             mistakes.append(
                 f"{key}: it raised on the task's first row, with its answer {shortened(answer)} as the completion and "
                 f"with none: {told}"
             )
-    return mistakes
+        elif tried and answer and is_own(function) and tried[1][1] is None and tried[1][0] <= 0:
+            doubts.append(
+                f"{key}: the task's own answer scores {tried[1][0]:g}: the first row's, {shortened(answer)}, as the "
+                "completion. All is well where completions are to have another form"
+            )
+    return mistakes, doubts
 
 
-def check_chat(config: ModelConfig) -> None:
-    """ModelError where prompts are to be wrapped in a template that the model's folder has not."""
-    folder = Path(str(config.model))
-    described = folder / "tokenizer_config.json"
-    if not config.chat or not described.is_file():
+def _mistakes_of_rows(config: Config) -> Iterator[str]:
+    models = (_of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig))
+    reads = next((model for model in models if model and _models(model) != "ignored"), None)
+    task = _of(config, "task", TaskConfig)
+    if task is None:
         return
-    has = _json(described).get("chat_template") or any((folder / name).is_file() for name in _TEMPLATES)
-    if not has:
-        raise ModelError(
-            f"chat = true, but {folder} has no chat template: use an instruction-tuned model, or chat = false"
-        )
-
-
-def check_room(config: ModelConfig, sampling: Sampling) -> None:
-    """ConfigError where completions may be longer than what the model takes."""
-    longest = _longest(config.model)
-    if longest is not None and sampling.max_tokens >= longest:
-        raise ConfigError(
-            f"sampling.max_tokens = {sampling.max_tokens}: the model takes at most {longest} tokens, prompt and "
-            "completion together: lower it, or take a model made for longer texts"
-        )
-
-
-def _longest(model: str | NewModel) -> int | None:
-    """The longest sequence that a model takes; None where its folder does not say."""
-    if isinstance(model, NewModel):
-        return model.max_tokens
-    file = Path(model) / "config.json"
-    shape = _json(file) if file.is_file() else {}
-    inner = shape.get("text_config")
-    found = (inner if isinstance(inner, dict) else shape).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
-
-
-def _json(file: Path) -> Mapping[str, object]:
-    """A table in a file; an empty one where it is damaged, which is told when the model loads."""
+    sampling, evaluates = _of(config, "sampling", Sampling), getattr(config, "evaluation", None) is not None
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def check_model(model: str) -> None:
-    """ModelError where no model is at this path, in a folder or a .gguf file, and none of this name on the hub."""
-    path = Path(model)
-    if not path.exists() and Repository.of(model):
-        pinned(model)
-        return
-    if model.startswith("package:"):
-        package, _, inside = model.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            raise ModelError(f"model {model!r}: the package {package!r} is not installed")
-        path = Path(spec.origin).parent / inside
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelError(f"model {model!r}: there is no file {path.resolve()}")
-    elif not path.is_dir():
-        writer = writer_of(path)
-        hint = f"; `meshrl run {writer}` writes it" if writer else ""
-        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
-    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
+        for mistake in find_row_mistakes(task, reads, sampling, evaluates=evaluates):
+            yield f"task: {mistake}"
+    except DataError as error:
+        yield f"task: {error}"
 
 
 def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
@@ -230,12 +212,10 @@ def _checks(
     if isinstance(table, EnvironmentConfig) and _models(table) == "none":
         yield lambda: load_environment(table)
     if isinstance(table, ModelConfig) and _models(table) != "ignored":
-        model = table.model
-        if isinstance(model, str) and model != shared:
-            yield lambda: check_model(model)
-        yield lambda: check_chat(table)
-        if isinstance(table, SamplerConfig) and sampling:
-            yield lambda: check_room(table, sampling)
+        publishes = policy if policy and _models(policy) != "ignored" else None
+        if isinstance(table.model, str) and table.model != shared:
+            yield partial(check_model, table.model)
+        yield from checks_of_model(table, publishes, sampling)
 
 
 def _models(table: RoleConfig) -> Models:
@@ -246,6 +226,8 @@ def _check_backend(config: RoleConfig, *, is_read: bool) -> None:
     """BackendError where there is none with the role, and of one that is read, where its packages are missing."""
     if config.role and is_read:
         class_for(config.role, config.backend)
+        if needs := function_of(config.backend, "NEEDS"):
+            needs(config)
     elif config.role:
         place_of(config.role, config.backend)
     elif config.backend not in backends():

@@ -33,7 +33,8 @@ class RunConfig(Config):
     name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
     """The run's folder is `folder/name`."""
     folder: str = "runs"
-    """Of all runs; one that is not absolute is where the command is typed, whichever file names it."""
+    """Of all runs; one that is not absolute is where the command is typed, whichever file names it. What a run records
+    of its configuration has it absolute."""
     seed: int = 0
     """Decides the order of the data, and is the seed of each role that has none of its own."""
     engine: str = Field(default="local", pattern=r"^(local|processes|ray|auto|[\w.-]+:\d+)$")

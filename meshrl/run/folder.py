@@ -48,6 +48,14 @@ def was_cut_short(folder: Path) -> bool:
     return False
 
 
+def told_anew(folder: Path, checkpoint_every: int | None) -> str | None:
+    """What a run with `resume` is told that finds no checkpoint; nothing where it is the first, and will write some."""
+    if checkpoint_every is not None and not (folder.is_dir() and any(folder.iterdir())):
+        return None
+    hint = "" if checkpoint_every else "; with run.checkpoint_every = 50 a later one could go on"
+    return f"run.resume = true, and there is no checkpoint in {folder}: the run begins anew{hint}"
+
+
 def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
     """Of a run that goes on: the learning rates that fall to another end than they began with, a sentence each."""
     with suppress(OSError, ValueError):

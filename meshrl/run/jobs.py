@@ -104,6 +104,11 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
     return known[algorithm]
 
 
+def is_shipped(script: Script) -> bool:
+    """Whether a script comes with meshrl, and is not the user's."""
+    return script.path.resolve().is_relative_to(shipped("algorithms").resolve())
+
+
 def load_script(path: Path) -> Script:
     """Run the file and take the async function of its own name, and the Config class that it asks for."""
     try:
@@ -160,5 +165,13 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
         script=script,
         run=cast("R", vars(read)["run"]),
         config=script.schema.model_validate(values),
-        resolved={"algorithm": named, **read.model_dump(mode="json")},
+        resolved=_placed({"algorithm": named, **read.model_dump(mode="json")}),
     )
+
+
+def _placed(resolved: Table) -> Table:
+    """With the folder of runs absolute: where one stands, whichever file the configuration is of."""
+    run = resolved.get("run")
+    if isinstance(run, dict) and isinstance(folder := run.get("folder"), str):
+        return {**resolved, "run": {**run, "folder": str(Path(folder).absolute())}}
+    return resolved

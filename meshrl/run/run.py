@@ -21,7 +21,7 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.folder import rescheduled, was_cut_short
+from meshrl.run.folder import rescheduled, told_anew, was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder
@@ -111,6 +111,8 @@ class Run:
                 log.warning(told)
         else:
             goes_on = {} if config.resume and was_cut_short(folder) else None
+            if config.resume and (anew := told_anew(folder, config.checkpoint_every)):
+                log.warning(anew)
         self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
 
     @property

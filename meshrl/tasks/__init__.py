@@ -10,7 +10,7 @@ from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_r
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
-from meshrl.tasks.sources import Row
+from meshrl.tasks.sources import Row, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
 from meshrl.tasks.task import Task, fill, first_row
 
@@ -35,6 +35,7 @@ __all__ = [
     "labelled_steps",
     "least_margins",
     "mismatched",
+    "read_rows",
     "rejected_answers",
     "verifiers",
 ]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from meshrl.config import Config, PathIn
+from meshrl.roles import ModelConfig
 
 
 class TaskConfig(Config):
@@ -22,6 +23,10 @@ class TaskConfig(Config):
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"
     """The same. An answer that is null gives the empty text."""
+    longest: int | None = Field(default=None, gt=0)
+    """Leave prompts of more tokens out, of the policy's tokens and in its chat template; nothing means none."""
+    reader: ModelConfig | None = None
+    """Whose tokens `longest` counts; filled in by an algorithm's configuration."""
     held_out: Annotated[int, Field(ge=0)] | Literal["all"] = 512
     """Prompts that are never trained on; "all" that the fraction sets apart, and 0 to train on every one."""
     held_out_fraction: float = Field(default=0.1, gt=0, lt=1)

@@ -14,6 +14,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, did_you_mean
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import DataCursor, Deal, data_cursor
+from meshrl.tasks.lengths import short_enough
 from meshrl.tasks.sources import Row, numbered_rows, read_rows
 
 
@@ -50,11 +51,12 @@ class Task:
 
     @classmethod
     def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]]) -> "Task":
-        rows: dict[str, tuple[str, Row]] = {}
+        every: dict[str, tuple[str, Row]] = {}
         for where, row in found:
             prompt = fill(config.prompt, row, f"{where}: prompt")
-            if prompt not in rows:
-                rows[prompt] = fill(config.answer, row, f"{where}: answer"), row
+            if prompt not in every:
+                every[prompt] = fill(config.answer, row, f"{where}: answer"), row
+        rows = short_enough(config, every)
         # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
         places = {prompt: _place(prompt) for prompt in rows}
         apart = sorted(

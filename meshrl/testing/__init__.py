@@ -57,6 +57,7 @@ __all__ = [
     "simulate",
 ]
 
+COUNTS = "meshrl.testing.fakes:count_prompts"
 MODELS = "ignored"
 
 ROLES = {

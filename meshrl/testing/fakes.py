@@ -21,6 +21,7 @@ from meshrl.losses import Loss, check_predicts, check_sources
 from meshrl.rewards import RewardConfig
 from meshrl.roles import (
     GenerateCalls,
+    ModelConfig,
     Policy,
     PolicyConfig,
     Reference,
@@ -38,6 +39,11 @@ _SKILL = "skill"
 _ONE_BY_ONE, _LOTS = 12, 4
 """Of so many rows each takes a decode step of its own; more come in so many lots, which a laptop handles in no time."""
 _TOKENS = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+
+
+def count_prompts(_config: ModelConfig, prompts: Sequence[str]) -> list[int]:
+    """One token a character."""
+    return [len(prompt) for prompt in prompts]
 
 
 class FakePolicy(Policy):

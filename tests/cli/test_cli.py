@@ -1,6 +1,7 @@
 """The command line, from the files that a user writes to what it prints."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from meshrl.config import Config
 from meshrl.errors import MeshrlError, ModelError, RankFailed
 from meshrl.roles import PolicyConfig, RoleConfig
 from meshrl.run import about, find_mistakes, shipped_configs
-from meshrl.run.check import check_model
+from meshrl.run.check_model import check_model
 from meshrl.run.jobs import load_script, shipped
 
 SCRIPT = '''
@@ -96,15 +97,17 @@ def test_an_error_of_the_users_is_told_without_a_traceback(meshrl: Meshrl, tmp_p
     write(tmp_path)
     status, _, err = meshrl("run", "count.toml", "fail=true")
     assert status == 1
-    assert err.endswith("error: the data is [bad]\n")
+    assert re.search(rf"error: the data is \[bad\]\n\({tmp_path}/count\.py, line \d+\)\n$", err)
     assert "Traceback" not in err
     assert b'"failed"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
 
 
-def test_a_bug_in_a_script_keeps_its_traceback(meshrl: Meshrl, tmp_path: Path) -> None:
+def test_a_bug_in_a_script_keeps_its_own_lines(meshrl: Meshrl, tmp_path: Path) -> None:
     write(tmp_path, script=SCRIPT.replace("DataError(", "ZeroDivisionError("))
-    with pytest.raises(ZeroDivisionError):
-        meshrl("run", "count.toml", "fail=true")
+    status, _, err = meshrl("run", "count.toml", "fail=true")
+    assert status == 1
+    assert err.count('  File "') == err.count("count.py") == 1
+    assert err.endswith("ZeroDivisionError: the data is [bad]\n")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])

@@ -199,4 +199,5 @@ def eval_without_prompts() -> None:
     run.mkdir(parents=True)
     Path("words.jsonl").write_text(WORDS, "utf-8")
     (run / "config.toml").write_text(TABLES, "utf-8")
+    (run / "metrics.jsonl").touch()
     _meshrl("eval", "mine")

@@ -16,6 +16,7 @@ def _make_run() -> Path:
     run = Path("runs/mine")
     run.mkdir(parents=True)
     (run / "config.toml").write_text(CONFIG)
+    (run / "metrics.jsonl").touch()
     return run
 
 

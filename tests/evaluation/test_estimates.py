@@ -136,6 +136,7 @@ def test_eval_needs_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.Monk
     run = Path("runs/mine")
     run.mkdir(parents=True)
     (run / "config.toml").write_text(CONFIG)
+    (run / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="has neither a model nor a checkpoint yet"):
         app(args=["eval", "mine"], standalone_mode=False)
     (run / "config.toml").write_text(CONFIG.replace("held_out = 3", "held_out = 0"))

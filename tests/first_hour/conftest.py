@@ -41,3 +41,11 @@ def terminal(
         return Answer(status, out, err)
 
     return command
+
+
+@pytest.fixture
+def chat_model() -> Callable[..., Path]:
+    """Make the folder of a tiny model that chats, as it is downloaded: bfloat16."""
+    from tests.first_hour.chat_model import save_model  # noqa: PLC0415 -- most tests need no torch
+
+    return save_model

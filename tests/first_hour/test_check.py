@@ -1,6 +1,6 @@
 """`meshrl check` says before a model loads what a run would say after."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +23,13 @@ GOOD = "def judge(prompt, completion, row):\n    return 1.0\n"
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path: Path, chat_model: Callable[..., Path]) -> Path:
     """A configuration in which nothing is wrong."""
     (tmp_path / "mine.toml").write_text(MINE, "utf-8")
     (tmp_path / "mine.py").write_text(GOOD, "utf-8")
     (tmp_path / "task.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n', "utf-8")
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}), "utf-8")
-    (model / "tokenizer_config.json").write_text("{}", "utf-8")
+    model = chat_model(tmp_path / "model", longest=64)
+    (model / "chat_template.jinja").unlink()
     return tmp_path / "mine.toml"
 
 
@@ -41,6 +39,14 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         main(["check", *map(str, arguments)])
     output = capsys.readouterr()
     return " ".join(output.err.split()) if ended.value.code else ""
+
+
+def test_what_follows_from_a_missing_table_is_not_told(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = mine.read_text("utf-8")
+    mine.write_text(whole.replace('[policy]\nmodel = "model"\n', ""), "utf-8")
+    assert told(capsys, mine) == f"error: {mine}: policy: is missing"
+    mine.write_text(whole.replace('model = "model"\n', ""), "utf-8")
+    assert told(capsys, mine) == f"error: {mine}: policy.model: is missing"
 
 
 def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,9 +68,8 @@ def test_what_the_model_and_the_engine_have_not(
     assert mistake.format(folder=mine.parent) in told(capsys, mine, override)
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
-def test_a_template_may_be_a_file_of_its_own(mine: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (mine.parent / "model" / name).write_text("{}", "utf-8")
+def test_a_template_may_be_a_file_of_its_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine.parent / "model" / "chat_template.jinja").write_text("{}", "utf-8")
     assert not told(capsys, mine, "policy.chat=true")
 
 

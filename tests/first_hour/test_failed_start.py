@@ -84,8 +84,7 @@ def test_a_run_that_makes_no_step_displaces_nothing(terminal: Terminal, project:
     runs = project / "runs"
     before = files(runs / "mine")
     for _ in range(2):
-        with pytest.raises((MemoryError, ArithmeticError)):
-            terminal("run", "mine.toml", f"fails={fails}")
+        assert terminal("run", "mine.toml", f"fails={fails}")[0] == 1
         assert files(runs / "mine") == before
         assert sorted(path.name for path in runs.iterdir()) == [".mine.next", "mine"]
         assert b'"failed"' in (runs / ".mine.next" / "summary.json").read_bytes()
@@ -112,8 +111,7 @@ def test_a_role_that_cannot_be_spawned_displaces_nothing(terminal: Terminal, pro
 def test_a_run_that_fails_after_its_first_step_has_the_folder(terminal: Terminal, project: Path) -> None:
     assert terminal("run", "mine.toml")[0] == 0
     before = files(project / "runs" / "mine")
-    with pytest.raises(ArithmeticError):
-        terminal("run", "mine.toml", "fails=second")
+    assert terminal("run", "mine.toml", "fails=second")[0] == 1
     assert files(project / "runs" / "mine-1") == before
     assert len((project / "runs" / "mine" / "metrics.jsonl").read_bytes().splitlines()) == 2
 

@@ -9,6 +9,7 @@ from meshrl import RunConfig
 from meshrl.cli import main
 from meshrl.run import find_mistakes, load_job
 from meshrl.run.jobs import shipped_scripts
+from tests.first_hour.chat_model import save_tokenizer
 
 FAKES = ["policy.backend=fake", "sampler.backend=fake"]
 
@@ -36,6 +37,7 @@ def test_each_page_is_copied_with_what_it_runs_on(
     for name in ("quickstart-sft", "quickstart"):
         (tmp_path / "runs" / name / "model").mkdir(parents=True)
         (tmp_path / "runs" / name / "model" / "config.json").write_text("{}", "utf-8")
+        save_tokenizer(tmp_path / "runs" / name / "model")
     assert find_mistakes(job.config) == []
 
 

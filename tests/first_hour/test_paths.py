@@ -55,9 +55,13 @@ def test_a_configuration_runs_from_anywhere(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     assert terminal("run", "../runs/mine/config.toml")[0] == 0
-    # A run is written where one stands, whichever file it is of.
-    assert resolved(elsewhere / "runs" / "mine") == table
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["mine"]
+    # What a run recorded is run where it was: the earlier one makes room.
+    assert table["run"]["folder"] == str(tmp_path / "runs")
+    assert resolved(tmp_path / "runs" / "mine") == resolved(tmp_path / "runs" / "mine-1") == table
+    assert not list(elsewhere.iterdir())
+    # A configuration of one's own is run where one stands.
+    assert terminal("run", "../mine/mine.toml")[0] == 0
+    assert resolved(elsewhere / "runs" / "mine") == table | {"run": table["run"] | {"folder": f"{elsewhere}/runs"}}
 
 
 def test_a_value_of_the_command_line_starts_where_one_stands(terminal: Terminal, tmp_path: Path) -> None:
@@ -166,3 +170,25 @@ def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_
         status, _, err = terminal("eval", "runs/mine", task)
         assert status == 1
         assert "has neither a model" in err
+
+
+def test_a_run_goes_on_from_anywhere(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project(tmp_path / "mine")
+    keeps = ("run.checkpoint_every=1", "run.resume=true")
+    warning = "run.resume = true, and there is no checkpoint in"
+    assert warning not in terminal("run", "mine/mine.toml", *keeps)[2]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    status, _, err = terminal("run", "../runs/mine/config.toml", "run.resume=true", "steps=3")
+    assert (status, warning in err) == (0, False)
+    assert f"{tmp_path}/runs/mine goes on after step 2 of 3" in err
+    assert len((tmp_path / "runs" / "mine" / "metrics.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_a_run_that_has_no_checkpoint_to_go_on_from_says_so(terminal: Terminal, tmp_path: Path) -> None:
+    project(tmp_path / "mine")
+    assert terminal("run", "mine/mine.toml")[0] == 0
+    anew = "there is no checkpoint in runs/mine: the run begins anew"
+    told = f"{anew}; with run.checkpoint_every = 50 a later one could go on"
+    assert told in terminal("run", "mine/mine.toml", "run.resume=true")[2]
+    assert f"{anew}\n" in terminal("run", "mine/mine.toml", "run.resume=true", "run.checkpoint_every=9")[2]

@@ -2,6 +2,8 @@
 
 import json
 import re
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,13 @@ ROWS = [{"question": f"What is {number} times 3?", "answer": f"So\n#### {3 * num
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model: Callable[..., Path]) -> Path:
     """With the page's files."""
     monkeypatch.chdir(tmp_path)
     (recipe,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "reason.toml").write_text(recipe, "utf-8")
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), "utf-8")
-    model = tmp_path / "models/instruct"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}), "utf-8")
-    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}), "utf-8")
+    chat_model(tmp_path / "models/instruct")
     return tmp_path
 
 
@@ -40,6 +39,30 @@ def test_the_recipe_runs_on_fakes(folder: Path) -> None:
     last = json.loads((folder / "runs/reason/metrics.jsonl").read_text("utf-8").splitlines()[-1])
     assert {"reward/right", "reward/form"} <= set(last)
     assert {"reward_before", "reward_after"} <= set(json.loads((folder / "runs/reason/summary.json").read_bytes()))
+
+
+def test_the_recipe_runs_on_a_model(folder: Path) -> None:
+    short = ["steps=2", "prompts=2", "evaluation.every=1", "evaluation.rows=2", "sampling.max_tokens=8"]
+    for command in (
+        ["run", "reason.toml", *short],
+        ["eval", "reason", "--n", "2", "--rows", "2"],
+        ["report", "reason"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert not ended.value.code, command
+    recorded = tomllib.loads((folder / "runs/reason/config.toml").read_text("utf-8"))
+    assert {recorded[role]["dtype"] for role in ("policy", "sampler", "reference")} == {"bfloat16"}
+    assert set(json.loads((folder / "runs/reason/eval.json").read_bytes())["pass_at"]) == {"1", "2"}
+    assert (folder / "runs/reason/report.html").is_file()
+    assert (folder / "runs/reason/model/config.json").is_file()
+
+
+def test_a_dtype_that_the_sampler_does_not_share_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "reason.toml", "sampler.dtype=float32"])
+    told = " ".join(capsys.readouterr().err.split())
+    assert 'sampler: dtype = "float32", and the policy publishes bfloat16' in told
 
 
 def test_a_reward_that_raises_on_every_row_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

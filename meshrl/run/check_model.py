@@ -1,0 +1,101 @@
+"""What can be found wrong with a role's model before it loads: its folder, its template, its room, its dtype."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from meshrl.errors import ConfigError, ModelError
+from meshrl.hub import Repository, pinned
+from meshrl.roles import ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling
+from meshrl.run.new import writer_of
+
+_TEMPLATE: Final = "chat_template.jinja"
+
+
+def checks_of_model(
+    table: ModelConfig, policy: PolicyConfig | None, sampling: Sampling | None
+) -> Iterator[Callable[[], object]]:
+    """What is to be checked of a role beside where its model is. `policy`: whose weights a sampler takes."""
+    yield partial(check_chat, table)
+    if isinstance(table, SamplerConfig) and sampling:
+        yield partial(check_room, table, sampling)
+    if isinstance(table, SamplerConfig) and policy:
+        yield partial(check_dtype, table, policy)
+
+
+def check_chat(config: ModelConfig) -> None:
+    """ModelError where prompts are to be wrapped in a template that the model's folder has not."""
+    folder = Path(str(config.model))
+    described = folder / "tokenizer_config.json"
+    if not config.chat or not described.is_file():
+        return
+    has = _json(described).get("chat_template") or (folder / _TEMPLATE).is_file()
+    if not has:
+        raise ModelError(
+            f"chat = true, but {folder} has no chat template: use an instruction-tuned model, or chat = false"
+        )
+
+
+def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
+    """ConfigError where a sampler computes in another dtype than the weights have that it is sent."""
+    if config.dtype != policy.dtype:
+        raise ConfigError(
+            f'dtype = "{config.dtype}", and the policy publishes {policy.dtype}, which a sampler takes as it is: leave '
+            f'sampler.dtype out, and it is the policy\'s, or set policy.dtype = "{config.dtype}"'
+        )
+
+
+def check_room(config: ModelConfig, sampling: Sampling) -> None:
+    """ConfigError where completions may be longer than what the model takes."""
+    longest = longest_of(config.model)
+    if longest is not None and sampling.max_tokens >= longest:
+        raise ConfigError(
+            f"sampling.max_tokens = {sampling.max_tokens}: the model takes at most {longest} tokens, prompt and "
+            "completion together: lower it, or take a model made for longer texts"
+        )
+
+
+def longest_of(model: str | NewModel) -> int | None:
+    """The longest sequence that a model takes; None where its folder does not say."""
+    if isinstance(model, NewModel):
+        return model.max_tokens
+    file = Path(model) / "config.json"
+    shape = _json(file) if file.is_file() else {}
+    inner = shape.get("text_config")
+    found = (inner if isinstance(inner, dict) else shape).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _json(file: Path) -> Mapping[str, object]:
+    """A table in a file; an empty one where it is damaged, which is told when the model loads."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def check_model(model: str) -> None:
+    """ModelError where no model is at this path, in a folder or a .gguf file, and none of this name on the hub."""
+    path = Path(model)
+    if not path.exists() and Repository.of(model):
+        pinned(model)
+        return
+    if model.startswith("package:"):
+        package, _, inside = model.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ModelError(f"model {model!r}: the package {package!r} is not installed")
+        path = Path(spec.origin).parent / inside
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: there is no file {path.resolve()}")
+    elif not path.is_dir():
+        writer = writer_of(path)
+        hint = f"; `meshrl run {writer}` writes it" if writer else ""
+        raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
+    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")

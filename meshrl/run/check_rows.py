@@ -1,0 +1,113 @@
+"""What can be found wrong with the rows of a task before a model loads: each line, its prompt, and its length."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from meshrl.errors import DataError, ModelError, shortened
+from meshrl.roles import ModelConfig, Sampling, count_tokens
+from meshrl.run.check_model import longest_of
+from meshrl.tasks import Task, TaskConfig, fill, read_rows
+
+_OF_A_FILE: Final = 20_000
+_MADE: Final = 100
+"""Rows that are looked at: those that are made are all of a kind, and what is downloaded is not waited for."""
+_TOLD: Final = 3
+"""Rows with the same kind of mistake that are told."""
+
+
+class _Prompt(NamedTuple):
+    where: str
+    text: str
+
+
+def find_row_mistakes(
+    task: TaskConfig, model: ModelConfig | None, sampling: Sampling | None, *, evaluates: bool = False
+) -> list[str]:
+    """Mistakes in the first rows of a task: all of a file, unless it is long.
+
+    Each must be read, fit the templates, and leave `model` room for `sampling.max_tokens`; and where all are seen, some
+    must be left to train on, and to judge by where a run `evaluates`.
+    """
+    lacking: list[str] = []
+    prompts: list[_Prompt] = []
+    most = _most(task)
+    for where, row in islice(read_rows(task, None if _is_file(task) else most), most):
+        try:
+            prompts.append(_Prompt(where, fill(task.prompt, row, f"{where}: prompt")))
+            fill(task.answer, row, f"{where}: answer")
+        except DataError as error:
+            lacking.append(str(error))
+    if lacking:
+        return list(_some(lacking))
+    mistakes = list(_unreadable(task, model, sampling, prompts)) if model else []
+    if _is_file(task) and unseen(task) is None and not mistakes:
+        mistakes += _left(task, evaluates=evaluates)
+    return mistakes
+
+
+def unseen(task: TaskConfig) -> str | None:
+    """Says which rows of a task were looked at, where these are not all."""
+    most = _most(task)
+    if _is_file(task) and next(islice(read_rows(task), most, None), None) is None:
+        return None
+    return "of the task's rows, " + ("the first was looked at" if most == 1 else f"the first {most:,} were looked at")
+
+
+def _most(task: TaskConfig) -> int:
+    if _is_file(task):
+        return _OF_A_FILE
+    return _MADE if task.source.startswith(("meshrl:", "reasoning_gym:")) else 1
+
+
+def _is_file(task: TaskConfig) -> bool:
+    return Path(task.source).suffix in {".jsonl", ".parquet"}
+
+
+def _left(task: TaskConfig, *, evaluates: bool) -> Iterator[str]:
+    try:
+        held_out = Task.load(task).held_out
+    except DataError as error:
+        yield str(error)
+        return
+    if evaluates and not len(held_out):
+        yield (
+            f"{task.source}: [evaluation] judges held-out prompts, and none is held out of these rows: set "
+            "task.held_out, give more rows, or leave [evaluation] out"
+        )
+
+
+def _unreadable(
+    task: TaskConfig, model: ModelConfig, sampling: Sampling | None, prompts: Sequence[_Prompt]
+) -> Iterator[str]:
+    """Prompts with letters that the model has not, and those that leave no room for a completion."""
+    try:
+        counts = count_tokens(model, [prompt.text for prompt in prompts])
+    except ModelError as error:
+        yield str(error)
+        return
+    if counts is None:
+        return
+    longest, new = longest_of(model.model), sampling.max_tokens if sampling else 1
+    room = None if longest is None else longest - new
+    strange: list[str] = []
+    long: list[str] = []
+    for prompt, count in zip(prompts, counts, strict=True):
+        if isinstance(count, str):
+            strange.append(f"{prompt.where}: {count}")
+        elif room is not None and count > room and (task.longest is None or count <= task.longest):
+            long.append(f"{prompt.where}: the prompt has {count} tokens: {shortened(prompt.text)}")
+    yield from _some(strange)
+    yield from _some(long)
+    if long:
+        yield (
+            f"the model takes {longest} tokens, which with {new} new ones (sampling.max_tokens) leaves {room} for a "
+            f"prompt: set task.longest = {room} to leave longer ones out, or lower sampling.max_tokens"
+        )
+
+
+def _some(mistakes: Sequence[str]) -> Iterator[str]:
+    yield from mistakes[:_TOLD]
+    if (more := len(mistakes) - _TOLD) > 0:
+        yield f"and {more:,} rows more"

@@ -1,0 +1,38 @@
+"""The prompts of a task that are not too long for who reads them."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from meshrl import log
+from meshrl.errors import ConfigError, DataError
+from meshrl.roles import count_tokens
+from meshrl.tasks.config import TaskConfig
+
+T = TypeVar("T")
+
+
+def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
+    """Rows by their prompts, without those of more than `config.longest` tokens; a line in the log counts these.
+
+    ConfigError where nobody can count them, DataError where none is left.
+    """
+    if config.longest is None:
+        return rows
+    counts = count_tokens(config.reader, list(rows)) if config.reader else None
+    if counts is None:
+        raise ConfigError(
+            f"task.longest = {config.longest}: there is no tokenizer here to count by: give the folder of a model, or "
+            "leave task.longest out"
+        )
+    left = {
+        prompt: row
+        for (prompt, row), count in zip(rows.items(), counts, strict=True)
+        if isinstance(count, str) or count <= config.longest
+    }
+    if not left:
+        raise DataError(
+            f"{config.source}: each of its {len(rows)} prompts has more than task.longest = {config.longest} tokens"
+        )
+    if gone := len(rows) - len(left):
+        log.info(f"{config.source}: {gone} of {len(rows)} prompts are left out: of more than {config.longest} tokens")
+    return left
