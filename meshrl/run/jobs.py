@@ -8,7 +8,7 @@ from typing import Annotated, Generic, TypeVar, cast, get_type_hints
 
 from pydantic import create_model
 
-from meshrl.config import Config, PathIn, Table, load_toml, validate
+from meshrl.config import Config, PathIn, Table, as_list, load_toml, mistakes_in, validate
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.user_code import import_file
 
@@ -147,12 +147,11 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
     `source`: what errors say is wrong; `overrides`: those in the tables.
     """
     if not isinstance(table.get("algorithm"), str):
-        names = ", ".join(shipped_scripts())
-        raise ConfigError(f'{source}: algorithm is missing: write algorithm = "NAME" (of {names}) or "FILE.py"')
+        raise ConfigError(as_list(_without_algorithm(source, table, run, folder, overrides)))
     named = validate(_Head, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
     script = load_script(find_script(named, source))
     # One schema for the whole file, so that its mistakes come together and a key's nearest is sought everywhere.
-    whole = create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
+    whole = _whole(script, run)
     read = validate(whole, {**table, "algorithm": named}, source, overrides, folder)
     values = {name: getattr(read, name) for name in script.schema.model_fields}
     return Job(
@@ -162,3 +161,27 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
         config=script.schema.model_validate(values),
         resolved={"algorithm": named, **read.model_dump(mode="json")},
     )
+
+
+def _whole(script: Script, run: type[Config]) -> type[Config]:
+    return create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
+
+
+def _without_algorithm(
+    source: Path, table: Table, run: type[Config], folder: Path, overrides: Sequence[str]
+) -> list[str]:
+    """The mistakes of a file that names no algorithm: it is judged as one of the shipped that fits it best.
+
+    That nothing is left out of that one is not said: another may be meant.
+    """
+    scripts = shipped_scripts()
+    missing = f'{source}: algorithm is missing: write algorithm = "NAME" (of {", ".join(scripts)}) or "FILE.py"'
+    own = table.get("algorithm")
+    if isinstance(own, dict):  # of another project, whose keys have answers of their own
+        table = {**table, **{f"algorithm.{key}": value for key, value in own.items()}}
+    judged = [
+        mistakes_in(_whole(load_script(path), run), {**table, "algorithm": name}, source, overrides, folder)
+        for name, path in scripts.items()
+    ]
+    wrong = [[each for each in mistakes if not each.endswith(": is missing")] for mistakes in judged]
+    return [missing, *(each.replace(", which this algorithm does not have", "") for each in min(wrong, key=len))]
