@@ -6,6 +6,7 @@ import structlog
 import typer
 
 from meshrl.errors import MeshrlError, RankFailed
+from meshrl.log import processors
 
 
 def show_error(error: MeshrlError) -> None:
@@ -24,11 +25,7 @@ def _told(error: MeshrlError) -> str:
 def log_to_stderr() -> None:
     """Send log lines to where errors go, in colours where a person reads them."""
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper("%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, pad_event_to=0),
-        ],
+        processors=processors(),
         # Looked up at each line: while the progress line is live, rich has put itself in its place.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
