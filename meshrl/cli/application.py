@@ -14,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one: see `meshrl configs`.")
 ]
@@ -34,12 +35,20 @@ def settings(config: str, overrides: list[str] | None) -> list[str]:
     """The overrides; ConfigError where a key is written as an option, as `--steps 3` is."""
     given = [config, *(overrides or [])]
     for at, argument in enumerate(given):
+        if at and not argument.startswith("-") and "=" not in argument:
+            _told_to_join(argument, given[at + 1 : at + 2])
         if argument.startswith("-"):
             key, equals, value = argument.lstrip("-").partition("=")
             beside = given[at + 1 : at + 2] or ["true"]
             told = value if equals else "true" if beside[0].startswith("-") else beside[0]
             raise ConfigError(f"{argument}: keys are set without dashes: write {key.replace('-', '_')}={told}")
     return given[1:]
+
+
+def _told_to_join(key: str, beside: list[str]) -> None:
+    """ConfigError where a key and its value are two arguments, as `steps 3` is."""
+    if beside and "=" not in beside[0] and not beside[0].startswith("-"):
+        raise ConfigError(f"{key} {beside[0]}: a key and its value are one argument: write {key}={beside[0]}")
 
 
 def write(file: Path, content: bytes) -> None:

@@ -75,8 +75,16 @@ def find_config(name: str) -> Path:
         return known[name]
     if path.suffix == ".toml":
         load_toml(path)  # raises, naming the file that was probably meant
+    if meant := [str(each) for each in sorted(path.glob("*.toml"))] or [each for each in known if _of(each) == name]:
+        what = "is a folder" if path.is_dir() else "is an algorithm"
+        raise ConfigError(f"{name}: {what}, not a configuration; did you mean {' or '.join(meant)}?")
     hint = did_you_mean(name, known, "{}") or f"the shipped ones are {', '.join(known)}"
     raise ConfigError(f"{name}: no such file or shipped configuration; {hint}")
+
+
+def _of(config: str) -> str:
+    """The algorithm of a shipped configuration: `grpo` of `grpo/quickstart`."""
+    return config.partition("/")[0]
 
 
 def root_of(source: Path) -> Path:
@@ -98,7 +106,7 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
         return path
     known = shipped_scripts()
     if algorithm not in known:
-        hint = did_you_mean(algorithm, known) or f"the shipped ones are {', '.join(known)}"
+        hint = did_you_mean(_of(algorithm), known) or f"the shipped ones are {', '.join(known)}"
         where, own = (f"{source}: ", " (a script of your own ends in .py)") if source else ("", "")
         raise ConfigError(f"{where}no algorithm {algorithm!r} is shipped; {hint}{own}")
     return known[algorithm]

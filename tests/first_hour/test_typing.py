@@ -1,0 +1,27 @@
+"""What one types nearly right is answered with what is meant."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Terminal = Callable[..., tuple[int, str, str]]
+FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (("run", "mine"), "mine: is a folder, not a configuration; did you mean mine/config.toml?"),
+        (("check", "sft"), "did you mean sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm?"),
+        (("run", "dpo"), "dpo: is an algorithm, not a configuration; did you mean dpo/quickstart?"),
+        (("new", "grpo/quickstart", "z"), "no algorithm 'grpo/quickstart' is shipped; did you mean 'grpo'?"),
+        (("run", "grpo/quickstart", "steps", "3"), "steps 3: a key and its value are one argument: write steps=3"),
+    ],
+)
+def test_a_name_or_a_key(terminal: Terminal, tmp_path: Path, typed: tuple[str, ...], told: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.toml").write_text("", "utf-8")
+    status, _, err = terminal(*typed)
+    assert status == 1
+    assert told in err
