@@ -1,5 +1,6 @@
 """The application that commands add themselves to, and the arguments that several of them take."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,6 +14,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshrl {version('meshrl')}")
+        raise typer.Exit
 
 
 ConfigArgument = Annotated[
@@ -49,6 +56,15 @@ def _told_to_join(key: str, beside: list[str]) -> None:
     """ConfigError where a key and its value are two arguments, as `steps 3` is."""
     if beside and "=" not in beside[0] and not beside[0].startswith("-"):
         raise ConfigError(f"{key} {beside[0]}: a key and its value are one argument: write {key}={beside[0]}")
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
 
 
 def write(file: Path, content: bytes) -> None:

@@ -1,5 +1,6 @@
 """What one types nearly right is answered with what is meant."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,12 @@ import pytest
 
 Terminal = Callable[..., tuple[int, str, str]]
 FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
+
+
+def test_the_version(terminal: Terminal) -> None:
+    status, out, _ = terminal("--version")
+    assert status == 0
+    assert re.fullmatch(r"meshrl \d+\.\d+\.\d+\S*\n", out)
 
 
 @pytest.mark.parametrize(
