@@ -13,7 +13,6 @@ from rich.table import Table
 from meshrl import log
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.config import as_list
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
 from meshrl.report import find_run
@@ -26,6 +25,7 @@ from meshrl.run import (
     find_config,
     find_doubts,
     find_mistakes,
+    list_of_mistakes,
     load_job,
     pin,
     shipped_configs,
@@ -119,7 +119,7 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
     job = load_job(find_config(config), given, RunConfig)
     mistakes = find_mistakes(job.config, job.run)
     if mistakes:
-        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in mistakes]))
+        raise ConfigError(list_of_mistakes(job.source, mistakes, given))
     for doubt in find_doubts(job.config):
         log.warning(f"{job.source}: {doubt}")
     return job

@@ -12,6 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import find_doubts, find_mistakes
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, find_config, load_job, root_of, shipped_configs
+from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.pins import pin
@@ -40,6 +41,7 @@ __all__ = [
     "find_config",
     "find_doubts",
     "find_mistakes",
+    "list_of_mistakes",
     "load_job",
     "merge_adapters",
     "newest_model",

@@ -10,13 +10,14 @@ from typing import Final, cast
 
 import msgspec
 
-from meshrl.config import Table, as_list
+from meshrl.config import Table
 from meshrl.errors import ConfigError, DataError
 from meshrl.rewards import RewardConfig, RewardFunction
 from meshrl.roles import NewModel
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import RunConfig
 from meshrl.run.jobs import Job, find_script, load_script, make_job
+from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.pins import pin
 from meshrl.run.run import Run
 
@@ -138,7 +139,7 @@ def _table(
 def _check(job: Job[RunConfig]) -> None:
     """ConfigError with what `meshrl check` finds wrong."""
     if mistakes := find_mistakes(job.config, job.run):
-        raise ConfigError(as_list([f"{_SOURCE}: {mistake}" for mistake in mistakes]))
+        raise ConfigError(list_of_mistakes(_SOURCE, mistakes))
 
 
 def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:

@@ -32,3 +32,20 @@ def test_a_name_or_a_key(terminal: Terminal, tmp_path: Path, typed: tuple[str, .
     status, _, err = terminal(*typed)
     assert status == 1
     assert told in err
+
+
+def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
+    err = terminal("check", "grpo/quickstart", "policy.model=nowhere", "reward.function=exactly", "task.prompt={wrd}")[
+        2
+    ]
+    assert "3 mistakes" in err
+    for key in ("policy: model", "reward: reward function 'exactly'", "task: meshrl:spell_backward, row 0: prompt"):
+        assert f"  command line: {key}" in err
+    assert "quickstart.toml: policy: model" in terminal("check", "grpo/quickstart")[2]
+
+
+def test_equal_mistakes_are_told_once(terminal: Terminal) -> None:
+    backends = [f"{role}.backend=nope" for role in ("policy", "sampler", "reference")]
+    err = terminal("check", "grpo/quickstart", "loss.kl=0.1", *backends)[2]
+    assert "command line: policy, sampler, reference: no backend 'nope' is installed" in err
+    assert err.count("no backend 'nope'") == 1
