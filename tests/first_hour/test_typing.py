@@ -34,6 +34,19 @@ def test_a_name_or_a_key(terminal: Terminal, tmp_path: Path, typed: tuple[str, .
     assert told in err
 
 
+def test_evaluation_is_left_out_by_the_command_line(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'algorithm = "grpo"\nsteps = 1\nprompts = 2\nrun.name = "mine"\n[task]\nsource = "meshrl:spell_backward"\n'
+        'prompt = "{word}"\n[policy]\nmodel = "none"\n[reward]\n[evaluation]\nevery = 1\nrows = 4\n',
+        "utf-8",
+    )
+    assert terminal("run", "mine.toml", *FAKES, "evaluation=false")[0] == 0
+    assert not (tmp_path / "runs/mine/evaluations.jsonl").exists()
+    assert "[evaluation]" not in (tmp_path / "runs/mine/config.toml").read_text("utf-8")
+    err = terminal("check", "mine.toml", *FAKES, "evaluation=true")[2]
+    assert "command line: evaluation = true: must be a table" in err
+
+
 def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
     err = terminal("check", "grpo/quickstart", "policy.model=nowhere", "reward.function=exactly", "task.prompt={wrd}")[
         2
