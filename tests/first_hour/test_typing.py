@@ -47,6 +47,23 @@ def test_evaluation_is_left_out_by_the_command_line(terminal: Terminal, tmp_path
     assert "command line: evaluation = true: must be a table" in err
 
 
+def test_an_earlier_evaluation_is_kept(terminal: Terminal, tmp_path: Path) -> None:
+    assert terminal("run", "grpo/quickstart", *FAKES, "steps=1", "prompts=2", "run.checkpoint_every=1")[0] == 0
+    run = tmp_path / "runs" / "quickstart"
+    for n, kept in (("2", []), ("2", []), ("1", ["eval-1.json"]), ("3", ["eval-1.json", "eval-2.json"])):
+        before = (run / "eval.json").read_bytes() if (run / "eval.json").exists() else b""
+        status, out, err = terminal("eval", "quickstart", "--n", n, "--rows", "4")
+        assert status == 0, err
+        assert sorted(each.name for each in run.glob("eval-*.json")) == kept
+        if kept and kept[-1] in out:
+            assert (run / kept[-1]).read_bytes() == before
+    assert "eval-2.json" in out
+    err = terminal("eval", "quickstart", "--temperature", "0")[2]
+    assert (
+        "temperature = 0.0: is greedy, and one greedy completion of each prompt is judged anyway: leave it out" in err
+    )
+
+
 def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
     err = terminal("check", "grpo/quickstart", "policy.model=nowhere", "reward.function=exactly", "task.prompt={wrd}")[
         2
