@@ -64,6 +64,15 @@ def test_an_earlier_evaluation_is_kept(terminal: Terminal, tmp_path: Path) -> No
     )
 
 
+def test_a_folder_is_no_source_of_rows(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    err = terminal("check", "grpo/quickstart", *FAKES, "task.source=rows", "task.options={}")[2]
+    assert "task source 'rows': is a folder, and rows are read from one file: it has no .jsonl or .parquet file" in err
+    (tmp_path / "rows" / "train.jsonl").touch()
+    err = terminal("check", "grpo/quickstart", *FAKES, "task.source=rows", "task.options={}")[2]
+    assert "name a file in it, such as rows/train.jsonl" in err
+
+
 def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
     err = terminal("check", "grpo/quickstart", "policy.model=nowhere", "reward.function=exactly", "task.prompt={wrd}")[
         2
