@@ -3,6 +3,7 @@
 import atexit
 import shutil
 import tempfile
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,7 +78,9 @@ def _merged(path: Path) -> Path:
         described = PeftConfig.from_pretrained(str(path))
         base = folder_of("@".join(filter(None, (described.base_model_name_or_path, described.revision))))
         network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
-        merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
+        with warnings.catch_warnings():  # peft asks transformers for what is going away there
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
     except Exception as error:
         raise ModelError(f"{path} holds adapters, whose model cannot be read: {error}") from error
     folder = _temporary("meshrl-merged-")
