@@ -1,15 +1,38 @@
 """Log lines of the program. A rank that says nothing does not pay for structlog: it is imported with the first."""
 
+import sys
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger, Processor
+
 
 def info(event: str, **values: object) -> None:
     """Say what goes on."""
-    import structlog  # noqa: PLC0415 -- with rich and attrs it is a fifth of what meshrl imports
-
-    structlog.get_logger().info(event, **values)
+    _logger().info(event, **values)
 
 
 def warning(event: str, **values: object) -> None:
     """Say what somebody should look at."""
+    _logger().warning(event, **values)
+
+
+def processors() -> "list[Processor]":
+    """What makes a line that a person reads: in colours on a terminal, its values in the order that they are given."""
+    import structlog  # noqa: PLC0415 -- with rich and attrs it is a fifth of what meshrl imports
+
+    return [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper("%H:%M:%S", utc=False),
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, pad_event_to=0),
+    ]
+
+
+def _logger() -> "FilteringBoundLogger":
+    """The logger of who has configured structlog, as the command line has; a script sees the same lines."""
     import structlog  # noqa: PLC0415 -- as above
 
-    structlog.get_logger().warning(event, **values)
+    if structlog.is_configured():
+        return cast("FilteringBoundLogger", structlog.get_logger())
+    plain = structlog.PrintLogger(sys.stderr)
+    return cast("FilteringBoundLogger", structlog.wrap_logger(plain, processors=processors()))

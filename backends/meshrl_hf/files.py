@@ -3,6 +3,7 @@
 import atexit
 import shutil
 import tempfile
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +57,10 @@ def _located(model: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError(f"model {model!r}: no package {package!r} is installed in this environment")
+        raise ModelError(
+            f"model {model!r}: no package {package!r} is installed in this environment: pip install "
+            f"{package.replace('_', '-')}"
+        )
     path = Path(next(iter(spec.submodule_search_locations))) / name
     if not path.exists():
         files = sorted(each.name for each in path.parent.glob("*.gguf")) if path.parent.is_dir() else []
@@ -74,7 +78,9 @@ def _merged(path: Path) -> Path:
         described = PeftConfig.from_pretrained(str(path))
         base = folder_of("@".join(filter(None, (described.base_model_name_or_path, described.revision))))
         network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
-        merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
+        with warnings.catch_warnings():  # peft asks transformers for what is going away there
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()
     except Exception as error:
         raise ModelError(f"{path} holds adapters, whose model cannot be read: {error}") from error
     folder = _temporary("meshrl-merged-")

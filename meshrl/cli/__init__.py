@@ -1,4 +1,4 @@
-"""The command line: run, check, serve, eval, report, trace, audit, simulate, new, configs.
+"""The command line: run, check, serve, eval, merge, push, report, trace, audit, simulate, new, configs.
 
 `main` is the program; each module of commands adds its own to `app`.
 """

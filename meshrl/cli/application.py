@@ -1,5 +1,6 @@
 """The application that commands add themselves to, and the arguments that several of them take."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,6 +14,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshrl {version('meshrl')}")
+        raise typer.Exit
+
 
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one: see `meshrl configs`.")
@@ -34,12 +42,29 @@ def settings(config: str, overrides: list[str] | None) -> list[str]:
     """The overrides; ConfigError where a key is written as an option, as `--steps 3` is."""
     given = [config, *(overrides or [])]
     for at, argument in enumerate(given):
+        if at and not argument.startswith("-") and "=" not in argument:
+            _told_to_join(argument, given[at + 1 : at + 2])
         if argument.startswith("-"):
             key, equals, value = argument.lstrip("-").partition("=")
             beside = given[at + 1 : at + 2] or ["true"]
             told = value if equals else "true" if beside[0].startswith("-") else beside[0]
             raise ConfigError(f"{argument}: keys are set without dashes: write {key.replace('-', '_')}={told}")
     return given[1:]
+
+
+def _told_to_join(key: str, beside: list[str]) -> None:
+    """ConfigError where a key and its value are two arguments, as `steps 3` is."""
+    if beside and "=" not in beside[0] and not beside[0].startswith("-"):
+        raise ConfigError(f"{key} {beside[0]}: a key and its value are one argument: write {key}={beside[0]}")
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
 
 
 def write(file: Path, content: bytes) -> None:

@@ -14,7 +14,6 @@ from meshrl import log
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
 from meshrl.cli.terminal import show_raised
-from meshrl.config import as_list
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
 from meshrl.report import find_run
@@ -28,6 +27,7 @@ from meshrl.run import (
     find_config,
     find_mistakes,
     is_shipped,
+    list_of_mistakes,
     load_job,
     pin,
     shipped_configs,
@@ -125,7 +125,7 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
     job = load_job(find_config(config), given, RunConfig)
     found = examine(job.config, job.run)
     if found.mistakes:
-        raise ConfigError(as_list([f"{job.source}: {mistake}" for mistake in found.mistakes]))
+        raise ConfigError(list_of_mistakes(job.source, found.mistakes, given))
     for doubt in found.doubts:
         log.warning(f"{job.source}: {doubt}")
     return job

@@ -1,6 +1,7 @@
 """The commands about a run's folder: serve, eval, merge, push, report, trace, audit."""
 
 import asyncio
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,18 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
     for name, estimate in found.lines():
         table.add_row(name, *(f"{value:.4f}" for value in (estimate.value, estimate.low, estimate.high)))
     Console().print(table)
-    write(out or folder / "eval.json", msgspec.json.encode(found))
+    content = msgspec.json.encode(found)
+    if out is None and (kept := _set_aside(folder / "eval.json", content)):
+        typer.echo(f"kept the earlier one as {kept}")
+    write(out or folder / "eval.json", content)
+
+
+def _set_aside(file: Path, content: bytes) -> Path | None:
+    """The new name, `eval-1.json` and so on, of a file that says something else."""
+    if not file.is_file() or file.read_bytes() == content:
+        return None
+    names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
+    return file.rename(next(name for name in names if not name.exists()))
 
 
 @app.command()

@@ -8,6 +8,7 @@ import structlog
 import typer
 
 from meshrl.errors import MeshrlError, RankFailed, described
+from meshrl.log import processors
 from meshrl.user_code import frames_of, is_of_meshrl
 
 
@@ -44,11 +45,7 @@ def _told(error: MeshrlError) -> str:
 def log_to_stderr() -> None:
     """Send log lines to where errors go, in colours where a person reads them."""
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper("%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False, pad_event_to=0),
-        ],
+        processors=processors(),
         # Looked up at each line: while the progress line is live, rich has put itself in its place.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

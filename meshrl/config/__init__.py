@@ -7,6 +7,18 @@ raises one error with all that is wrong, in the words of the file. `PathIn` mark
 from meshrl.config.base import Config, Keys, Table, dotted
 from meshrl.config.paths import PathIn
 from meshrl.config.toml_file import DEEPEST, load_toml, too_deep
-from meshrl.config.validation import as_list, validate
+from meshrl.config.validation import as_list, mistakes_in, validate
 
-__all__ = ["DEEPEST", "Config", "Keys", "PathIn", "Table", "as_list", "dotted", "load_toml", "too_deep", "validate"]
+__all__ = [
+    "DEEPEST",
+    "Config",
+    "Keys",
+    "PathIn",
+    "Table",
+    "as_list",
+    "dotted",
+    "load_toml",
+    "mistakes_in",
+    "too_deep",
+    "validate",
+]

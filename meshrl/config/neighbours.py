@@ -48,7 +48,7 @@ def answers(path: Keys, value: object, known: Collection[str] | None = None) -> 
     """
     found: list[str] = []
     for leaf in _leaves(path, value):
-        parts = [str(part) for part in leaf]
+        parts = dotted(leaf).split(".")
         names = (".".join(parts[start:]) for start in range(len(parts)))
         word = next((words[name] for name in names for words in neighbours().values() if name in words), None)
         if word:

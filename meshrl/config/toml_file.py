@@ -73,8 +73,9 @@ def _put(table: Table, override: str) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         below = here.setdefault(part, {})
         if not isinstance(below, dict):
-            if told := answers(tuple(parts), None):
-                raise ConfigError(f"command line: {override}: no such key; {told[0]}")
+            if answers(tuple(parts), None):
+                table[dotted(parts)] = _value(text.strip())  # an unknown key, which is told with the other mistakes
+                return
             raise ConfigError(
                 f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
                 f"which has no key {parts[depth]!r}; give the whole of it, as in {dotted(parts[:depth])}=..."

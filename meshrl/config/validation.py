@@ -28,14 +28,34 @@ def validate(
     at the current folder; those of the table itself start at `folder`.
     Nothing is converted: "3" is no integer, and 1 is no boolean; an integer is a number.
     """
+    read = _judged(schema, table, source, overrides, folder)
+    if isinstance(read, list):
+        raise ConfigError(as_list(read))
+    return read
+
+
+def mistakes_in(
+    schema: type[Config],
+    table: Mapping[str, object],
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    folder: Path = Path(),
+) -> list[str]:
+    """What `validate` would raise, one text for each mistake."""
+    read = _judged(schema, table, source, overrides, folder)
+    return read if isinstance(read, list) else []
+
+
+def _judged(
+    schema: type[C], table: Mapping[str, object], source: str | Path, overrides: Sequence[str], folder: Path
+) -> C | list[str]:
     given = [override.partition("=")[0].strip() for override in overrides]
     table, misplaced = with_absolute_paths(schema, table, folder, given)
     read = _read(schema, table)
     mistakes = [*misplaced, *(read if isinstance(read, list) else ())]
     if isinstance(read, list) or mistakes:
         whole = [each.partition(".")[0] for each in given if each.partition(".")[0] not in schema.model_fields]
-        lines = [f"{'command line' if is_given(path, [*given, *whole]) else source}: {text}" for path, text in mistakes]
-        raise ConfigError(as_list(lines))
+        return [f"{'command line' if is_given(path, [*given, *whole]) else source}: {text}" for path, text in mistakes]
     return read
 
 

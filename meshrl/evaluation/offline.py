@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshrl.config import Config, Table, load_toml, validate
 from meshrl.data import Batch
@@ -48,7 +48,7 @@ class Question(Config):
     """The reward from which on a completion is right."""
     rows: int | None = Field(default=None, ge=1)
     """The first so many prompts; nothing means all."""
-    temperature: float | None = Field(default=None, gt=0)
+    temperature: float | None = Field(default=None, ge=0)
     """Nothing means the run's."""
     max_tokens: int | None = Field(default=None, gt=0)
     """The same."""
@@ -56,6 +56,16 @@ class Question(Config):
     """What samples; the same."""
     seed: int = 0
     """Of what is drawn, and of the bootstrap."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _draws(cls, temperature: float | None) -> float | None:
+        if temperature == 0:
+            raise ValueError(
+                "is greedy, and one greedy completion of each prompt is judged anyway: leave it out, or give the "
+                "temperature of the others"
+            )
+        return temperature
 
     @property
     def ks(self) -> list[int]:

@@ -79,7 +79,7 @@ def create(name: str, folder: Path, *, public: bool, message: str) -> str:
 
     It is private unless `public`, and one that was there stays what it was. ModelError where the hub refuses.
     """
-    with explained(name, "model"):
+    with explained(name, "model", offline=": nothing was put there; push again with a network"):
         import huggingface_hub as hub  # noqa: PLC0415
 
         api = hub.HfApi()
@@ -98,10 +98,10 @@ def parsed(text: str, kind: Kind) -> Repository:
 
 
 @contextmanager
-def explained(text: str, kind: Kind, before: str = "") -> Generator[None]:
+def explained(text: str, kind: Kind, before: str = "", offline: str = "") -> Generator[None]:
     """What the library raises of a repository, in our words: as ModelError, or DataError of a dataset.
 
-    `before`: what to say first.
+    `before`: what to say first. `offline`: what follows where nobody answers, of what is not read there.
     """
     refused = ModelError if kind == "model" else DataError
     try:
@@ -127,10 +127,11 @@ def explained(text: str, kind: Kind, before: str = "") -> Generator[None]:
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]
         if getattr(error, "errno", None) in _OF_DISKS:
             raise refused(f"{where}: its files cannot be kept in {constants.HF_HUB_CACHE}: {error}") from error
-        raise refused(
-            f"{where} does not answer, or HF_HUB_OFFLINE is set, and the files are not in the cache: fetch them once "
-            f"with a network, `hf download {text.partition('@')[0]}`, or name a folder"
-        ) from error
+        cached = (
+            ", and the files are not in the cache: fetch them once with a network, "
+            f"`hf download {text.partition('@')[0]}`, or name a folder"
+        )
+        raise refused(f"{where} does not answer, or HF_HUB_OFFLINE is set{offline or cached}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
+from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.pins import pin
@@ -44,6 +45,7 @@ __all__ = [
     "find_doubts",
     "find_mistakes",
     "is_shipped",
+    "list_of_mistakes",
     "load_job",
     "merge_adapters",
     "newest_model",

@@ -61,7 +61,7 @@ class AlgorithmConfig(Config):
     """
 
     evaluation: EvaluationConfig | None = None
-    """Judge held-out prompts beside the steps; nothing means not to."""
+    """Judge held-out prompts beside the steps; nothing, or false, means not to."""
 
     @field_validator("*")
     @classmethod
@@ -109,6 +109,8 @@ class AlgorithmConfig(Config):
         A sampler has its adapters too, where they are what it is given.
         """
         filled = dict(table)
+        if filled.get("evaluation") is False:  # the one way of a command line to take a file's table out
+            del filled["evaluation"]
         run, policy = table.get("run"), table.get("policy")
         if isinstance(run, Mapping) and "seed" in run:
             for name, field in cls.model_fields.items():

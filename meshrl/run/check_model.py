@@ -88,7 +88,8 @@ def check_model(model: str) -> None:
         package, _, inside = model.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
-            raise ModelError(f"model {model!r}: the package {package!r} is not installed")
+            pip_name = package.replace("_", "-")
+            raise ModelError(f"model {model!r}: the package {package!r} is not installed: pip install {pip_name}")
         path = Path(spec.origin).parent / inside
     if path.suffix == ".gguf":
         if not path.is_file():

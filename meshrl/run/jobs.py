@@ -8,7 +8,7 @@ from typing import Annotated, Generic, TypeVar, cast, get_type_hints
 
 from pydantic import create_model
 
-from meshrl.config import Config, PathIn, Table, load_toml, validate
+from meshrl.config import Config, PathIn, Table, as_list, load_toml, mistakes_in, validate
 from meshrl.errors import ConfigError, did_you_mean
 from meshrl.user_code import import_file
 
@@ -75,8 +75,16 @@ def find_config(name: str) -> Path:
         return known[name]
     if path.suffix == ".toml":
         load_toml(path)  # raises, naming the file that was probably meant
+    if meant := [str(each) for each in sorted(path.glob("*.toml"))] or [each for each in known if _of(each) == name]:
+        what = "is a folder" if path.is_dir() else "is an algorithm"
+        raise ConfigError(f"{name}: {what}, not a configuration; did you mean {' or '.join(meant)}?")
     hint = did_you_mean(name, known, "{}") or f"the shipped ones are {', '.join(known)}"
     raise ConfigError(f"{name}: no such file or shipped configuration; {hint}")
+
+
+def _of(config: str) -> str:
+    """The algorithm of a shipped configuration: `grpo` of `grpo/quickstart`."""
+    return config.partition("/")[0]
 
 
 def root_of(source: Path) -> Path:
@@ -98,7 +106,7 @@ def find_script(algorithm: str, source: Path | None = None) -> Path:
         return path
     known = shipped_scripts()
     if algorithm not in known:
-        hint = did_you_mean(algorithm, known) or f"the shipped ones are {', '.join(known)}"
+        hint = did_you_mean(_of(algorithm), known) or f"the shipped ones are {', '.join(known)}"
         where, own = (f"{source}: ", " (a script of your own ends in .py)") if source else ("", "")
         raise ConfigError(f"{where}no algorithm {algorithm!r} is shipped; {hint}{own}")
     return known[algorithm]
@@ -152,12 +160,11 @@ def make_job(source: Path, table: Table, run: type[R], folder: Path, overrides: 
     `source`: what errors say is wrong; `overrides`: those in the tables.
     """
     if not isinstance(table.get("algorithm"), str):
-        names = ", ".join(shipped_scripts())
-        raise ConfigError(f'{source}: algorithm is missing: write algorithm = "NAME" (of {names}) or "FILE.py"')
+        raise ConfigError(as_list(_without_algorithm(source, table, run, folder, overrides)))
     named = validate(_Head, {"algorithm": table["algorithm"]}, source, overrides, folder).algorithm
     script = load_script(find_script(named, source))
     # One schema for the whole file, so that its mistakes come together and a key's nearest is sought everywhere.
-    whole = create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
+    whole = _whole(script, run)
     read = validate(whole, {**table, "algorithm": named}, source, overrides, folder)
     values = {name: getattr(read, name) for name in script.schema.model_fields}
     return Job(
@@ -175,3 +182,27 @@ def _placed(resolved: Table) -> Table:
     if isinstance(run, dict) and isinstance(folder := run.get("folder"), str):
         return {**resolved, "run": {**run, "folder": str(Path(folder).absolute())}}
     return resolved
+
+
+def _whole(script: Script, run: type[Config]) -> type[Config]:
+    return create_model("File", __base__=script.schema, algorithm=(str, ...), run=(run, run()))
+
+
+def _without_algorithm(
+    source: Path, table: Table, run: type[Config], folder: Path, overrides: Sequence[str]
+) -> list[str]:
+    """The mistakes of a file that names no algorithm: it is judged as one of the shipped that fits it best.
+
+    That nothing is left out of that one is not said: another may be meant.
+    """
+    scripts = shipped_scripts()
+    missing = f'{source}: algorithm is missing: write algorithm = "NAME" (of {", ".join(scripts)}) or "FILE.py"'
+    own = table.get("algorithm")
+    if isinstance(own, dict):  # of another project, whose keys have answers of their own
+        table = {**table, **{f"algorithm.{key}": value for key, value in own.items()}}
+    judged = [
+        mistakes_in(_whole(load_script(path), run), {**table, "algorithm": name}, source, overrides, folder)
+        for name, path in scripts.items()
+    ]
+    wrong = [[each for each in mistakes if not each.endswith(": is missing")] for mistakes in judged]
+    return [missing, *(each.replace(", which this algorithm does not have", "") for each in min(wrong, key=len))]

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Final, cast
 
 import msgspec
 
-from meshrl.config import Table, as_list
+from meshrl.config import Table
 from meshrl.errors import ConfigError, DataError
 from meshrl.rewards import RewardConfig, RewardFunction
 from meshrl.roles import NewModel
 from meshrl.run.check import find_mistakes
 from meshrl.run.config import RunConfig
 from meshrl.run.jobs import Job, find_script, load_script, make_job
+from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.pins import pin
 from meshrl.run.run import Run
 
@@ -41,42 +42,37 @@ class Trained:
 
 async def train(
     model: str | Path | NewModel,
-    rows: Iterable[Mapping[str, object]],
-    reward: RewardFunction | RewardConfig | str | None,
+    rows: str | Path | Iterable[Mapping[str, object]],
+    reward: RewardFunction | RewardConfig | str | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Trained:
     """Improve a model by GRPO, or another shipped algorithm, on rows that a reward judges.
 
         trained = asyncio.run(meshrl.train("models/mine", rows, judge, {"steps": 50, "task.prompt": "{question}"}))
 
-    `rows`: mappings, such as those of a list or of a `datasets.Dataset`; they are written beside the run's folder, as
-    JSON lines. `reward`: a function, its name as `reward.function` takes it, or a table with several; None for an
-    algorithm that has none. `settings`: keys as in a configuration file, with their values; `algorithm` is "grpo",
-    `run.name` "train", and a tenth of the prompts is held out. Raises ConfigError with all mistakes in them, and what a
-    run raises.
+    `rows`: mappings, such as those of a list or of a `datasets.Dataset`, which are written beside the run's folder as
+    JSON lines; or the name of what holds them, as `task.source` takes it: a .jsonl or .parquet file, `hf:ORG/NAME`.
+    `reward`: a function, its name as `reward.function` takes it, or a table with several; None for an algorithm that
+    has none. `settings`: keys as in a configuration file, dotted or in tables, with their values; `algorithm` is
+    "grpo", `run.name` "train", and a tenth of the prompts is held out. Raises ConfigError with all mistakes in them,
+    and what a run raises.
     """
     if not (reward is None or isinstance(reward, str | RewardConfig) or callable(reward)):
         raise ConfigError(
             f"a reward is a function, its name or a RewardConfig, not {reward!r:.80}: several are "
             "RewardConfig(functions={name: function})"
         )
-    text = b"\n".join(_line(number, row) for number, row in enumerate(rows))
-    settings = settings or {}
-    # Named by what is in it: another call's rows do not take its place.
-    digest = hashlib.blake2b(text, digest_size=8).hexdigest()
-    source = Path(str(settings.get("run.folder", "runs")), f"rows-{digest}.jsonl")
-    table = _table(model, source, reward, settings)
-    algorithm = str(table["algorithm"])
-    if reward is not None and "reward" not in load_script(find_script(algorithm, _SOURCE)).schema.model_fields:
-        raise ConfigError(f"{algorithm} has no reward: give None in place of {reward!r:.80}")
-    job = make_job(_SOURCE, table, RunConfig, Path())
-    if reward is not None and not isinstance(reward, str):
-        own = cast("RewardConfig", vars(job.config)["reward"]).model_dump(exclude_unset=True)
-        given = {"function": reward} if callable(reward) else reward.model_dump(exclude_unset=True)
-        judge = RewardConfig.model_validate(own | given)
-        config = job.config.model_copy(update={"reward": judge})
-        job = replace(job, config=config, resolved=job.resolved | {"reward": judge.model_dump(mode="json")})
-    _write(source, text, partial(_check, job))
+    given = dict(_flat(settings or {}))
+    if isinstance(rows, str | Path):
+        job = _job(_table(model, str(rows), reward, given), reward)
+        _check(job)
+    else:
+        text = b"\n".join(_line(number, row) for number, row in enumerate(rows))
+        # Named by what is in it: another call's rows do not take its place.
+        digest = hashlib.blake2b(text, digest_size=8).hexdigest()
+        source = Path(str(given.get(("run", "folder"), "runs")), f"rows-{digest}.jsonl")
+        job = _job(_table(model, str(source), reward, given), reward)
+        _write(source, text, partial(_check, job))
     job = pin(job)
     async with Run(job.run, job.resolved) as run:
         await job.script.function(run, job.config)
@@ -84,37 +80,66 @@ async def train(
     return Trained(run.folder, summary)
 
 
-def _table(model: str | Path | NewModel, rows: Path, reward: object, settings: Mapping[str, object]) -> Table:
+def _job(table: Table, reward: object) -> Job[RunConfig]:
+    """What the tables say to run, with the reward that is no name."""
+    algorithm = str(table["algorithm"])
+    has_reward = "reward" in load_script(find_script(algorithm, _SOURCE)).schema.model_fields
+    if reward is not None and not has_reward:
+        raise ConfigError(f"{algorithm} has no reward: leave {reward!r:.80} out")
+    if has_reward and "reward" not in table:
+        raise ConfigError(f"{algorithm} needs a reward: give a function (prompt, completion, row) -> float")
+    job = make_job(_SOURCE, table, RunConfig, Path())
+    if reward is None or isinstance(reward, str):
+        return job
+    own = cast("RewardConfig", vars(job.config)["reward"]).model_dump(exclude_unset=True)
+    given = reward.model_dump(exclude_unset=True) if isinstance(reward, RewardConfig) else {"function": reward}
+    judge = RewardConfig.model_validate(own | given)
+    config = job.config.model_copy(update={"reward": judge})
+    return replace(job, config=config, resolved=job.resolved | {"reward": judge.model_dump(mode="json")})
+
+
+def _flat(settings: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """Each setting with the keys that lead to it, whether these are dotted or in tables."""
+    for key, value in settings.items():
+        path = (*above, key) if above else tuple(key.split("."))
+        if isinstance(value, Mapping) and value:
+            yield from _flat(cast("Mapping[str, object]", value), path)
+        else:
+            yield path, value
+
+
+def _table(
+    model: str | Path | NewModel, rows: str, reward: object, settings: Mapping[tuple[str, ...], object]
+) -> Table:
     """The settings as the tables of a configuration file."""
-    given: dict[str, object] = {
-        "algorithm": "grpo",
-        "run.name": "train",
-        "task.source": str(rows),
-        "task.held_out": "all",
+    arguments: dict[str, object] = {
+        "task.source": rows,
         "policy.model": model.model_dump() if isinstance(model, NewModel) else str(model),
         **({"reward.function": reward} if isinstance(reward, str) else {"reward": {}} if reward else {}),
     }
     taken = {"task.source", "policy.model", *(("reward.function", "reward.functions") if reward else ())}
-    if said := sorted(taken & settings.keys()):
+    if said := sorted(taken & {".".join(path[:2]) for path in settings}):
         raise ConfigError(f"{_SOURCE}: {said[0]} is given as an argument: leave it out of the settings")
-    given |= settings
+    defaults = {"algorithm": "grpo", "run.name": "train", "task.held_out": "all"}
+    given = {tuple(key.split(".")): value for key, value in (defaults | arguments).items()} | dict(settings)
     table: Table = {}
-    for key, value in given.items():
-        *above, last = key.split(".")
+    for path, value in given.items():
+        *above, last = path
         here = table
         for part in above:
             below = here.setdefault(part, {})
             if not isinstance(below, dict):
-                raise ConfigError(f"{_SOURCE}: {key}: {part} is {below!r} already: give one of the two")
+                raise ConfigError(f"{_SOURCE}: {'.'.join(path)}: {part} is {below!r} already: give one of the two")
             here = below
-        here[last] = value
+        if not (value == {} and last in here):
+            here[last] = value
     return table
 
 
 def _check(job: Job[RunConfig]) -> None:
     """ConfigError with what `meshrl check` finds wrong."""
     if mistakes := find_mistakes(job.config, job.run):
-        raise ConfigError(as_list([f"{_SOURCE}: {mistake}" for mistake in mistakes]))
+        raise ConfigError(list_of_mistakes(_SOURCE, mistakes))
 
 
 def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:

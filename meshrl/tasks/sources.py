@@ -40,6 +40,10 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
         return _some(((f"{config.source}, row {number}", row) for number, row in found), config.source)
     path = Path(config.source)
     readers = {".jsonl": _json_lines, ".parquet": _parquet}
+    if path.is_dir():
+        files = sorted(each.name for each in path.iterdir() if each.suffix in readers)
+        hint = f"name a file in it, such as {path / files[0]}" if files else "it has no .jsonl or .parquet file"
+        raise DataError(f"task source {config.source!r}: is a folder, and rows are read from one file: {hint}")
     if path.suffix not in readers:
         raise DataError(
             f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {NAME}, "

@@ -1,6 +1,8 @@
 """MLflow, through its own client: MLFLOW_TRACKING_URI and its other variables act as they do there."""
 
+import json
 import re
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -16,6 +18,9 @@ _NOT_TAKEN: Final = re.compile(r"[^\w\-. :/]")
 """What a metric's name may not hold: `eval/pass@1` is `eval/pass_1` there."""
 _LONGEST: Final = 500
 """Characters of a parameter that each of MLflow's stores takes."""
+_SAMPLES: Final = "samples.json"
+_TABLES: Final = "mlflow.loggedArtifacts"
+"""The tag by which MLflow's pages know that an artifact is a table."""
 _ENDS: Final = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
@@ -25,8 +30,13 @@ class Mlflow(Tracker):
     wants_report = True
 
     def __init__(self) -> None:
-        self._client = import_module("mlflow").MlflowClient()
+        mlflow = import_module("mlflow")
+        if str(mlflow.get_tracking_uri()).startswith("sqlite:"):  # as it is where nothing else was said
+            import_module("sqlalchemy")
+            import_module("alembic")
+        self._client = mlflow.MlflowClient()
         self._entities = import_module("mlflow.entities")
+        self._samples: list[list[object]] | None = None
 
     def begin(self, run: TrackedRun) -> None:
         """Open the run there, or go on with it."""
@@ -52,9 +62,20 @@ class Mlflow(Tracker):
         self._client.log_batch(self._id, metrics=told)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Send a table."""
-        table = {name: [row[name] for row in rows] for name in rows[0]}
-        self._client.log_table(self._id, {"step": [step] * len(rows), **table}, "samples.json")
+        """Send a table, as the client's `log_table` does, which needs pandas."""
+        if self._samples is None:
+            self._samples = self._sent()
+        self._samples += [[step, *row.values()] for row in rows]
+        self._client.log_dict(self._id, {"columns": ["step", *rows[0]], "data": self._samples}, _SAMPLES)
+
+    def _sent(self) -> list[list[object]]:
+        """The samples that are there of a run that goes on; of a new one, say that there is a table."""
+        if any(each.path == _SAMPLES for each in self._client.list_artifacts(self._id)):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(self._client.download_artifacts(self._id, _SAMPLES, folder))
+                return cast("list[list[object]]", json.loads(file.read_bytes())["data"])
+        self._client.set_tag(self._id, _TABLES, json.dumps([{"path": _SAMPLES, "type": "table"}]))
+        return []
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
         """Send what the run came to, and close it."""

@@ -143,5 +143,5 @@ def test_eval_needs_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(DataError, match="so there is nothing to judge it by: name a task"):
         app(args=["eval", "mine"], standalone_mode=False)
     (run / "config.toml").write_text(CONFIG)
-    with pytest.raises(ConfigError, match=r"command line: temperature = 0\.0: must be greater than 0"):
+    with pytest.raises(ConfigError, match=r"command line: temperature = 0\.0: is greedy"):
         app(args=["eval", "mine", "--temperature", "0"], standalone_mode=False)

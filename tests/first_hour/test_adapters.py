@@ -1,6 +1,7 @@
 """Adapters after a run: judged, merged into their model, and trained on from, as any other model."""
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 def test_adapters_are_merged_judged_and_trained_on_from(run: Path, terminal: Terminal) -> None:
     assert not (run / "model" / "config.json").exists()
-    status, out, err = terminal("merge", "mine")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "`is_gradient_checkpointing`", FutureWarning)
+        status, out, err = terminal("merge", "mine")
     assert (status, out) == (0, f"wrote {run / 'merged'}, of {run / 'model'}\n"), err
     base = run.parent / "base" / "model"
     wanted = logits(PeftModel.from_pretrained(read(base), str(run / "model")))

@@ -56,8 +56,14 @@ def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("override", "mistake"),
     [
-        ("policy.chat=true", "policy: chat = true, but {folder}/model has no chat template"),
-        ("sampling.max_tokens=64", "sampler: sampling.max_tokens = 64: the model takes at most 64 tokens"),
+        (
+            "policy.chat=true",
+            "command line: policy, sampler, reference: chat = true, but {folder}/model has no chat template",
+        ),
+        (
+            "sampling.max_tokens=64",
+            "command line: sampler: sampling.max_tokens = 64: the model takes at most 64 tokens",
+        ),
         ("run.meshes.main.gpus=1", "run: meshes.main asks for more than threads"),
         ("policy.model=runs/quickstart-sft/model", "`meshrl run sft/quickstart` writes it"),
     ],

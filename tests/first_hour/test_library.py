@@ -2,13 +2,17 @@
 
 import asyncio
 import itertools
+import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 import meshrl as rl
 from meshrl.cli import main
@@ -101,6 +105,53 @@ async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
     assert 'algorithm = "rloo"' in (again.folder / "config.toml").read_text("utf-8")
 
 
+async def test_rows_are_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS), "utf-8")
+    settings = {**FAKES, "steps": 1, "prompts": 4, "sampling.max_tokens": 4}
+    for rows in ("sums.jsonl", Path("sums.jsonl")):
+        trained = await rl.train("none", rows, judge, {**settings, "run.name": type(rows).__name__})
+        written = (trained.folder / "config.toml").read_text("utf-8")
+        assert f'source = "{tmp_path / "sums.jsonl"}"' in written
+    assert not list(tmp_path.glob("runs/rows-*"))
+    with pytest.raises(ConfigError, match=r"settings: task: task source '.*summs.jsonl': there is no file"):
+        await rl.train("none", "summs.jsonl", judge, settings)
+
+
+async def test_settings_are_dotted_or_in_tables(tmp_path: Path) -> None:
+    settings = {
+        "policy": {"backend": "fake", "optimizer": {"lr": 1e-3}},
+        "sampler": {"backend": "fake"},
+        "task": {"prompt": "{question} ="},
+        "task.held_out": 3,
+        "run": {"folder": str(tmp_path)},
+        "steps": 1,
+        "sampling": {},
+        "sampling.max_tokens": 4,
+    }
+    trained = await rl.train("none", ROWS, judge, settings)
+    written = tomllib.loads((trained.folder / "config.toml").read_text("utf-8"))
+    assert (written["task"]["prompt"], written["task"]["held_out"]) == ("{question} =", 3)
+    assert (written["policy"]["optimizer"]["lr"], written["sampling"]["max_tokens"]) == (1e-3, 4)
+    assert list(tmp_path.glob("rows-*.jsonl"))
+
+
+def test_an_algorithm_that_judges_nothing_takes_no_reward(tmp_path: Path) -> None:
+    settings = {**FAKES, "algorithm": "sft", "run.folder": str(tmp_path), "steps": 1, "rows": 4}
+    assert asyncio.run(rl.train("none", ROWS, settings=settings)).summary["steps"] == 1
+    with pytest.raises(ConfigError, match=r"grpo needs a reward: give a function \(prompt, completion, row\)"):
+        asyncio.run(rl.train("none", ROWS, settings={**settings, "algorithm": "grpo"}))
+
+
+def test_a_script_sees_the_lines_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    structlog.reset_defaults()
+    settings = {**FAKES, "run.folder": str(tmp_path), "steps": 1, "prompts": 4, "sampling.max_tokens": 4}
+    asyncio.run(rl.train("none", ROWS, judge, settings))
+    told = capsys.readouterr()
+    assert re.search(r"\[info {5}\] step 1/1 reward=\S+ loss=\S+ .*step_s=\S+ left=0s", told.err)
+    assert "step 1/1" not in told.out
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -110,6 +161,8 @@ async def test_a_run_on_fakes_in_one_call(tmp_path: Path) -> None:
         ({"reward.function": "exact_match"}, "settings: reward.function is given as an argument"),
         ({"policy.backend": "torch"}, "settings: policy: model '.*none': there is no folder"),
         ({"task.source": "mine.jsonl"}, "settings: task.source is given as an argument"),
+        ({"task": {"source": "mine.jsonl"}}, "settings: task.source is given as an argument"),
+        ({"task": {"promt": "{question}"}}, r"settings: task.promt: no such key; did you mean task.prompt\?"),
         ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
     ],
 )
@@ -170,7 +223,7 @@ def test_a_new_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_algorithm_without_a_reward_refuses_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sft has no reward: give None in place of"):
+    with pytest.raises(ConfigError, match=r"sft has no reward: leave .* out"):
         asyncio.run(rl.train("none", ROWS, judge, {"algorithm": "sft", "run.folder": str(tmp_path)}))
 
 

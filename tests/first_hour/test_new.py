@@ -28,6 +28,7 @@ def test_each_page_is_copied_with_what_it_runs_on(
     type_in("new", algorithm, "mine")
     job = load_job(Path("mine/config.toml"), [], RunConfig)
     assert job.run.name == "mine"
+    assert 'held_out = "all"  # keep a tenth of the prompts for judging' in Path("mine/config.toml").read_text("utf-8")
     mistakes = find_mistakes(job.config)
     told = capsys.readouterr().out
     for mistake in mistakes:

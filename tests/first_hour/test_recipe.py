@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from meshrl import RunConfig
 from meshrl.cli import main
+from meshrl.run import table_of
+from meshrl.run.jobs import make_job
 
 PAGE = Path(__file__).parents[2] / "docs" / "reasoning.md"
 ROWS = [{"question": f"What is {number} times 3?", "answer": f"So\n#### {3 * number}"} for number in range(60)]
@@ -18,8 +21,9 @@ ROWS = [{"question": f"What is {number} times 3?", "answer": f"So\n#### {3 * num
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat_model: Callable[..., Path]) -> Path:
     """With the page's files."""
     monkeypatch.chdir(tmp_path)
-    (recipe,) = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    recipe, gpu = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "reason.toml").write_text(recipe, "utf-8")
+    (tmp_path / "gpu.toml").write_text(gpu, "utf-8")
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)), "utf-8")
     chat_model(tmp_path / "models/instruct")
     return tmp_path
@@ -29,6 +33,17 @@ def test_the_recipe_is_right(folder: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as ended:
         main(["check", "reason.toml"])
     assert not ended.value.code, capsys.readouterr().err
+
+
+def test_what_it_adds_for_a_gpu_is_right(folder: Path) -> None:
+    whole, added = (tomllib.loads((folder / name).read_text("utf-8")) for name in ("reason.toml", "gpu.toml"))
+    for name, table in added.items():
+        whole[name] = whole.get(name, {}) | table
+    job = make_job(folder / "reason.toml", whole, RunConfig, folder)
+    assert job.run.engine == "processes"
+    assert (table_of(job.resolved, "sampler")["dtype"], table_of(job.resolved, "policy")["dtype"]) == ("bfloat16",) * 2
+    assert table_of(table_of(job.resolved, "sampler"), "vllm")["sleep"] is True
+    assert "model" not in added["sampler"]
 
 
 def test_the_recipe_runs_on_fakes(folder: Path) -> None:

@@ -28,14 +28,12 @@ EVERY = ("run.samples_every=2", "run.checkpoint_every=2")
 
 
 def run(folder: Path, *arguments: str) -> None:
-    """As one types it, with each library told to keep what it has in a folder."""
-    environment = os.environ | {
-        "WANDB_MODE": "offline",
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
-        "TRACKIO_DIR": str(folder / "trackio"),
-    }
-    code = "from meshrl.cli import main; main()"
+    """As one types it, with each library told to keep what it has in a folder; MLflow does so where it is told nothing.
+
+    Without pandas: no extra of ours brings it for MLflow.
+    """
+    environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio")}
+    code = "import sys; sys.modules['pandas'] = None; from meshrl.cli import main; main()"
     command = [sys.executable, "-c", code, "run", "grpo/quickstart", *FAKES, TELL, *EVERY, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
     assert "gets nothing more" not in done.stderr
@@ -93,9 +91,9 @@ def test_wandb(tracked: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("default")
-def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = import_module("mlflow").MlflowClient(tracking_uri=(tracked / "mlruns").as_uri())
+def test_mlflow(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tracked / 'mlflow.db'}")
+    client = import_module("mlflow").MlflowClient()
     (found,) = client.search_runs([client.get_experiment_by_name("meshrl").experiment_id])
     assert (found.info.run_name, found.info.status) == ("quickstart", "FINISHED")
     assert found.data.params["policy.backend"] == "fake"
@@ -107,6 +105,11 @@ def test_mlflow(tracked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     table = json.loads(Path(client.download_artifacts(found.info.run_id, "samples.json", str(tmp_path))).read_bytes())
     assert table["columns"][:3] == ["step", "prompt", "completion"]
     assert {row[0] for row in table["data"]} == {0, 2}
+    assert {len(row) for row in table["data"]} == {len(table["columns"])}
+    assert json.loads(found.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
+    # What the client itself reads, and writes where pandas is there.
+    rows = client.load_table(found.info.experiment_id, "samples.json", [found.info.run_id])
+    assert (list(rows.columns), len(rows)) == (table["columns"], len(table["data"]))
 
 
 @pytest.mark.process
@@ -202,6 +205,15 @@ def test_a_wrong_one_is_told_before_the_run(
     assert done.status == 1
     assert told in done.err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_mlflow_without_what_its_default_store_needs_is_told_so(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    done = terminal("check", "grpo/quickstart", *FAKES, "run.log=mlflow")
+    assert "'mlflow' needs the package 'sqlalchemy': pip install 'meshrl[mlflow]'" in done.err
 
 
 def test_a_run_that_makes_no_step_is_told_to_none(tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
         ("sampler.torch_dtype='float32'", "`sampler.torch_dtype` is `sampler.dtype` here"),
         ("algorithm.gamma=1", "`algorithm.gamma` is `gae.discount` here"),
         ("gamma=1", "`gamma` is `gae.discount` here, which this algorithm does not have"),
+        ("report_to=wandb", "`report_to` is `run.log` here"),
+        ("trainer.logger=wandb", "`trainer.logger` is `run.log` here"),
+        ("trainer.project_name=mine", "`trainer.project_name` is `run.project` here"),
+        ("trainer.experiment_name=mine", "`trainer.experiment_name` is `run.name` here"),
         ("gpu_memory_utilization=.5", "`gpu_memory_utilization` is `sampler.vllm.memory_share` here"),
     ],
 )
@@ -94,6 +98,42 @@ def test_a_whole_table_of_another_project_is_answered_key_by_key(
         "`trainer.save_freq` is `run.checkpoint_every` here",
     ):
         assert answer in told
+
+
+def test_an_estimator_of_verls_hides_no_other_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(
+        capsys, "check", "grpo/quickstart", "algorithm.adv_estimator=gae", "lr=1", "steps=many", "reward.fn=exact_match"
+    )
+    for answer in (
+        "4 mistakes",
+        "command line: algorithm.adv_estimator: no such key; `algorithm.adv_estimator` is `algorithm` here",
+        "command line: lr: no such key",
+        "command line: steps = 'many'",
+        "command line: reward.fn: no such key",
+    ):
+        assert answer in told
+
+
+def test_a_file_without_an_algorithm_is_told_its_other_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[algorithm]\nadv_estimator = "gae"\n[critic.optim]\nlr = 1\n[run]\nnam = "x"\n[trainer]\nlogger = "wandb"\n',
+        "utf-8",
+    )
+    told = refused(capsys, "check", str(file), "steps=many")
+    for answer in (
+        "algorithm is missing: write algorithm =",
+        "`algorithm.adv_estimator` is `algorithm` here",
+        "`critic.optim.lr` is `critic.optimizer.lr` here",
+        "run.nam: no such key; did you mean run.name?",
+        "`trainer.logger` is `run.log` here",
+        "command line: steps = 'many': must be a whole number",
+    ):
+        assert answer in told
+    assert "which this algorithm does not have" not in told
+    assert "is missing," not in told
 
 
 @pytest.mark.parametrize(

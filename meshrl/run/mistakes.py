@@ -1,0 +1,36 @@
+"""What is found wrong with a configuration, told once each, with whether the file or the command line says it."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshrl.config import as_list
+
+
+def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[str] = ()) -> str:
+    """One text of what `find_mistakes` finds in a configuration.
+
+    Mistakes of several keys that are the same, such as a model that roles share, are told once, with all the keys; one
+    of a value that an override gave is the command line's.
+    """
+    keys: dict[str, list[str]] = {}
+    for mistake in mistakes:
+        key, _, text = mistake.partition(": ")
+        keys.setdefault(text, []).append(key)
+    return as_list(
+        [
+            f"{'command line' if any(_gave(each, key, text) for each in overrides for key in of) else source}: "
+            f"{', '.join(of)}: {text}"
+            for text, of in keys.items()
+        ]
+    )
+
+
+def _gave(override: str, key: str, text: str) -> bool:
+    """Whether a mistake at a key is of the value that an override gave there or below, or names the override itself."""
+    given, value = (each.strip() for each in override.split("=", 1))
+    if f"{given} = {value}" in text:
+        return True
+    value = value.strip("\"'")
+    at = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) if value else None
+    return at is not None and f"{given}.".startswith(f"{key}.")
