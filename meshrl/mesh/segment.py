@@ -6,6 +6,7 @@ To map pages again costs more than to read them.
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +19,8 @@ from meshrl.errors import DataError
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-_IDLE: Final = 1 << 30
-"""Bytes that stay mapped at most where nobody here reads them."""
+_IDLE, _MOST = 1 << 30, 256
+"""Bytes and files that stay mapped at most where nobody here reads them."""
 _POPULATE_READ: Final = 22
 """Linux's advice to map pages that are there, all at once."""
 _LARGE: Final = 1 << 20
@@ -29,9 +30,23 @@ _Place: TypeAlias = tuple[int, int]
 """A file's device and number, which stay when it is renamed."""
 
 
-def remove(path: Path, file: int | str) -> None:
+def open_own(path: Path, flags: int) -> int:
+    """Open a segment; its number. OSError where something else lies there, of another kind or somebody else's.
+
+    The folders are everybody's, and anybody may put something under a name that he has seen.
+    """
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(file)
+        raise FileNotFoundError(path)
+    return file
+
+
+def remove(path: Path, file: int) -> None:
     """Remove a segment of which one has the only lock. Its pages go at once, though others may have them mapped."""
-    os.truncate(file, 0)
+    with suppress(OSError):  # on systems that do not show what is open
+        os.truncate(f"/proc/self/fd/{file}", 0)
     path.unlink(missing_ok=True)
 
 
@@ -47,8 +62,10 @@ class _Mapped:
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of its bytes."""
+        """All of its bytes. DataError where they were lost by a fork."""
         if self._memory is None:
+            if self.file < 0:
+                raise DataError(f"{self.nbytes} bytes in shared memory are not this process's: load them before a fork")
             self._memory = mmap.mmap(self.file, self.nbytes, prot=mmap.PROT_READ)
             if self.nbytes >= _LARGE:
                 with suppress(OSError):  # of another system, which maps them one by one
@@ -60,8 +77,19 @@ class _Mapped:
         return os.fstat(self.file).st_nlink == 0
 
     def close(self) -> None:
+        """Let it go, with its lock."""
         os.close(self.file)
         self.file = -1
+
+    def own_lock(self) -> None:
+        """After a fork: a lock of this process's own, in place of the one that it shares with its parent."""
+        shared = self.file
+        try:
+            self.file = os.open(f"/proc/self/fd/{shared}", os.O_RDONLY)
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            self.file = -1
+        os.close(shared)
 
 
 class _Leases:
@@ -70,31 +98,40 @@ class _Leases:
     def __init__(self) -> None:
         self._open: dict[_Place, _Mapped] = {}
         self._idle: dict[_Place, _Mapped] = {}
-        self._lock = threading.RLock()  # a lease may end while another one is taken, in the same thread
+        self._lock = threading.RLock()
+        self._busy = False
+        """Whether this thread is in here already: a lease may end at any moment, by the collection of garbage."""
+        self._ended: list[tuple[_Mapped, str]] = []
 
     def take(self, path: str) -> _Mapped:
         """Lease a segment under the name that it still has. OSError where it has none, or is being written anew."""
         with self._lock:
-            found = Path(path).stat()
-            place = found.st_dev, found.st_ino
-            mapped = self._open.get(place) or self._opened(path)
-            if not mapped.leases:
-                fcntl.flock(mapped.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                try:
-                    if Path(path).stat().st_ino != mapped.place[1]:
-                        raise FileNotFoundError(path)  # its memory was written anew before the lease
-                except OSError:
-                    fcntl.flock(mapped.file, fcntl.LOCK_UN)
-                    raise
-            self._idle.pop(mapped.place, None)
-            mapped.leases += 1
-            return mapped
+            self._busy = True
+            try:
+                return self._taken(path)
+            finally:
+                self._end_all()
+
+    def _taken(self, path: str) -> _Mapped:
+        found = Path(path).lstat()
+        mapped = self._open.get((found.st_dev, found.st_ino)) or self._opened(path)
+        if not mapped.leases:
+            fcntl.flock(mapped.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                if Path(path).lstat().st_ino != mapped.place[1]:
+                    raise FileNotFoundError(path)  # its memory was written anew before the lease
+            except OSError:
+                fcntl.flock(mapped.file, fcntl.LOCK_UN)
+                raise
+        self._idle.pop(mapped.place, None)
+        mapped.leases += 1
+        return mapped
 
     def _opened(self, path: str) -> _Mapped:
         for idle in list(self._idle.values()):
             if idle.is_gone():
                 self._drop(idle)
-        file = os.open(path, os.O_RDONLY)
+        file = open_own(Path(path), os.O_RDONLY)
         found = os.fstat(file)
         mapped = self._open[found.st_dev, found.st_ino] = _Mapped(file, (found.st_dev, found.st_ino), found.st_size)
         self._idle[mapped.place] = mapped
@@ -102,31 +139,46 @@ class _Leases:
 
     def give_back(self, mapped: _Mapped, path: str) -> None:
         """A reader has gone. The last one of all removes what a maker has left that is gone."""
+        self._ended.append((mapped, path))
         with self._lock:
-            mapped.leases -= 1
-            if mapped.leases or mapped.file < 0:
-                return
-            with suppress(OSError):  # its maker lives, or another reads it
-                fcntl.flock(mapped.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(Path(path), path)
-            fcntl.flock(mapped.file, fcntl.LOCK_UN)
-            self._idle[mapped.place] = mapped
-            left = sum(idle.nbytes for idle in self._idle.values())
-            for idle in list(self._idle.values()):
-                if idle.is_gone() or left > _IDLE:
-                    left -= idle.nbytes
-                    self._drop(idle)
+            if not self._busy:
+                self._end_all()
+
+    def _end_all(self) -> None:
+        self._busy = True
+        while self._ended:
+            self._end(*self._ended.pop())
+        self._busy = False
+
+    def _end(self, mapped: _Mapped, path: str) -> None:
+        mapped.leases -= 1
+        if mapped.leases or mapped.file < 0:
+            return
+        with suppress(OSError):  # its maker lives, or another reads it
+            fcntl.flock(mapped.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(Path(path), mapped.file)
+        fcntl.flock(mapped.file, fcntl.LOCK_UN)
+        self._idle[mapped.place] = mapped
+        left = sum(idle.nbytes for idle in self._idle.values())
+        for idle in list(self._idle.values()):
+            if idle.is_gone() or left > _IDLE or len(self._idle) > _MOST:
+                left -= idle.nbytes
+                self._drop(idle)
 
     def _drop(self, idle: _Mapped) -> None:
         del self._idle[idle.place], self._open[idle.place]
         idle.close()
 
     def forget(self) -> None:
-        """After a fork: the leases are the other process's, whose locks these files share."""
+        """After a fork: what was leased gets a lock of its own, the rest is the parent's."""
         self._lock = threading.RLock()
-        for mapped in self._open.values():
+        self._busy = False
+        for mapped in self._idle.values():
             mapped.close()
-        self._open, self._idle = {}, {}
+        self._open = {place: mapped for place, mapped in self._open.items() if mapped.leases}
+        self._idle = {}
+        for mapped in self._open.values():
+            mapped.own_lock()
 
 
 class _Lease:

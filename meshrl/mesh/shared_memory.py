@@ -7,6 +7,7 @@ has a lease: pages that were made once are several times faster than fresh ones.
 """
 
 import atexit
+import errno
 import fcntl
 import mmap
 import os
@@ -22,7 +23,8 @@ from typing import Final
 import numpy as np
 
 from meshrl import log
-from meshrl.mesh.segment import Bytes, Segment, remove
+from meshrl.errors import DataError
+from meshrl.mesh.segment import Bytes, Segment, open_own, remove
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
 _PREFIX: Final = "meshrl-pool-"
@@ -50,12 +52,15 @@ class _Own:
                     break
             os.close(self.file)
         try:
-            os.posix_fallocate(self.file, 0, nbytes)  # an error here, where later there would be a signal
-        except OSError:
+            if hasattr(os, "posix_fallocate"):  # an error here, where later there would be a signal
+                os.posix_fallocate(self.file, 0, nbytes)
+            else:
+                os.ftruncate(self.file, nbytes)
+            self.nbytes = nbytes
+            self.memory: Bytes = np.frombuffer(mmap.mmap(self.file, nbytes), np.uint8)
+        except (OSError, ValueError):
             self.close()
             raise
-        self.nbytes = nbytes
-        self.memory: Bytes = np.frombuffer(mmap.mmap(self.file, nbytes), np.uint8)
         self.written = False
 
     def free(self) -> bool:
@@ -145,9 +150,9 @@ class Pool:
                 self._segments.remove(each)
                 each.close()
             own = _made(best, nbytes)
-        if own is None and not self._full:
+        if own is None and others and not self._full:
             self._full = True
-            log.warning(f"{self.state()}: what ranks hand to each other goes through {', '.join(map(str, others))}")
+            log.warning(f"{self.state()}: what ranks hand to each other goes through {others[0]}")
         for folder in others:
             own = own or _made(folder, nbytes)
         if own is not None:
@@ -168,9 +173,10 @@ class Pool:
 
     def leave(self) -> None:
         """Give back what nobody reads; the rest its last reader removes."""
-        for own in self._segments:
-            own.leave()
-        self._segments.clear()
+        with self._lock:
+            for own in [own for own in self._segments if own.written]:  # not what another thread is writing
+                own.leave()
+                self._segments.remove(own)
 
     def forget(self) -> None:
         """After a fork: the segments are the other process's."""
@@ -184,7 +190,11 @@ class Pool:
 def _made(folder: Path, nbytes: int) -> _Own | None:
     try:
         return _Own(folder, nbytes)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise DataError(
+                f"shared memory cannot be opened: {error.strerror}; raise the limit, `ulimit -n`"
+            ) from error
         return None
 
 
@@ -192,7 +202,7 @@ def sweep() -> None:
     """Remove what processes left that were killed: nobody holds a lock on it."""
     for path in (path for folder in _folders() for path in folder.glob(_NAMES)):
         with suppress(OSError):
-            file = os.open(path, os.O_RDWR)
+            file = open_own(path, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove(path, file)

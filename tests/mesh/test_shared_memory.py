@@ -169,3 +169,12 @@ def test_a_fork_leaves_the_memory_to_its_parent() -> None:
 def test_a_machine_without_room_says_none(pool: Pool) -> None:
     assert pool.write(1 << 60) is None
     assert pool.write(0) is None
+
+
+def test_a_link_to_a_file_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.mesh.shared_memory.FOLDER", tmp_path)
+    precious, link = tmp_path / "precious", tmp_path / f"meshrl-pool-{'0' * 16}"
+    precious.write_text("all of it", "utf-8")
+    link.symlink_to(precious)
+    sweep()
+    assert precious.read_text("utf-8") == "all of it"

@@ -92,7 +92,7 @@ def output(folder: Path, steps: str, mounts: str = "") -> str:
         env={**os.environ, "TMPDIR": str(files), "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "1000"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_what_shared_memory_has_no_room_for_goes_through_files(tmp_path: Path) -> None:
@@ -114,4 +114,4 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(tmp_path: Path) -> None:
         assert f"{tmp_path}/files has 16 MiB left" in line
         assert f"{mine} MiB are this process's" in line
         assert "give /dev/shm more, as by `docker run --shm-size`" in line
-    assert said.endswith("it goes on\n")
+    assert "it goes on\n" in said

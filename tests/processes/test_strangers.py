@@ -60,13 +60,13 @@ async def started(tmp_path: Path) -> AsyncIterator[Started]:
 @contextmanager
 def written_to(path: Path) -> Generator[None]:
     """Processes that are started meanwhile write there."""
-    kept = os.dup(1)
+    kept = os.dup(2)
     with path.open("ab") as file:
-        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
+        os.dup2(kept, 2)
         os.close(kept)
 
 

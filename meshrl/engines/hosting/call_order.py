@@ -26,7 +26,7 @@ class Outbox:
         """Wait for the question, and answer it."""
         await self._asked.wait()
         self._asked.clear()
-        if self._answer is not None:
+        if self._answer is not None and not self._answer.done():
             self._answer.set_result(value)
         # The answer leaves the loop in two steps; a generator that then computes would hold it back.
         await asyncio.sleep(0)

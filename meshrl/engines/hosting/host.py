@@ -69,6 +69,8 @@ class Host:
         self._ended: dict[str, int] = {}
         self._lines: defaultdict[str, CallerQueue] = defaultdict(CallerQueue)
         self._keeper: threading.Thread | None = None
+        self.leaving: Callable[[], object] = lambda: None
+        """Called when the mesh goes."""
 
     def keep_loop(self) -> None:
         """See that the loop of this thread goes on where a task ends it by SystemExit."""
@@ -104,8 +106,8 @@ class Host:
             hosted.tasks.discard(task)
         return None
 
-    async def call(self, ask: Ask, given: Arguments = NO_ARGUMENTS) -> object:
-        """Call an endpoint."""
+    async def call(self, ask: Ask, given: Arguments = NO_ARGUMENTS, lost: BaseException | None = None) -> object:
+        """Call an endpoint. `lost`: why its arguments could not be read, which is raised when it is the call's turn."""
 
         async def run(
             method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
@@ -113,9 +115,9 @@ class Host:
             result = await cast("Awaitable[object]", method(*arguments, **keywords))
             return self._answer(result)
 
-        return await self._serve(ask, given, run)
+        return await self._serve(ask, given, run, lost)
 
-    async def stream(self, ask: Ask, given: Arguments = NO_ARGUMENTS) -> object:
+    async def stream(self, ask: Ask, given: Arguments = NO_ARGUMENTS, lost: BaseException | None = None) -> object:
         """Run a generator to its end; `next` gives its values."""
         line = self._lines[ask.line]
         outbox = line.outbox(ask.number)
@@ -134,7 +136,7 @@ class Host:
             return None
 
         try:
-            return await self._serve(ask, given, run)
+            return await self._serve(ask, given, run, lost)
         finally:
             line.close(ask.number)
 
@@ -159,18 +161,19 @@ class Host:
     def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         pool.leave()
+        self.leaving()
 
     def whole(self, line: str, number: int) -> int:
         """The number of a line's call, of which so much is known: see `CallerQueue.whole`."""
         return self._lines[line].whole(number)
 
-    async def _serve(self, ask: Ask, given: Arguments, run: Run) -> object:
+    async def _serve(self, ask: Ask, given: Arguments, run: Run, lost: BaseException | None) -> object:
         if not ask.timed:
-            return await self._served(ask, given, run)
+            return await self._served(ask, given, run, lost)
         began = time.monotonic()
-        return await self._served(ask, given, run), began, time.monotonic()
+        return await self._served(ask, given, run, lost), began, time.monotonic()
 
-    async def _served(self, ask: Ask, given: Arguments, run: Run) -> object:
+    async def _served(self, ask: Ask, given: Arguments, run: Run, lost: BaseException | None) -> object:
         line, task = self._lines[ask.line], _current_task()
         if not line.arrive(ask.number, task):
             return Stopped()
@@ -181,7 +184,7 @@ class Host:
         hosted.tasks.add(task)
         rank_context.set(hosted.rank)
         try:
-            (arguments, keywords), lost = await _taken(given)
+            (arguments, keywords), lost = (NO_ARGUMENTS, lost) if lost else await _taken(given)
             await line.turn(ask.number)
             _check_taken(hosted.instance, given, lost)
             method: Callable[..., object] = getattr(hosted.instance, ask.endpoint)
@@ -202,7 +205,7 @@ async def _read(wanted: Construction) -> object:
     return await resolve((await fetch([wanted.recipe]))[wanted.recipe])
 
 
-async def _taken(given: Arguments) -> tuple[Arguments, Exception | None]:
+async def _taken(given: Arguments) -> tuple[Arguments, BaseException | None]:
     """A call's arguments with all that they refer to; why that could not be fetched."""
     try:
         return (given if given is NO_ARGUMENTS else await resolve(given)), None
@@ -210,7 +213,7 @@ async def _taken(given: Arguments) -> tuple[Arguments, Exception | None]:
         return NO_ARGUMENTS, error
 
 
-def _check_taken(actor: object, given: Arguments, lost: Exception | None) -> None:
+def _check_taken(actor: object, given: Arguments, lost: BaseException | None) -> None:
     """Raise what this rank has lost; where ranks wait for each other, what one of them has lost, on all."""
 
     def check() -> None:

@@ -54,14 +54,18 @@ class Process:
             self.death = Death(place.pid if place else 0, place.host if place else "an unknown host", reason)
             for spawn in self.spawns:
                 spawn.dead = spawn.dead or self
+            _met.pop(self.key, None)
         return self.death
 
 
 _processes: WeakValueDictionary[str, Process] = WeakValueDictionary()
+_met: dict[str, Process] = {}
+"""Those that came with a handle: another handle finds the connection that the first one made."""
 
 
 def _process(key: str, channel: Channel, place: Place | None) -> Process:
-    return _processes.get(key) or Process(key, channel, place)
+    _met[key] = process = _processes.get(key) or Process(key, channel, place)
+    return process
 
 
 class Spawn:

@@ -1,4 +1,4 @@
-"""The distributed engine: a mesh is a placement group, a rank a process, the object store holds what is large."""
+"""The distributed engine: a mesh is a placement group, a rank a process that Ray places and watches."""
 
 import asyncio
 from collections.abc import Iterable, Sequence

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 from typing import cast
@@ -36,6 +37,7 @@ class RankProcess:
             path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
             Server(listen(path), token, self._host)
             self._socket = str(path), token
+            self._host.leaving = partial(shutil.rmtree, path.parent, ignore_errors=True)
         ip = cast("str", ray.util.get_node_ip_address())
         node = ray.get_runtime_context().get_node_id()
         return pack((await self._host.place())._replace(ip=ip, node=node, socket=self._socket))
@@ -73,8 +75,6 @@ class RankProcess:
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         self._host.leave()
-        if self._socket is not None:
-            shutil.rmtree(Path(self._socket[0]).parent, ignore_errors=True)
 
 
 def _arguments(given: Parcel | None) -> Arguments:

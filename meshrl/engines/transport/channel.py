@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import traceback
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from meshrl.engines.hosting import Arguments, Ask, Broken, Channel, Gone, Service
 from meshrl.engines.transport.connection import Connection
@@ -33,7 +35,7 @@ class SocketChannel(Channel):
         self.address = address
         self.end: asyncio.Future[str] | None = None
         """How the process has ended, where somebody here watches it."""
-        self._line: _Line | None = None
+        self._lines: WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type["SocketChannel"], tuple[Address]]:
         return SocketChannel, (self.address,)
@@ -52,44 +54,51 @@ class SocketChannel(Channel):
 
     def close(self) -> None:
         """Let the process go. Who still waits for it is told that it is gone."""
-        if self._line is not None:
-            self._line.close()
+        for line in list(self._lines.values()):
+            line.close()
 
     def _connected(self) -> "_Line":
-        if self._line is None or self._line.loop is not asyncio.get_running_loop():
-            self._line = _Line(self)
-        return self._line
+        loop = asyncio.get_running_loop()
+        line = self._lines.get(loop)
+        if line is None:
+            line = self._lines[loop] = _Line(self.address, self.end)
+        return line
 
 
 class _Line:
     """The connection, on the loop that made it."""
 
-    def __init__(self, channel: SocketChannel) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._channel = channel
+    def __init__(self, address: Address, end: "asyncio.Future[str] | None") -> None:
+        self._end = end
         self._asked = 0
         self._waiting: dict[int, tuple[asyncio.Future[object], list[Segment]]] = {}
         """Who waits for which answer, and what of a question is kept until then."""
         self._gone = ""
         self._connection: Connection | None = None
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            end.connect(channel.address.path)
+            there = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:
-            end.close()
+            self._gone = f"it cannot be reached ({error.strerror or error})"
+            return
+        try:
+            there.connect(address.path)
+        except OSError as error:
+            there.close()
             self._gone = f"nobody answers there ({error.strerror or error})"
             return
-        self._connection = Connection(end, self._received, self._ended)
-        self._connection.send(channel.address.token)
+        self._connection = Connection(there, self._received, self._ended)
+        self._connection.send(address.token)
+        if end is not None:  # children that it has forked may hold the connection
+            end.add_done_callback(self._heard)
 
     def ask(self, service: Kind, ask: Ask | None, arguments: object) -> asyncio.Future[object]:
         """Send a question; its answer."""
         values, segments = dumped(arguments)
         number = self._asked
         self._asked += 1
-        future: asyncio.Future[object] = self.loop.create_future()
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         if self._connection is None:
-            future.set_exception(Gone(self._gone))
+            _settle(future, Gone(self._gone))
             return future
         self._connection.send(encode(Question(number, service, ask, values)))
         self._waiting[number] = future, segments
@@ -114,8 +123,8 @@ class _Line:
         future, _ = self._waiting.pop(answer.number)
         try:
             value = None if answer.broken else loaded(answer.value)
-        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; who waits for it hears it
-            _settle(future, Broken(f"{type(error).__name__}: {error}"))
+        except BaseException as error:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
+            _settle(future, Broken("".join(traceback.format_exception_only(error)).strip()))
         else:
             reason, _, text = answer.value.decode().partition("\n") if answer.broken else ("", "", "")
             _settle(future, Broken(reason, text) if answer.broken else None, value)
@@ -126,17 +135,15 @@ class _Line:
         """The process is gone: who waits is told so, and how it ended if that is known in a moment."""
         self._connection = None
         self._gone = "it was killed, ran out of memory or crashed"
-        end = self._channel.end
-        if end is None or end.done():
-            self._fail(end.result() if end else self._gone)
-            return
-        late = self.loop.call_later(NEWS, self._fail, self._gone)
+        if self._end is None or self._end.done():
+            self._fail(self._end.result() if self._end else self._gone)
+        else:
+            asyncio.get_running_loop().call_later(NEWS, self._fail, self._gone)
 
-        def told(end: asyncio.Future[str]) -> None:
-            late.cancel()
-            self._fail(end.result())
-
-        end.add_done_callback(told)
+    def _heard(self, end: "asyncio.Future[str]") -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._fail(end.result())
 
     def _fail(self, reason: str) -> None:
         self._connection = None

@@ -1,13 +1,20 @@
 """Frames on a socket that never blocks: four bytes that say how long it is, and the frame."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from struct import Struct
 from typing import Final
+from weakref import WeakSet
+
+from meshrl import log
+from meshrl.errors import described
 
 _LENGTH: Final = Struct("<I")
-_LONGEST: Final = (1 << 32) - 1
+LONGEST: Final = (1 << 32) - 1
+"""Bytes of a frame."""
 _CHUNK: Final = 1 << 18
 """Bytes that are read at once."""
 
@@ -16,10 +23,11 @@ class Connection:
     """One end, on the loop that runs where it is made. Frames arrive whole, and in their order."""
 
     def __init__(
-        self, end: socket.socket, received: Callable[[bytes], None], ended: Callable[[], None], most: int = _LONGEST
+        self, end: socket.socket, received: Callable[[bytes], None], ended: Callable[[], None], most: int = LONGEST
     ) -> None:
         """`received` is told each frame, `ended`, once, that the other side is gone. `most`: bytes of a frame."""
         end.setblocking(False)
+        leave_to_parent(end)
         self.socket = end
         self.most = most
         self._loop = asyncio.get_running_loop()
@@ -35,8 +43,8 @@ class Connection:
         """Send a frame, now or when the other side has room. Where it is gone, nothing happens."""
         if not self._open:
             return
-        if len(frame) > _LONGEST:
-            raise TypeError(f"a call's values have {len(frame)} bytes, and a call carries {_LONGEST} at most")
+        if len(frame) > LONGEST:
+            raise TypeError(f"a call's values have {len(frame)} bytes, and a call carries {LONGEST} at most")
         whole = _LENGTH.pack(len(frame)) + frame
         if self._waiting:
             self._waiting.append(memoryview(whole))
@@ -50,8 +58,9 @@ class Connection:
         """Close this end; nobody is told."""
         if self._open:
             self._open = False
-            self._loop.remove_reader(self.socket)
-            self._loop.remove_writer(self.socket)
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.remove_reader(self.socket)
+                self._loop.remove_writer(self.socket)
             self.socket.close()
 
     def _taken(self, part: memoryview) -> int:
@@ -84,20 +93,41 @@ class Connection:
             return
         self._arrived += some
         at = 0
-        while self._open and len(self._arrived) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._arrived, at)
-            if length > self.most:
-                self._end()
-                return
-            end = at + _LENGTH.size + length
-            if len(self._arrived) < end:
-                break
-            frame = bytes(memoryview(self._arrived)[at + _LENGTH.size : end])
-            at = end
-            self._received(frame)
-        del self._arrived[:at]
+        try:
+            while self._open and len(self._arrived) - at >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._arrived, at)
+                if length > self.most:
+                    self._end()
+                    return
+                end = at + _LENGTH.size + length
+                if len(self._arrived) < end:
+                    break
+                frame = bytes(memoryview(self._arrived)[at + _LENGTH.size : end])
+                at = end
+                self._received(frame)
+        except Exception as error:  # noqa: BLE001 -- no frame is delivered twice, nor a wrong one waited out
+            log.warning(f"a connection is closed, whose frame could not be read: {described(error)}")
+            self._end()
+        finally:
+            del self._arrived[:at]
 
     def _end(self) -> None:
         if self._open:
             self.close()
             self._ended()
+
+
+_sockets: WeakSet[socket.socket] = WeakSet()
+
+
+def leave_to_parent(own: socket.socket) -> None:
+    """Close a socket in processes that are forked from this one: in theirs it would outlive this one's death."""
+    _sockets.add(own)
+
+
+def _forked() -> None:
+    for own in list(_sockets):
+        own.close()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -81,7 +81,8 @@ class PoolRef(Ref):
         """As it is pickled for a process of this machine."""
         if self._segment is None:
             return type(self), (None, self._spans, self._lost)
-        note_transit(self._segment)
+        for segment in (self._segment, *self._inner):
+            note_transit(segment)
         return _received, (type(self), self._segment.path, self._segment.nbytes, self._spans)
 
 

@@ -1,6 +1,7 @@
 """The rank's end: answers for a `Host` whoever shows the secret of the run."""
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from meshrl import log
-from meshrl.engines.hosting import Arguments, Host
-from meshrl.engines.transport.connection import Connection
+from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Host
+from meshrl.engines.transport.connection import LONGEST, Connection, leave_to_parent
 from meshrl.engines.transport.frames import TOKEN_BYTES, Answer, Question, Taken, decode, dumped, encode, loaded
 
 if TYPE_CHECKING:
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
     from meshrl.mesh import Segment
 
 _BACKLOG: Final = 1024
-_LONGEST: Final = 64
+_PAUSE: Final = 1.0
+"""Seconds until somebody is let in again where this process has too many files open."""
+_PATH: Final = 64
 """Bytes of the path of the folder for temporary files, so that a system takes a socket's path, of 104 bytes at most."""
 
 
 def socket_folder() -> Path:
     """A new folder for sockets, which only this user may enter."""
     usual = tempfile.gettempdir()
-    short = usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp"  # noqa: S108 -- `mkdtemp` finds a new name in it
+    short = usual if len(os.fsencode(usual)) <= _PATH else "/tmp"  # noqa: S108 -- `mkdtemp` finds a new name in it
     return Path(tempfile.mkdtemp(prefix="meshrl-run-", dir=short))  # with mode 700
 
 
@@ -46,6 +49,7 @@ class Server:
 
     def __init__(self, listening: socket.socket, token: bytes, host: Host) -> None:
         listening.setblocking(False)
+        leave_to_parent(listening)
         self._listening = listening
         self._token = token
         self._host = host
@@ -55,7 +59,12 @@ class Server:
     def _accept(self) -> None:
         try:
             end, _ = self._listening.accept()
-        except OSError:  # gone before it was taken
+        except OSError as error:  # gone before it was taken; or there is no room for it now
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listening)
+                loop.call_later(_PAUSE, loop.add_reader, self._listening, self._accept)
+                log.warning(f"a process that calls has to wait: {error.strerror}")
             return
         if (user := _user(end)) not in (None, os.geteuid()):
             log.warning(f"a process of user {user} is refused, which is not this run's")
@@ -93,7 +102,7 @@ class _Caller:
             if not self._known:
                 self._ended()
                 self._connection.close()
-            self._connection.most = (1 << 32) - 1
+            self._connection.most = LONGEST
             return
         message = decode(frame)
         if isinstance(message, Question):
@@ -102,36 +111,39 @@ class _Caller:
             self._kept.pop(message.number, None)
 
     def _answer_soon(self, question: Question) -> None:
+        arguments, lost = None, None
         try:
             arguments = loaded(question.values)
-        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
-            self._connection.send(_broken(question, error))
-            return
+        except BaseException as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
+            lost = error
         if question.service == "cancel":
             self._host.cancel(*cast("tuple[str, int]", arguments))
             return
-        self._tasks[question.number] = self._loop.create_task(self._answer(question, arguments))
+        self._tasks[question.number] = self._loop.create_task(self._answer(question, arguments, lost))
 
-    async def _answer(self, question: Question, arguments: object) -> None:
+    async def _answer(self, question: Question, arguments: object, lost: BaseException | None) -> None:
         try:
-            value = await self._work(question, arguments)
-        finally:
-            del self._tasks[question.number]
-        try:
+            value = await self._work(question, arguments, lost)
             values, segments = dumped(value)
             answer = encode(Answer(question.number, values, leased=bool(segments)))
             self._connection.send(answer)
-        except Exception as error:  # noqa: BLE001 -- a value's own code may raise anything; the caller hears of it
+        except asyncio.CancelledError:  # the caller is gone
+            raise
+        except BaseException as error:  # noqa: BLE001 -- as above
             self._connection.send(_broken(question, error))
             return
+        finally:
+            del self._tasks[question.number]
         if segments:
             self._kept[question.number] = segments
 
-    async def _work(self, question: Question, arguments: object) -> object:
+    async def _work(self, question: Question, arguments: object, lost: BaseException | None) -> object:
         host, ask = self._host, question.ask
         if ask is not None:
             work = host.stream if question.service == "stream" else host.call
-            return await (work(ask) if arguments is None else work(ask, cast("Arguments", arguments)))
+            return await work(ask, cast("Arguments", arguments) if question.values else NO_ARGUMENTS, lost)
+        if lost is not None:
+            raise lost
         service: Callable[..., object] = getattr(host, question.service)
         found = service(*cast("tuple[object, ...]", arguments or ()))
         return await found if isawaitable(found) else found
@@ -145,7 +157,8 @@ class _Caller:
             task.cancel()
 
 
-def _broken(question: Question, error: Exception) -> bytes:
+def _broken(question: Question, error: BaseException) -> bytes:
     """The answer of what did not get through."""
-    text = f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
-    return encode(Answer(question.number, text.encode(), broken=True))
+    reason = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+    text = f"{reason}\n{''.join(traceback.format_exception(error))}"
+    return encode(Answer(question.number, text.encode(errors="backslashreplace"), broken=True))
