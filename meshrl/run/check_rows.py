@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from meshrl.errors import DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, Sampling, count_tokens
 from meshrl.run.check_model import longest_of
-from meshrl.tasks import Task, TaskConfig, fill, read_rows
+from meshrl.tasks import Task, TaskConfig, fill, fill_prompt, read_rows
 
 _OF_A_FILE: Final = 20_000
 _MADE: Final = 100
@@ -35,7 +35,7 @@ def find_row_mistakes(
     most = _most(task)
     for where, row in islice(read_rows(task, None if _is_file(task) else most), most):
         try:
-            prompts.append(_Prompt(where, fill(task.prompt, row, f"{where}: prompt")))
+            prompts.append(_Prompt(where, fill_prompt(task, row, where)))
             fill(task.answer, row, f"{where}: answer")
         except DataError as error:
             lacking.append(str(error))

@@ -12,7 +12,7 @@ from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, fill, first_row
+from meshrl.tasks.task import Task, fill, fill_prompt, first_row
 
 __all__ = [
     "APART",
@@ -29,6 +29,7 @@ __all__ = [
     "corrupted",
     "data_cursor",
     "fill",
+    "fill_prompt",
     "first_row",
     "in_ranges",
     "labelled",

@@ -53,7 +53,7 @@ class Task:
     def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]]) -> "Task":
         every: dict[str, tuple[str, Row]] = {}
         for where, row in found:
-            prompt = fill(config.prompt, row, f"{where}: prompt")
+            prompt = fill_prompt(config, row, where)
             if prompt not in every:
                 every[prompt] = fill(config.answer, row, f"{where}: answer"), row
         rows = short_enough(config, every)
@@ -116,7 +116,26 @@ class Task:
 def first_row(config: TaskConfig) -> tuple[str, str, Row]:
     """The prompt and the answer of a task's first row, and the row; DataError where a template does not fit."""
     where, row = next(iter(read_rows(config, rows=1)))
-    return fill(config.prompt, row, f"{where}: prompt"), fill(config.answer, row, f"{where}: answer"), row
+    return fill_prompt(config, row, where), fill(config.answer, row, f"{where}: answer"), row
+
+
+def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
+    """A row's prompt; DataError where the template does not fit, or puts whole messages into the text."""
+    prompt = fill(config.prompt, row, f"{where}: prompt")
+    for _, key, _, _ in _parsed(config.prompt):
+        value = row.get(key) if key else None
+        if isinstance(value, list) and value and all(map(_is_message, value)):
+            raise DataError(
+                f"{where}: prompt: `{key}` is a list of messages: write {{{key}[{len(value) - 1}][content]}}, with "
+                "policy.chat = true"
+            )
+        if _is_message(value):
+            raise DataError(f"{where}: prompt: `{key}` is a message: write {{{key}[content]}}, with policy.chat = true")
+    return prompt
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "content" in value
 
 
 def fill(template: str, row: Mapping[str, object], where: str) -> str:

@@ -70,6 +70,18 @@ def test_each_line_is_looked_at(row: object, mistake: str, mine: Path, terminal:
     assert not (mine / "runs").exists()
 
 
+def test_a_prompt_that_is_a_list_of_messages(mine: Path, terminal: Terminal) -> None:
+    write(mine, *({"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS))
+    wrong = told(terminal, "check", "mine.toml", "task.prompt={prompt}")
+    assert "`prompt` is a list of messages: write {prompt[0][content]}, with policy.chat = true" in wrong
+    assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt={prompt[0][content]}")
+
+
+def test_a_list_of_numbers_in_a_prompt(mine: Path, terminal: Terminal) -> None:
+    write(mine, *({"numbers": [number, 1], "answer": str(number + 1)} for number in range(8)))
+    assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt=sum {numbers}")
+
+
 def test_many_mistakes_of_a_kind_are_counted(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, *({"question": "1"} for _ in range(9)))
     assert "and 6 rows more" in told(terminal, "check", "mine.toml")
