@@ -5,10 +5,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from meshrl.errors import DataError, ModelError, shortened
+from meshrl.errors import ConfigError, DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, Sampling, count_tokens
 from meshrl.run.check_model import longest_of
-from meshrl.tasks import Task, TaskConfig, fill, fill_prompt, read_rows
+from meshrl.tasks import Task, TaskConfig, counted, fill, fill_prompt, read_rows
 
 _OF_A_FILE: Final = 20_000
 _MADE: Final = 100
@@ -42,6 +42,11 @@ def find_row_mistakes(
     if lacking:
         return list(_some(lacking))
     mistakes = list(_unreadable(task, model, sampling, prompts)) if model else []
+    if not mistakes and task.longest is not None:
+        try:
+            counted(task, [prompt.text for prompt in prompts])
+        except (ConfigError, ModelError) as error:
+            mistakes.append(str(error))
     if _is_file(task) and unseen(task) is None and not mistakes:
         mistakes += _left(task, evaluates=evaluates)
     return mistakes

@@ -9,6 +9,7 @@ from meshrl.tasks import verifiers
 from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_ranges
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
+from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
@@ -27,6 +28,7 @@ __all__ = [
     "answer_pairs",
     "as_ranges",
     "corrupted",
+    "counted",
     "data_cursor",
     "fill",
     "fill_prompt",

@@ -1,6 +1,6 @@
 """The prompts of a task that are not too long for who reads them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from meshrl import log
@@ -18,12 +18,7 @@ def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
     """
     if config.longest is None:
         return rows
-    counts = count_tokens(config.reader, list(rows)) if config.reader else None
-    if counts is None:
-        raise ConfigError(
-            f"task.longest = {config.longest}: there is no tokenizer here to count by: give the folder of a model, or "
-            "leave task.longest out"
-        )
+    counts = counted(config, list(rows))
     left = {
         prompt: row
         for (prompt, row), count in zip(rows.items(), counts, strict=True)
@@ -36,3 +31,14 @@ def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
     if gone := len(rows) - len(left):
         log.info(f"{config.source}: {gone} of {len(rows)} prompts are left out: of more than {config.longest} tokens")
     return left
+
+
+def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
+    """As `count_tokens`, by who counts for `config.longest`; ConfigError where nobody can."""
+    counts = count_tokens(config.reader, prompts) if config.reader else None
+    if counts is None:
+        raise ConfigError(
+            f"task.longest = {config.longest}: there is no tokenizer here to count by: give the folder of a model, or "
+            "leave task.longest out"
+        )
+    return counts

@@ -112,6 +112,24 @@ def test_the_fakes_leave_long_rows_out_too(mine: Path, terminal: Terminal) -> No
     assert "each of its 9 prompts has more than task.longest = 1 tokens" in wrong
 
 
+def test_long_rows_are_counted_by_what_there_is_without_a_policy(mine: Path, terminal: Terminal) -> None:
+    reward = ("reward_model/quickstart", f"reward.model={NEW}", "reward.backend=fake", "steps=1", "rejected='x'")
+    task = ("task.source=task.jsonl", "task.prompt={question}", "task.options={}", "task.held_out=1")
+    write(mine, *ROWS, LONG)
+    fewer = (*reward, *task, "task.held_out_fraction=0.5", "reward.optimizer.total_steps=1", "rows=2")
+    assert "1 of 9 prompts are left out" in told(terminal, "run", *fewer, "task.longest=20")
+    assert "has more than task.longest = 1 tokens" in told(terminal, "check", *fewer, "task.longest=1")
+
+
+def test_where_nobody_counts_tokens_it_is_told_with_the_rest(
+    mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.tasks.lengths.count_tokens", lambda *_: None)
+    wrong = told(terminal, "check", "mine.toml", "task.longest=20", "run.log=tensorbord")
+    assert "task: task.longest = 20: there is no tokenizer here to count by" in wrong
+    assert "did you mean 'tensorboard'" in wrong
+
+
 def test_letters_that_a_new_model_has_not(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, {"question": "9 * 9", "answer": "81"})
     found = told(terminal, "check", "mine.toml", f"policy.model={NEW}", "policy.chat=false")
