@@ -82,6 +82,16 @@ def test_a_list_of_numbers_in_a_prompt(mine: Path, terminal: Terminal) -> None:
     assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt=sum {numbers}")
 
 
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_many_lines_that_are_no_rows_are_counted(mine: Path, terminal: Terminal, command: str) -> None:
+    write(mine, *ROWS, "{", *ROWS, "[1]", "", '{"question"', "{", "{")
+    wrong = told(terminal, command, "mine.toml")
+    assert wrong.count("not JSON") == 2
+    assert "task.jsonl, line 9: not JSON" in wrong
+    assert '; line 18: a row must be an object such as {"question": ...}, not a list; line 20: not JSON' in wrong
+    assert "; and 2 lines more" in wrong
+
+
 def test_many_mistakes_of_a_kind_are_counted(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, *({"question": "1"} for _ in range(9)))
     assert "and 6 rows more" in told(terminal, "check", "mine.toml")
