@@ -13,7 +13,7 @@ from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, fill, fill_prompt, first_row
+from meshrl.tasks.task import Task, fill, fill_prompt, first_row, load_quietly
 
 __all__ = [
     "APART",
@@ -37,6 +37,7 @@ __all__ = [
     "labelled",
     "labelled_steps",
     "least_margins",
+    "load_quietly",
     "mismatched",
     "read_rows",
     "rejected_answers",

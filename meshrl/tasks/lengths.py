@@ -11,10 +11,11 @@ from meshrl.tasks.config import TaskConfig
 T = TypeVar("T")
 
 
-def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
-    """Rows by their prompts, without those of more than `config.longest` tokens; a line in the log counts these.
+def short_enough(config: TaskConfig, rows: Mapping[str, T], *, quiet: bool = False) -> Mapping[str, T]:
+    """Rows by their prompts, without those of more than `config.longest` tokens.
 
-    ConfigError where nobody can count them, DataError where none is left.
+    A line in the log counts those that are left out, unless `quiet`. ConfigError where nobody can count them,
+    DataError where none is left.
     """
     if config.longest is None:
         return rows
@@ -28,7 +29,7 @@ def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
         raise DataError(
             f"{config.source}: each of its {len(rows)} prompts has more than task.longest = {config.longest} tokens"
         )
-    if gone := len(rows) - len(left):
+    if (gone := len(rows) - len(left)) and not quiet:
         log.info(f"{config.source}: {gone} of {len(rows)} prompts are left out: of more than {config.longest} tokens")
     return left
 

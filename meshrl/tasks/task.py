@@ -50,13 +50,13 @@ class Task:
         return cls._made(config, numbered_rows(rows))
 
     @classmethod
-    def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]]) -> "Task":
+    def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]], *, quiet: bool = False) -> "Task":
         every: dict[str, tuple[str, Row]] = {}
         for where, row in found:
             prompt = fill_prompt(config, row, where)
             if prompt not in every:
                 every[prompt] = fill(config.answer, row, f"{where}: answer"), row
-        rows = short_enough(config, every)
+        rows = short_enough(config, every, quiet=quiet)
         # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
         places = {prompt: _place(prompt) for prompt in rows}
         apart = sorted(
@@ -111,6 +111,11 @@ class Task:
         for prompt in self.train.objects("prompt"):
             prompts.update(f"{prompt}\0".encode())
         return prompts.hexdigest()
+
+
+def load_quietly(config: TaskConfig) -> Task:
+    """As `Task.load`, without a line in the log of what is left out."""
+    return Task._made(config, read_rows(config), quiet=True)  # noqa: SLF001 -- of this module
 
 
 def first_row(config: TaskConfig) -> tuple[str, str, Row]:
