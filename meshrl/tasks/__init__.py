@@ -11,7 +11,7 @@ from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
 from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
-from meshrl.tasks.sources import Row, read_rows
+from meshrl.tasks.sources import Row, numbered_rows, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
 from meshrl.tasks.task import Task, fill, fill_prompt, first_row, load_quietly
 
@@ -39,6 +39,7 @@ __all__ = [
     "least_margins",
     "load_quietly",
     "mismatched",
+    "numbered_rows",
     "read_rows",
     "rejected_answers",
     "verifiers",
