@@ -1,6 +1,7 @@
 """The commands about configurations: run, check, simulate, new, configs."""
 
 import asyncio
+import shlex
 import signal
 from pathlib import Path
 from typing import Annotated, cast
@@ -106,7 +107,7 @@ def new(
     first = [mistake for mistake in find_mistakes(job.config) if "writes it" in mistake]
     for mistake in first:
         typer.echo(f"first: {mistake}")
-    typer.echo(f"{'then ' if first else ''}run it with: meshrl run {config}")
+    typer.echo(f"{'then ' if first else ''}run it with: meshrl run {shlex.quote(str(config))}")
 
 
 @app.command()

@@ -46,7 +46,7 @@ _LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches"
 _OF_THE_POLICYS_MODEL: Final = ("dtype", "chat", "chat_template_kwargs")
 """What goes with the policy's model to each role that has it."""
 _OF_A_READER: Final = ("backend", "model", "chat", "chat_template_kwargs")
-"""What a task has of the policy, to count tokens as it does."""
+"""What a task has of the policy, or of the first role with a model, to count tokens as it does."""
 _MOST_ROWS: Final = 2**22
 """Of one step, all of which are in memory at once."""
 
@@ -111,7 +111,10 @@ class AlgorithmConfig(Config):
         filled = dict(table)
         if filled.get("evaluation") is False:  # the one way of a command line to take a file's table out
             del filled["evaluation"]
-        run, policy = table.get("run"), table.get("policy")
+        run, policy, task = table.get("run"), table.get("policy"), table.get("task")
+        if isinstance(task, Mapping) and "longest" in task and (counts := cls._first_model(table)):
+            reader = {key: counts[key] for key in _OF_A_READER if key in counts}
+            filled["task"] = {"reader": reader, **task}
         if isinstance(run, Mapping) and "seed" in run:
             for name, field in cls.model_fields.items():
                 role = filled.get(name, {} if field.is_required() else None)
@@ -129,11 +132,13 @@ class AlgorithmConfig(Config):
                 samples = any(issubclass(kind, SamplerConfig) for kind in kinds)
                 own = shared if role.get("model", policy["model"]) == policy["model"] else {}
                 filled[name] = {"model": policy["model"], **own, **(adapters if samples else {}), **role}
-        task = filled.get("task")
-        if isinstance(task, Mapping) and "longest" in task:
-            reader = {key: policy[key] for key in _OF_A_READER if key in policy}
-            filled["task"] = {"reader": reader, **task}
         return filled
+
+    @classmethod
+    def _first_model(cls, table: Mapping[str, object]) -> Mapping[str, object] | None:
+        """The table of the policy, or of the first role that names a model where there is no policy."""
+        roles = [table.get(name) for name in ("policy", *cls.model_fields)]
+        return next((role for role in roles if isinstance(role, Mapping) and "model" in role), None)
 
     @classmethod
     def implied(cls, table: Mapping[str, object]) -> Collection[str]:

@@ -13,7 +13,7 @@ from meshrl.config import Table, load_toml, validate
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import ConfigError, MeshrlError, ModelError
 from meshrl.mesh import Mesh
-from meshrl.roles import BackendOptions, NewModel, Policy, PolicyConfig, implementation, with_options
+from meshrl.roles import BackendOptions, NewModel, Policy, PolicyConfig, implementation, models_of, with_options
 from meshrl.run.checkpoints import newest_checkpoint
 
 
@@ -38,6 +38,11 @@ async def newest_model(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[
 async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple[_Source, Path]:
     """Where a run's newest model is from, and its folder; ConfigError where it has none."""
     found = await newest_folder(run, policy, scratch)
+    if found is None and models_of(policy.backend) == "ignored" and summary_of(run):
+        raise ConfigError(
+            f"{run} has neither a model nor a checkpoint, though it has ended: its policy was a fake, which leaves no "
+            "model: run it with a model"
+        )
     if found is None:
         raise ConfigError(
             f"{run} has neither a model nor a checkpoint yet: wait for the run's end, or start it with "
@@ -73,6 +78,14 @@ def table_of(table: Mapping[str, object], name: str) -> Table:
     """A table in a table; an empty one where it is not there."""
     found = table.get(name)
     return dict(found) if isinstance(found, Mapping) else {}
+
+
+def summary_of(run: Path) -> Table:
+    """What a run that has ended wrote into summary.json; an empty table where it has not."""
+    try:
+        return msgspec.json.decode((run / "summary.json").read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError):
+        return {}
 
 
 def sample_prompt(run: Path, model: str | NewModel) -> str:

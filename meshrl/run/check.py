@@ -131,7 +131,7 @@ def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
     """Mistakes and doubts of reward functions, called with the answer of the task's first row, and with nothing.
 
     One that raises on both is a mistake. One of the user's that gives the answer nothing is a doubt. One that takes
-    longer than some seconds is not waited for.
+    longer than some seconds is not waited for, which is a doubt, too.
     """
     task, reward = _of(config, "task", TaskConfig), _of(config, "reward", RewardConfig)
     mistakes: list[str] = []
@@ -149,7 +149,11 @@ def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
                 f"{key}: it raised on the task's first row, with its answer {shortened(answer)} as the completion and "
                 f"with none: {told}"
             )
-        elif tried and answer and is_own(function) and tried[1][1] is None and tried[1][0] <= 0:
+        elif not tried:
+            doubts.append(
+                f"{key} did not answer within {_PATIENCE:g} s for the task's first row, so it was not checked"
+            )
+        elif answer and is_own(function) and tried[1][1] is None and tried[1][0] <= 0:
             doubts.append(
                 f"{key}: the task's own answer scores {tried[1][0]:g}: the first row's, {shortened(answer)}, as the "
                 "completion. All is well where completions are to have another form"

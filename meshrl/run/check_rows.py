@@ -5,10 +5,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from meshrl.errors import DataError, ModelError, shortened
+from meshrl.errors import ConfigError, DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, Sampling, count_tokens
 from meshrl.run.check_model import longest_of
-from meshrl.tasks import Task, TaskConfig, fill, read_rows
+from meshrl.tasks import TaskConfig, counted, fill, fill_prompt, load_quietly, read_rows
 
 _OF_A_FILE: Final = 20_000
 _MADE: Final = 100
@@ -35,13 +35,18 @@ def find_row_mistakes(
     most = _most(task)
     for where, row in islice(read_rows(task, None if _is_file(task) else most), most):
         try:
-            prompts.append(_Prompt(where, fill(task.prompt, row, f"{where}: prompt")))
+            prompts.append(_Prompt(where, fill_prompt(task, row, where)))
             fill(task.answer, row, f"{where}: answer")
         except DataError as error:
             lacking.append(str(error))
     if lacking:
         return list(_some(lacking))
     mistakes = list(_unreadable(task, model, sampling, prompts)) if model else []
+    if not mistakes and task.longest is not None:
+        try:
+            counted(task, [prompt.text for prompt in prompts])
+        except (ConfigError, ModelError) as error:
+            mistakes.append(str(error))
     if _is_file(task) and unseen(task) is None and not mistakes:
         mistakes += _left(task, evaluates=evaluates)
     return mistakes
@@ -67,7 +72,7 @@ def _is_file(task: TaskConfig) -> bool:
 
 def _left(task: TaskConfig, *, evaluates: bool) -> Iterator[str]:
     try:
-        held_out = Task.load(task).held_out
+        held_out = load_quietly(task).held_out  # a run tells what it leaves out when it loads the task
     except DataError as error:
         yield str(error)
         return

@@ -8,14 +8,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final, cast
 
-import msgspec
 import tomli_w
 
 from meshrl.config import Table, load_toml, validate
 from meshrl.errors import ConfigError
 from meshrl.hub import Repository, create
 from meshrl.roles import PolicyConfig
-from meshrl.run.artifacts import newest_model, table_of
+from meshrl.run.artifacts import newest_model, summary_of, table_of
 
 _MEASURES: Final = ("reward", "reward_sampled", "exact_match", "exact_match_sampled")
 
@@ -33,15 +32,8 @@ async def push(run: Path, name: str, *, public: bool = False) -> str:
         source, folder = await newest_model(run, policy, Path(scratch))
         staged = Path(scratch, "staged")
         shutil.copytree(folder, staged, copy_function=os.symlink)
-        (staged / "README.md").write_text(_card(name, table, _summary(run)), "utf-8")
+        (staged / "README.md").write_text(_card(name, table, summary_of(run)), "utf-8")
         return create(name, staged, public=public, message=f"{run.name}/{source.name}, by meshrl {version('meshrl')}")
-
-
-def _summary(run: Path) -> Table:
-    try:
-        return msgspec.json.decode((run / "summary.json").read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError):
-        return {}
 
 
 def _card(name: str, table: Table, summary: Mapping[str, object]) -> str:

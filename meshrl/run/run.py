@@ -235,8 +235,12 @@ class Run:
         if self._saved and loop == self._saved.loop:
             self._checkpoints.check()
             self._done = self._saved.done
-            none_left = "" if first < count else ": none is left, and a run of more steps goes on from here"
-            log.info(f"{self.recorder.folder} goes on after step {first} of {count}{none_left}")
+            told = (
+                f"goes on after step {first} of {count}"
+                if first < count
+                else f"has {first} steps already, and steps = {count} asks for no more; set steps above {first}"
+            )
+            log.info(f"{self.recorder.folder} {told}")
         self._cursor.begun = True
         self.recorder.begin(count, first)
 

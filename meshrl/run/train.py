@@ -20,6 +20,7 @@ from meshrl.run.jobs import Job, find_script, load_script, make_job
 from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.pins import pin
 from meshrl.run.run import Run
+from meshrl.tasks import numbered_rows
 
 _SOURCE: Final = Path("settings")
 """Where errors say that a mistake is."""
@@ -62,12 +63,14 @@ async def train(
             f"a reward is a function, its name or a RewardConfig, not {reward!r:.80}: several are "
             "RewardConfig(functions={name: function})"
         )
+    if not (settings is None or isinstance(settings, Mapping)):
+        raise ConfigError(f"settings are keys with values, such as {{'steps': 50}}, not {settings!r:.80}")
     given = dict(_flat(settings or {}))
     if isinstance(rows, str | Path):
         job = _job(_table(model, str(rows), reward, given), reward)
         _check(job)
     else:
-        text = b"\n".join(_line(number, row) for number, row in enumerate(rows))
+        text = b"\n".join(_line(where, row) for where, row in numbered_rows(rows))
         # Named by what is in it: another call's rows do not take its place.
         digest = hashlib.blake2b(text, digest_size=8).hexdigest()
         source = Path(str(given.get(("run", "folder"), "runs")), f"rows-{digest}.jsonl")
@@ -156,12 +159,12 @@ def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
         raise
 
 
-def _line(number: int, row: Mapping[str, object]) -> bytes:
+def _line(where: str, row: Mapping[str, object]) -> bytes:
     try:
-        return msgspec.json.encode(dict(row), enc_hook=_plain)
+        return msgspec.json.encode(row, enc_hook=_plain)
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise DataError(
-            f"rows, row {number}: cannot be written as JSON: {error}: give texts, numbers, lists and tables"
+            f"{where}: cannot be written as JSON: {error}: give texts, numbers, lists and tables"
         ) from error
 
 

@@ -9,10 +9,11 @@ from meshrl.tasks import verifiers
 from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_ranges
 from meshrl.tasks.config import TaskConfig
 from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
+from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
-from meshrl.tasks.sources import Row, read_rows
+from meshrl.tasks.sources import Row, numbered_rows, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, fill, first_row
+from meshrl.tasks.task import Task, fill, fill_prompt, first_row, load_quietly
 
 __all__ = [
     "APART",
@@ -27,14 +28,18 @@ __all__ = [
     "answer_pairs",
     "as_ranges",
     "corrupted",
+    "counted",
     "data_cursor",
     "fill",
+    "fill_prompt",
     "first_row",
     "in_ranges",
     "labelled",
     "labelled_steps",
     "least_margins",
+    "load_quietly",
     "mismatched",
+    "numbered_rows",
     "read_rows",
     "rejected_answers",
     "verifiers",

@@ -24,7 +24,8 @@ class TaskConfig(Config):
     answer: str = "{answer}"
     """The same. An answer that is null gives the empty text."""
     longest: int | None = Field(default=None, gt=0)
-    """Leave prompts of more tokens out, of the policy's tokens and in its chat template; nothing means none."""
+    """Leave prompts of more tokens out, of the policy's tokens (where there is none, of the first role's with
+    a model) and in its chat template; nothing means none."""
     reader: ModelConfig | None = None
     """Whose tokens `longest` counts; filled in by an algorithm's configuration."""
     held_out: Annotated[int, Field(ge=0)] | Literal["all"] = 512

@@ -1,6 +1,6 @@
 """The prompts of a task that are not too long for who reads them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from meshrl import log
@@ -11,19 +11,15 @@ from meshrl.tasks.config import TaskConfig
 T = TypeVar("T")
 
 
-def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
-    """Rows by their prompts, without those of more than `config.longest` tokens; a line in the log counts these.
+def short_enough(config: TaskConfig, rows: Mapping[str, T], *, quiet: bool = False) -> Mapping[str, T]:
+    """Rows by their prompts, without those of more than `config.longest` tokens.
 
-    ConfigError where nobody can count them, DataError where none is left.
+    A line in the log counts those that are left out, unless `quiet`. ConfigError where nobody can count them,
+    DataError where none is left.
     """
     if config.longest is None:
         return rows
-    counts = count_tokens(config.reader, list(rows)) if config.reader else None
-    if counts is None:
-        raise ConfigError(
-            f"task.longest = {config.longest}: there is no tokenizer here to count by: give the folder of a model, or "
-            "leave task.longest out"
-        )
+    counts = counted(config, list(rows))
     left = {
         prompt: row
         for (prompt, row), count in zip(rows.items(), counts, strict=True)
@@ -33,6 +29,17 @@ def short_enough(config: TaskConfig, rows: Mapping[str, T]) -> Mapping[str, T]:
         raise DataError(
             f"{config.source}: each of its {len(rows)} prompts has more than task.longest = {config.longest} tokens"
         )
-    if gone := len(rows) - len(left):
+    if (gone := len(rows) - len(left)) and not quiet:
         log.info(f"{config.source}: {gone} of {len(rows)} prompts are left out: of more than {config.longest} tokens")
     return left
+
+
+def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
+    """As `count_tokens`, by who counts for `config.longest`; ConfigError where nobody can."""
+    counts = count_tokens(config.reader, prompts) if config.reader else None
+    if counts is None:
+        raise ConfigError(
+            f"task.longest = {config.longest}: there is no tokenizer here to count by: give the folder of a model, or "
+            "leave task.longest out"
+        )
+    return counts

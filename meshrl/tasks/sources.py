@@ -20,6 +20,10 @@ Row = dict[str, object]
 
 _MARK: Final = b"\xef\xbb\xbf"
 """A byte order mark, with which some editors begin a file in UTF-8."""
+_TOLD: Final = 3
+"""Lines with mistakes that are told."""
+_LOOKED_AT: Final = 20_000
+"""Lines after the first mistake that are looked at for more."""
 _MOST: Final = 10_000_000
 """Rows that are made for a task, all of which are held in memory."""
 
@@ -80,7 +84,27 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(_MARK) if number == 1 else line
             if text.strip():
-                yield (where := f"{path}, line {number}"), _json_row(text, where)
+                where = f"{path}, line {number}"
+                try:
+                    row = _json_row(text, where)
+                except DataError as error:
+                    raise _with_others(error, enumerate(lines, start=number + 1)) from error
+                yield where, row
+
+
+def _with_others(first: DataError, rest: Iterable[tuple[int, bytes]]) -> DataError:
+    """The mistake of a line, with those of the next lines, which are counted where they are many."""
+    told, more = [str(first)], 0
+    for number, line in itertools.islice(rest, _LOOKED_AT):
+        try:
+            if line.strip():
+                _json_row(line, f"line {number}")
+        except DataError as error:
+            if len(told) < _TOLD:
+                told.append(str(error))
+            else:
+                more += 1
+    return DataError("; ".join([*told, *([f"and {more:,} lines more"] if more else [])]))
 
 
 def _json_row(line: bytes, where: str) -> Row:

@@ -50,13 +50,13 @@ class Task:
         return cls._made(config, numbered_rows(rows))
 
     @classmethod
-    def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]]) -> "Task":
+    def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]], *, quiet: bool = False) -> "Task":
         every: dict[str, tuple[str, Row]] = {}
         for where, row in found:
-            prompt = fill(config.prompt, row, f"{where}: prompt")
+            prompt = fill_prompt(config, row, where)
             if prompt not in every:
                 every[prompt] = fill(config.answer, row, f"{where}: answer"), row
-        rows = short_enough(config, every)
+        rows = short_enough(config, every, quiet=quiet)
         # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
         places = {prompt: _place(prompt) for prompt in rows}
         apart = sorted(
@@ -113,10 +113,34 @@ class Task:
         return prompts.hexdigest()
 
 
+def load_quietly(config: TaskConfig) -> Task:
+    """As `Task.load`, without a line in the log of what is left out."""
+    return Task._made(config, read_rows(config), quiet=True)  # noqa: SLF001 -- of this module
+
+
 def first_row(config: TaskConfig) -> tuple[str, str, Row]:
     """The prompt and the answer of a task's first row, and the row; DataError where a template does not fit."""
     where, row = next(iter(read_rows(config, rows=1)))
-    return fill(config.prompt, row, f"{where}: prompt"), fill(config.answer, row, f"{where}: answer"), row
+    return fill_prompt(config, row, where), fill(config.answer, row, f"{where}: answer"), row
+
+
+def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
+    """A row's prompt; DataError where the template does not fit, or puts whole messages into the text."""
+    prompt = fill(config.prompt, row, f"{where}: prompt")
+    for _, key, _, _ in _parsed(config.prompt):
+        value = row.get(key) if key else None
+        if isinstance(value, list) and value and all(map(_is_message, value)):
+            raise DataError(
+                f"{where}: prompt: `{key}` is a list of messages: write {{{key}[{len(value) - 1}][content]}}, with "
+                "policy.chat = true"
+            )
+        if _is_message(value):
+            raise DataError(f"{where}: prompt: `{key}` is a message: write {{{key}[content]}}, with policy.chat = true")
+    return prompt
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "content" in value
 
 
 def fill(template: str, row: Mapping[str, object], where: str) -> str:

@@ -1,10 +1,11 @@
 """Tells trackers of a run, each on its own thread: a tracker that is slow or broken costs the run nothing."""
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from queue import Full, Queue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Final
 
@@ -18,7 +19,7 @@ _ID: Final = "run_id"
 _MOST: Final = 10_000
 """Messages that may wait for a tracker."""
 _PATIENCE: Final = 120.0
-"""Seconds that a run waits, at its end, for a tracker to take the rest."""
+"""Seconds that a run waits, at its end, for all trackers together to take the rest."""
 
 
 class Trackers:
@@ -67,6 +68,9 @@ class Trackers:
             queue.put(partial(queue.tracker.end, summary, report if queue.tracker.wants_report else None))
         for queue in self._queues:
             queue.close()
+        deadline = time.monotonic() + _PATIENCE
+        for queue in self._queues:
+            queue.wait(deadline)
 
 
 class _Queue:
@@ -75,7 +79,7 @@ class _Queue:
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.tracker = tracker
         self._name = name
-        self._queue = Queue[Callable[[], None] | None](_MOST)
+        self._queue = SimpleQueue[Callable[[], None] | None]()
         self._broken = False
         self._thread: Thread | None = None
 
@@ -87,16 +91,19 @@ class _Queue:
     def put(self, message: Callable[[], None]) -> None:
         if self._broken:
             return
-        try:
-            self._queue.put_nowait(message)
-        except Full:
+        if self._queue.qsize() < _MOST:
+            self._queue.put(message)
+        else:
             self._give_up(f"{_MOST} messages wait for it")
 
     def close(self) -> None:
-        """Wait until everything is taken, for a while."""
+        """Nothing follows."""
+        self._queue.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until everything is taken, and no longer than until `deadline` of the monotonic clock."""
         if self._thread and not self._broken:
-            self._queue.put(None)
-            self._thread.join(_PATIENCE)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
             if self._thread.is_alive():
                 self._give_up(f"it has not taken everything within {_PATIENCE:g} s")
 

@@ -99,6 +99,20 @@ def test_a_reward_that_judges_some(mine: Path, code: str, capsys: pytest.Capture
     assert not told(capsys, mine)
 
 
+def test_a_reward_that_does_not_answer_is_told(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshrl.run.check._PATIENCE", 0.05)
+    code = "import time\ndef judge(prompt, completion, row):\n    time.sleep(1)\n    return 1.0\n"
+    (mine.parent / "mine.py").write_text(code, "utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(mine)])
+    assert not ended.value.code
+    found = "".join(capsys.readouterr())
+    told = "reward.function did not answer within 0.05 s for the task's first row, so it was not checked"
+    assert told in " ".join(found.split())
+
+
 def test_a_model_that_one_role_reads_is_told_though_the_policy_is_a_fake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

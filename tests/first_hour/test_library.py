@@ -250,3 +250,16 @@ asyncio.run(rl.train("none", {ROWS}, judge, settings))
     subprocess.run([sys.executable, "mine.py"], check=True, capture_output=True)
     written = (tmp_path / "runs/train/config.toml").read_text("utf-8")
     assert f'function = "{tmp_path / "mine.py"}:judge"' in written
+
+
+@pytest.mark.parametrize("settings", ["x", ["steps"]])
+def test_settings_that_are_no_keys_with_values(settings: object) -> None:
+    with pytest.raises(ConfigError, match="settings are keys with values"):
+        asyncio.run(rl.train("nowhere", ROWS, judge, settings))  # type: ignore[arg-type]
+
+
+def test_rows_that_are_no_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"rows, row 1: must be a mapping such as .*, not a text"):
+        asyncio.run(rl.train("nowhere", [ROWS[0], "1 + 1"], judge))  # type: ignore[list-item]
+    assert not (tmp_path / "runs").exists()

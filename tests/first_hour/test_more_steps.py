@@ -111,7 +111,7 @@ def test_a_run_that_ended_and_is_asked_for_no_more_is_as_it_was(terminal: Termin
     assert [line["step"] for line in lines(project / "runs" / "mine" / "evaluations.jsonl")] == [0, 3, 6]
     status, _, err = terminal("run", "mine.toml", *FAKES)
     assert status == 0
-    assert "goes on after step 6 of 6: none is left, and a run of more steps goes on from here" in err
+    assert "runs/mine has 6 steps already, and steps = 6 asks for no more; set steps above 6" in err
     assert outcome(project / "runs" / "mine") == before
     assert terminal("audit", "mine")[0] == 0
 

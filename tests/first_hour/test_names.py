@@ -30,7 +30,9 @@ def test_the_run_is_meant_where_a_project_has_its_name(mine: Path, terminal: Ter
     status, _, err = terminal("simulate", "mine/config.toml", "--from", "mine", *FAKES)
     assert status == 0, err
     for arguments in (["eval", "mine"], ["serve", "mine"], ["push", "mine", "me/mine"]):
-        assert f"{mine} has neither a model" in terminal(*arguments)[2]
+        told = " ".join(terminal(*arguments)[2].split())
+        assert f"{mine} has neither a model" in told
+        assert "its policy was a fake, which leaves no model: run it with a model" in told
     assert f"{mine} has trained no adapters" in terminal("merge", "mine")[2]
 
 

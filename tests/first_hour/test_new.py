@@ -56,6 +56,14 @@ def test_the_folder_runs_from_where_it_was_made_and_from_inside(
     assert (tmp_path / "mine/runs/mine/summary.json").is_file()
 
 
+def test_the_command_may_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    type_in("new", "grpo", "my exp")
+    assert "run it with: meshrl run 'my exp/config.toml'" in capsys.readouterr().out
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     type_in("new", "grpo", str(tmp_path / "mine"))
     before = {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")}

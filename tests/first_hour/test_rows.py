@@ -70,6 +70,28 @@ def test_each_line_is_looked_at(row: object, mistake: str, mine: Path, terminal:
     assert not (mine / "runs").exists()
 
 
+def test_a_prompt_that_is_a_list_of_messages(mine: Path, terminal: Terminal) -> None:
+    write(mine, *({"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS))
+    wrong = told(terminal, "check", "mine.toml", "task.prompt={prompt}")
+    assert "`prompt` is a list of messages: write {prompt[0][content]}, with policy.chat = true" in wrong
+    assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt={prompt[0][content]}")
+
+
+def test_a_list_of_numbers_in_a_prompt(mine: Path, terminal: Terminal) -> None:
+    write(mine, *({"numbers": [number, 1], "answer": str(number + 1)} for number in range(8)))
+    assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt=sum {numbers}")
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_many_lines_that_are_no_rows_are_counted(mine: Path, terminal: Terminal, command: str) -> None:
+    write(mine, *ROWS, "{", *ROWS, "[1]", "", '{"question"', "{", "{")
+    wrong = told(terminal, command, "mine.toml")
+    assert wrong.count("not JSON") == 2
+    assert "task.jsonl, line 9: not JSON" in wrong
+    assert '; line 18: a row must be an object such as {"question": ...}, not a list; line 20: not JSON' in wrong
+    assert "; and 2 lines more" in wrong
+
+
 def test_many_mistakes_of_a_kind_are_counted(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, *({"question": "1"} for _ in range(9)))
     assert "and 6 rows more" in told(terminal, "check", "mine.toml")
@@ -95,9 +117,27 @@ def test_long_rows_are_left_out_where_one_asks_for_it(mine: Path, terminal: Term
 
 def test_the_fakes_leave_long_rows_out_too(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, LONG)
-    assert "1 of 9 prompts are left out" in told(terminal, "run", "mine.toml", *FAKES, "task.longest=20")
+    assert told(terminal, "run", "mine.toml", *FAKES, "task.longest=20").count("1 of 9 prompts are left out") == 1
     wrong = told(terminal, "run", "mine.toml", *FAKES, "task.longest=1")
     assert "each of its 9 prompts has more than task.longest = 1 tokens" in wrong
+
+
+def test_long_rows_are_counted_by_what_there_is_without_a_policy(mine: Path, terminal: Terminal) -> None:
+    reward = ("reward_model/quickstart", f"reward.model={NEW}", "reward.backend=fake", "steps=1", "rejected='x'")
+    task = ("task.source=task.jsonl", "task.prompt={question}", "task.options={}", "task.held_out=1")
+    write(mine, *ROWS, LONG)
+    fewer = (*reward, *task, "task.held_out_fraction=0.5", "reward.optimizer.total_steps=1", "rows=2")
+    assert "1 of 9 prompts are left out" in told(terminal, "run", *fewer, "task.longest=20")
+    assert "has more than task.longest = 1 tokens" in told(terminal, "check", *fewer, "task.longest=1")
+
+
+def test_where_nobody_counts_tokens_it_is_told_with_the_rest(
+    mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.tasks.lengths.count_tokens", lambda *_: None)
+    wrong = told(terminal, "check", "mine.toml", "task.longest=20", "run.log=tensorbord")
+    assert "task: task.longest = 20: there is no tokenizer here to count by" in wrong
+    assert "did you mean 'tensorboard'" in wrong
 
 
 def test_letters_that_a_new_model_has_not(mine: Path, terminal: Terminal) -> None:

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -169,6 +170,39 @@ def test_one_that_breaks_costs_the_run_nothing(terminal: Terminal, tmp_path: Pat
     assert done.err.count("mine.py:Mine gets nothing more of this run") == 1
     assert "OSError: no network" in done.err
     assert len(rewards(tmp_path)) == 3
+
+
+HANGING = """
+import threading
+import meshrl as rl
+
+class Hangs(rl.Tracker):
+    def metrics(self, step, values):
+        threading.Event().wait()
+
+class Hears(rl.Tracker):
+    def end(self, summary, report):
+        print("heard the end")
+"""
+
+
+def test_those_that_hang_are_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshrl.trackers.delivery._PATIENCE", 0.5)
+    monkeypatch.setattr("meshrl.trackers.delivery._MOST", 5)
+    (tmp_path / "mine.py").write_text(HANGING, "utf-8")
+    names = ["Hangs", "Hangs", "Hangs", "Hears"]
+    trackers = Trackers([f"{tmp_path / 'mine.py'}:{name}" for name in names])
+    trackers.begin(tmp_path, {}, 0)
+    for step in range(4):
+        trackers.metrics(step, {"reward": 1.0})
+    began = time.monotonic()
+    trackers.end(tmp_path, {})
+    assert 0.4 < time.monotonic() - began < 1.2
+    out, err = capsys.readouterr()
+    assert "heard the end" in out
+    assert (out + err).count("it has not taken everything within 0.5 s") == 3
 
 
 @pytest.mark.parametrize(

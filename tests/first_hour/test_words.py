@@ -73,6 +73,11 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
         ("trainer.project_name=mine", "`trainer.project_name` is `run.project` here"),
         ("trainer.experiment_name=mine", "`trainer.experiment_name` is `run.name` here"),
         ("gpu_memory_utilization=.5", "`gpu_memory_utilization` is `sampler.vllm.memory_share` here"),
+        (
+            "max_prompt_length=512",
+            "`max_prompt_length` is `task.longest` here: longer prompts are left out, none is cut",
+        ),
+        ("data.filter_overlong_prompts=true", "`data.filter_overlong_prompts` is `task.longest` here"),
     ],
 )
 def test_the_answer_says_where_the_key_is_in_this_configuration(
