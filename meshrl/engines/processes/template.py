@@ -14,6 +14,7 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Final
 
 from meshrl.engines.hosting import Host
@@ -81,6 +82,8 @@ class Template:
         return True
 
     def _fork(self, order: Begin, listening: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or every rank has what is left in it
         pid = os.fork()
         if pid:
             self._ranks[pid] = order.key
@@ -125,6 +128,9 @@ def _how(code: int) -> str:
 
 
 def _become_rank(order: Begin, listening: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a rank is killed in the end, whatever a pipe's buffer holds
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if order.cores:
