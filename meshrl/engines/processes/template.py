@@ -140,6 +140,8 @@ def _become_rank(order: Begin, listening: int) -> None:
         os.chdir(order.folder)
     sys.path += [path for path in order.paths if path not in sys.path]
     os.environ.update(order.environment)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # Python's own is seeded anew at each fork
     asyncio.set_event_loop(loop := RankLoop())
     host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
 
