@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl import Actor, Mesh, Same, each, endpoint
+from meshrl import Actor, ConfigError, Mesh, Same, each, endpoint
 from meshrl.engines.processes import ProcessEngine
 from tests.processes.conftest import NO_CORE
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 PRINTS = """
 import asyncio
-from meshrl import Actor, Mesh, Resources, endpoint
+from meshrl import Actor, ConfigError, Mesh, Resources, endpoint
 from meshrl.engines.processes import ProcessEngine
 
 class Prints(Actor):
@@ -40,6 +40,21 @@ class Rank(Actor):
         return float(np.random.random())  # noqa: NPY002 -- what older code draws from
 
 
+async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str) -> None:
+    """With a module that breaks something in the process that ranks are made of, for the first of them."""
+    (folder / "breaks.py").write_text(patch)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(folder)
+        engine = ProcessEngine(modules=["breaks"])
+        with pytest.raises(ConfigError, match=reason):
+            await Mesh.reserve(engine, 1, NO_CORE)
+        template = engine._launcher._template
+        ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
+        assert await ranks.draw() >= 0
+        assert engine._launcher._template is template
+        await engine.close()
+
+
 async def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     (tmp_path / "says_hello.py").write_text("print('hello')")
@@ -58,4 +73,51 @@ async def test_ranks_do_not_draw_the_same_numbers() -> None:
     engine = ProcessEngine(modules=["numpy.random"])
     ranks = await (await Mesh.reserve(engine, 4, NO_CORE)).spawn(Rank)
     assert len(set(await each(ranks.draw)())) == 4
+    await engine.close()
+
+
+async def test_a_machine_that_takes_no_more_processes_is_said_and_costs_one_rank(tmp_path: Path) -> None:
+    breaks = """
+import os
+fork = os.fork
+
+def refuse():
+    os.fork = fork
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+os.fork = refuse
+"""
+    await check_an_engine_that_fails_once(tmp_path, breaks, r"takes no more processes \(.*temporarily unavailable")
+
+
+async def test_what_a_rank_raises_before_it_answers_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    breaks = """
+import __main__
+from pathlib import Path
+become_rank = __main__._become_rank
+
+def fail(*given):
+    if not Path(__file__).with_name("failed").exists():
+        Path(__file__).with_name("failed").touch()
+        raise ValueError("a rank of straw")
+    become_rank(*given)
+
+__main__._become_rank = fail
+"""
+    await check_an_engine_that_fails_once(tmp_path, breaks, "did not start: it ended by itself with status 1")
+    assert "ValueError: a rank of straw" in capfd.readouterr().err
+
+
+async def test_a_rank_is_begun_though_what_ranks_are_made_of_has_just_died() -> None:
+    engine = ProcessEngine()
+    await (await Mesh.reserve(engine, 1, NO_CORE)).stop()
+    template = engine._launcher._template
+    assert template is not None
+    template.kill()
+    template.wait()  # before the loop can hear of it
+    mesh = await Mesh.reserve(engine, 1, NO_CORE)
+    assert await (await mesh.spawn(Rank)).draw() >= 0
+    assert len(engine._launcher._ends) == 1
     await engine.close()

@@ -14,6 +14,7 @@ from typing import Final
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
+from meshrl.errors import ConfigError
 
 _TEMPLATE: Final = "meshrl.engines.processes.template"
 _PATIENCE: Final = 5.0
@@ -34,15 +35,23 @@ class Launcher:
         self._ends: dict[str, asyncio.Future[str]] = {}
 
     def begin(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
-        """A new rank's process."""
+        """A new rank's process. Raises `ConfigError` where none can be made."""
+        for _ in range(2):
+            try:
+                return self._ordered(environment, cores)
+            except (BrokenPipeError, ConnectionResetError):
+                self._lost()  # the loop has not heard of it yet
+        raise ConfigError("the process that ranks are made of ends as soon as it is started: see what it has printed")
+
+    def _ordered(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
         control, folder = self._started()
         key = token_hex(8)
         path = folder / key
         channel = SocketChannel(Address(str(path), self._token))
-        channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         with listen(path) as listening:
             order = Begin(key, str(Path.cwd()), sys.path, environment, cores, self._token, self._inline_bytes)
             send(control, order, [listening.fileno()])
+        channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         return channel
 
     def kill(self, channel: SocketChannel) -> None:
@@ -101,16 +110,21 @@ class Launcher:
         except OSError:
             received = None
         if received is None:
-            if self._control is not None:
-                asyncio.get_running_loop().remove_reader(self._control)
-                self._control.close()
-            self._forget()
-            for end in self._ends.values():
-                if not end.done():
-                    end.set_result("the process that ranks are made of is gone, and they with it")
+            self._lost()
             return
         ended, _ = received
         if isinstance(ended, Ended) and ended.key in self._ends:
             end = self._ends.pop(ended.key)
             if not end.done():
                 end.set_result(ended.how)
+
+    def _lost(self) -> None:
+        """The template has died, and its ranks with it."""
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        self._forget()
+        ends, self._ends = self._ends, {}
+        for end in ends.values():
+            if not end.done():
+                end.set_result("the process that ranks are made of is gone, and they with it")

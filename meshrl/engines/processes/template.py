@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from importlib import import_module
 from io import TextIOWrapper
@@ -83,8 +84,15 @@ class Template:
 
     def _fork(self, order: Begin, listening: int) -> None:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or every rank has what is left in it
-        pid = os.fork()
+            with suppress(OSError, ValueError):  # where nobody reads it any more
+                stream.flush()  # or every rank has what is left in it
+        template = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            send(self._control, Ended(order.key, f"this machine takes no more processes ({error})"))
+            os.close(listening)
+            return
         if pid:
             self._ranks[pid] = order.key
             os.close(listening)
@@ -95,8 +103,11 @@ class Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (self._control, self._news, self._bell):
                 each.close()
-            _become_rank(order, listening)
+            _become_rank(order, listening, template)
             status = 0
+        except BaseException:  # noqa: BLE001 -- nobody else will tell
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(status)
 
@@ -127,12 +138,14 @@ def _how(code: int) -> str:
     return f"it was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
 
 
-def _become_rank(order: Begin, listening: int) -> None:
+def _become_rank(order: Begin, listening: int, template: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # a rank is killed in the end, whatever a pipe's buffer holds
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != template:  # it was gone before the system was asked to tell
+            os._exit(1)
         if order.cores:
             os.sched_setaffinity(0, order.cores)
     # As in the controller's process: relative files, and modules next to a script.
