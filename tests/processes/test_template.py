@@ -1,8 +1,10 @@
 """What ranks have of the process that they are forked from, and what that process outlives."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from meshrl import Actor, ConfigError, Mesh, Same, each, endpoint
 from meshrl.engines.processes import ProcessEngine
-from tests.processes.conftest import NO_CORE
+from tests.processes.conftest import NO_CORE, running, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,6 +40,12 @@ class Rank(Actor):
     @endpoint
     async def draw(self) -> Same[float]:
         return float(np.random.random())  # noqa: NPY002 -- what older code draws from
+
+    @endpoint
+    async def fork(self) -> Same[list[int]]:
+        if not (child := os.fork()):
+            time.sleep(1000)
+        return [os.getpid(), child]
 
 
 async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str) -> None:
@@ -120,4 +128,20 @@ async def test_a_rank_is_begun_though_what_ranks_are_made_of_has_just_died() -> 
     mesh = await Mesh.reserve(engine, 1, NO_CORE)
     assert await (await mesh.spawn(Rank)).draw() >= 0
     assert len(engine._launcher._ends) == 1
+    await engine.close()
+
+
+@pytest.mark.parametrize("end", ["the rank is killed", "its mesh is stopped", "its engine is closed"])
+async def test_processes_that_a_rank_has_started_end_with_it(end: str) -> None:
+    engine = ProcessEngine()
+    mesh = await Mesh.reserve(engine, 1, NO_CORE)
+    pids = await (await mesh.spawn(Rank)).fork()
+    assert len(running(pids)) == 2
+    if end == "the rank is killed":
+        os.kill(pids[0], signal.SIGKILL)
+    elif end == "its mesh is stopped":
+        await mesh.stop()
+    else:
+        await engine.close()
+    await until(lambda: not running(pids))
     await engine.close()

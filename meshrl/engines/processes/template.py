@@ -79,7 +79,7 @@ class Template:
             self._fork(order, files[0])
         elif isinstance(order, Kill):
             for pid in [pid for pid, key in self._ranks.items() if key == order.key]:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         return True
 
     def _fork(self, order: Begin, listening: int) -> None:
@@ -93,6 +93,8 @@ class Template:
             send(self._control, Ended(order.key, f"this machine takes no more processes ({error})"))
             os.close(listening)
             return
+        with suppress(OSError):  # done here and there: neither waits for the other
+            os.setpgid(pid, pid or os.getpid())
         if pid:
             self._ranks[pid] = order.key
             os.close(listening)
@@ -118,17 +120,23 @@ class Template:
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
+                _kill(pid)
                 send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
         sweep()  # what they leave; what is still read, its last reader removes
 
     def _end(self) -> None:
         for pid in self._ranks:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         with suppress(ChildProcessError):
             while os.waitpid(-1, 0)[0]:
                 pass
         sweep()  # what killed processes leave
+
+
+def _kill(pid: int) -> None:
+    """End a rank, and the processes that it has started."""
+    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all of them have ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _how(code: int) -> str:
