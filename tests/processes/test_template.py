@@ -47,6 +47,10 @@ class Rank(Actor):
             time.sleep(1000)
         return [os.getpid(), child]
 
+    @endpoint
+    async def environment(self) -> Same[dict[str, str]]:
+        return dict(os.environ)
+
 
 async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str) -> None:
     """With a module that breaks something in the process that ranks are made of, for the first of them."""
@@ -144,4 +148,17 @@ async def test_processes_that_a_rank_has_started_end_with_it(end: str) -> None:
     else:
         await engine.close()
     await until(lambda: not running(pids))
+    await engine.close()
+
+
+@pytest.mark.parametrize("paths", ["/the/users/own", None])
+async def test_what_ranks_start_finds_modules_where_the_user_says(
+    paths: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if paths:
+        monkeypatch.setenv("PYTHONPATH", paths)
+    engine = ProcessEngine()
+    ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
+    assert (await ranks.environment()).get("PYTHONPATH") == paths
     await engine.close()

@@ -96,6 +96,7 @@ class Launcher:
                 str(theirs.fileno()),
                 str(self._folder),
                 ",".join(self._modules),
+                os.environ.get("PYTHONPATH", ""),
             ]
             self._template = subprocess.Popen(  # noqa: S603 -- our own module
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True

@@ -1,6 +1,6 @@
-"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES`.
+"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES PATHS`.
 
-It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
+`PATHS`: the PYTHONPATH of what ranks start; this process has the controller's whole path there. It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
 and goes; when it is gone itself, the system kills them.
 """
 
@@ -30,7 +30,10 @@ _PR_SET_PDEATHSIG: Final = 1
 def main() -> None:
     """Do what the engine orders until it is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    folder, modules = sys.argv[2:]
+    folder, modules, paths = sys.argv[2:]
+    os.environ["PYTHONPATH"] = paths
+    if not paths:
+        del os.environ["PYTHONPATH"]
     for module in modules.split(",") if modules else ():
         with suppress(Exception):  # told by the rank that needs it
             import_module(module)
