@@ -64,6 +64,12 @@ async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessE
     await four.stop()
 
 
+async def test_a_rank_without_gpus_sees_none(engine: ProcessEngine) -> None:
+    mesh = await Mesh.reserve(engine, 2, NO_CORE)
+    assert await gpus_of(mesh) == [[""], [""]]
+    await mesh.stop()
+
+
 async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
     shares = await Mesh.reserve(engine, 3, Resources(cpus=0, gpus=0.5))
     assert await gpus_of(shares) == [["0"], ["0"], ["1"]]

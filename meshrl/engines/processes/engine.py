@@ -105,7 +105,7 @@ class _Processes(Reservation):
         """Start a process."""
         share = self._shares[slot.index]
         environment = {"OMP_NUM_THREADS": str(share.threads)}
-        if self._resources.gpus:
+        if self._machine.has_gpus:  # a rank without any must not take memory of those that others have
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
         channel = self._launcher.begin(environment, share.cores)
         process = Process(token_hex(8), channel)
