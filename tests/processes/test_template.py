@@ -1,10 +1,10 @@
 """What ranks have of the process that they are forked from, and what that process outlives."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ class Rank(Actor):
     @endpoint
     async def fork(self) -> Same[list[int]]:
         if not (child := os.fork()):
-            time.sleep(1000)
+            signal.pause()
         return [os.getpid(), child]
 
     @endpoint
@@ -70,7 +70,8 @@ async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str)
 async def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     (tmp_path / "says_hello.py").write_text("print('hello')")
-    done = subprocess.run(
+    done = await asyncio.to_thread(
+        subprocess.run,
         [sys.executable, tmp_path / "script.py"],
         capture_output=True,
         text=True,
@@ -162,3 +163,19 @@ async def test_what_ranks_start_finds_modules_where_the_user_says(
     ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
     assert (await ranks.environment()).get("PYTHONPATH") == paths
     await engine.close()
+
+
+async def test_an_engine_whose_end_is_cancelled_leaves_nothing() -> None:
+    engine = ProcessEngine()
+    await (await Mesh.reserve(engine, 1, NO_CORE)).stop()
+    template, folder = engine._launcher._template, engine._launcher._folder
+    assert template is not None
+    assert folder is not None
+    os.kill(template.pid, signal.SIGSTOP)  # so that its end is waited for
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0.1)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not running([template.pid])
+    assert not folder.exists()

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import Final
+from weakref import WeakSet
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
@@ -33,6 +34,7 @@ class Launcher:
         self._folder: Path | None = None
         self._token = token_bytes(TOKEN_BYTES)
         self._ends: dict[str, asyncio.Future[str]] = {}
+        _launchers.add(self)
 
     def begin(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
         """A new rank's process. Raises `ConfigError` where none can be made."""
@@ -69,9 +71,17 @@ class Launcher:
             return
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._template.wait, _PATIENCE)
-        self._forget()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._template.wait, _PATIENCE)
+        finally:
+            self._forget()
+
+    def let_go(self) -> None:
+        """In a process that was forked from the controller's: the template is not this one's to end."""
+        if self._control is not None:
+            self._control.close()
+        self._control = self._folder = None
 
     def _forget(self) -> None:
         """The template has ended, or does so now; what it would have removed is removed."""
@@ -129,3 +139,14 @@ class Launcher:
         for end in ends.values():
             if not end.done():
                 end.set_result("the process that ranks are made of is gone, and they with it")
+
+
+_launchers: WeakSet[Launcher] = WeakSet()
+
+
+def _let_go() -> None:
+    for launcher in list(_launchers):
+        launcher.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)  # or the template, whose engine dies, waits for the child's end too
