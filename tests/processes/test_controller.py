@@ -17,7 +17,7 @@ from tests.processes.conftest import running, segments, wait_until
 pytestmark = pytest.mark.process
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, os, sys, time
 from pathlib import Path
 import numpy as np
 from meshrl import Actor, Batch, Gather, Mesh, Resources, endpoint
@@ -50,6 +50,7 @@ async def main():
 
 asyncio.run(main())
 """
+FORK = "os.fork() or (os.close(1), os.close(2), open(sys.argv[1], 'w').close(), time.sleep(1000)); await call"
 HANG, NEVER, CLOSE = "await call", "pass", "await engine.close()"
 
 
@@ -86,6 +87,22 @@ def test_a_killed_controller_leaves_nothing() -> None:
     with controller(HANG) as (started, _):
         started.kill()
     assert started.returncode == -signal.SIGKILL
+
+
+def test_a_killed_controller_leaves_nothing_though_what_it_has_forked_goes_on() -> None:
+    with controller(FORK) as (started, folder):
+        wait_until((folder / "note").exists)
+        started.kill()
+        forked = [pid for pid in psutil.pids() if pid != started.pid and _group(pid) == started.pid]
+    assert running(forked)
+    os.killpg(started.pid, signal.SIGKILL)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 def test_a_controller_that_exits_without_closing_its_engine_leaves_nothing() -> None:

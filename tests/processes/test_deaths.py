@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Actor, Batch, Gather, Mesh, RankDied, Shard, endpoint, respawn
+from meshrl import Actor, Batch, Gather, Mesh, MeshStopped, RankDied, Shard, endpoint, respawn
+from meshrl.engines.hosting import reservation
 from meshrl.engines.processes import ProcessEngine
 from tests.processes.conftest import NO_CORE, running, segments, until
 
@@ -38,6 +39,13 @@ class Rows(Actor):
     @endpoint
     async def keep(self, batch: Shard[Batch]) -> None:
         self.kept = batch
+
+    @endpoint
+    async def linger(self) -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(1000)
 
 
 async def pids_of(rows: Rows) -> list[int]:
@@ -121,6 +129,26 @@ async def test_ranks_end_with_the_process_that_they_are_made_of_and_can_be_made_
         await engine.close()
         assert not running([template.pid])
         assert not list(Path(folder).glob("meshrl-*"))
+
+
+async def test_a_mesh_that_is_stopped_while_its_actors_are_made_again_gets_no_new_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reservation, "GRACE", 0.3)
+    engine = ProcessEngine(inline_bytes=0)
+    mesh = await Mesh.reserve(engine, 2, NO_CORE)
+    rows = await mesh.spawn(Rows)
+    lingering = asyncio.create_task(rows.linger())
+    pids = await pids_of(rows)
+    again = asyncio.create_task(respawn(rows))
+    await asyncio.sleep(0.1)  # it waits for calls that do not end
+    await mesh.stop()
+    with pytest.raises(MeshStopped, match="cannot be made again on rank 0: its mesh is stopped"):
+        await again
+    with pytest.raises(MeshStopped):
+        await lingering
+    await until(lambda: not running(pids) and not engine._launcher._ends)
+    await engine.close()
 
 
 async def until_it_fails(rows: Rows) -> None:

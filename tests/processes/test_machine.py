@@ -1,6 +1,7 @@
 """Which rank has which cores and GPUs of this machine, and that they are given back."""
 
 import os
+import resource
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -62,6 +63,12 @@ async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessE
     four = await Mesh.reserve(engine, 4, Resources(cpus=0, gpus=1))
     assert await gpus_of(four) == [["0"], ["1"], ["2"], ["3"]]
     await four.stop()
+
+
+async def test_a_rank_without_gpus_sees_none(engine: ProcessEngine) -> None:
+    mesh = await Mesh.reserve(engine, 2, NO_CORE)
+    assert await gpus_of(mesh) == [[""], [""]]
+    await mesh.stop()
 
 
 async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
@@ -156,3 +163,29 @@ async def test_a_long_path_of_temporary_files_is_no_obstacle(tmp_path: Path, mon
     await engine.close()
     assert folder is not None
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("now", "most", "then"),
+    [
+        (1024, 4096, 4096),
+        (1024, 2**30, 65536),
+        (1024, resource.RLIM_INFINITY, 65536),
+        (2**20, 2**30, 2**20),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+async def test_the_limit_of_open_files_is_raised_within_reason(
+    now: int, most: int, then: int, engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = (now, most)
+
+    def limit(_: int, wanted: tuple[int, int]) -> None:
+        nonlocal limits
+        limits = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", limit)
+    with pytest.raises(ConfigError):  # so no process is made
+        await engine.reserve(0, NO_CORE)
+    assert limits == (then, most)

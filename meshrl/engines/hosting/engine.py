@@ -87,16 +87,21 @@ class HostingEngine(Caller):
         origin = self._origins[spawn]
         reservation = origin.reservation
         async with reservation.restarting:
-            if reservation not in self._reservations:
-                raise MeshStopped(
-                    f"{spawn.name} cannot be made again on rank {again[0].rank.index}: its mesh is stopped"
-                )
+            self._check_held(reservation, again[0])
             await reservation.end(again)
+            self._check_held(reservation, again[0])  # it may have been stopped meanwhile
             reservation.revive()
             await reservation.settle()
             for member in again:
                 member.again(reservation.processes[member.index])
             await self._construct(again, origin)
+
+    def _check_held(self, reservation: Reservation, member: RankMember) -> None:
+        """Raise `MeshStopped` where the actor's mesh is stopped."""
+        if reservation not in self._reservations:
+            raise MeshStopped(
+                f"{member.spawn.name} cannot be made again on rank {member.rank.index}: its mesh is stopped"
+            )
 
     async def _construct(self, members: Sequence[RankMember], origin: _Origin) -> None:
         reservation, name = origin.reservation, members[0].spawn.name

@@ -5,7 +5,7 @@ import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from secrets import token_hex
-from typing import cast
+from typing import Final, cast
 
 from meshrl import log
 from meshrl.engines.hosting import (
@@ -24,6 +24,9 @@ from meshrl.engines.processes.machine import Machine
 from meshrl.engines.transport import PoolRef, SocketChannel
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import INLINE_BYTES, Ref, Resources
+
+_FILES: Final = 65536
+"""Open files that are enough. Where 2**30 are allowed, as in some containers, what closes all of them takes minutes."""
 
 
 class PoolCaller(Caller):
@@ -105,7 +108,7 @@ class _Processes(Reservation):
         """Start a process."""
         share = self._shares[slot.index]
         environment = {"OMP_NUM_THREADS": str(share.threads)}
-        if self._resources.gpus:
+        if self._machine.has_gpus:  # a rank without any must not take memory of those that others have
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
         channel = self._launcher.begin(environment, share.cores)
         process = Process(token_hex(8), channel)
@@ -126,7 +129,9 @@ class _Processes(Reservation):
 
 
 def _raise_file_limit() -> None:
-    """As many open files as this user may have: what is leased of shared memory is one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """As many open files as this user may have, within reason: what is leased of shared memory is one."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

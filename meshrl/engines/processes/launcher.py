@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import Final
+from weakref import WeakSet
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
+from meshrl.errors import ConfigError
 
 _TEMPLATE: Final = "meshrl.engines.processes.template"
 _PATIENCE: Final = 5.0
@@ -32,17 +34,26 @@ class Launcher:
         self._folder: Path | None = None
         self._token = token_bytes(TOKEN_BYTES)
         self._ends: dict[str, asyncio.Future[str]] = {}
+        _launchers.add(self)
 
     def begin(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
-        """A new rank's process."""
+        """A new rank's process. Raises `ConfigError` where none can be made."""
+        for _ in range(2):
+            try:
+                return self._ordered(environment, cores)
+            except (BrokenPipeError, ConnectionResetError):
+                self._lost()  # the loop has not heard of it yet
+        raise ConfigError("the process that ranks are made of ends as soon as it is started: see what it has printed")
+
+    def _ordered(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
         control, folder = self._started()
         key = token_hex(8)
         path = folder / key
         channel = SocketChannel(Address(str(path), self._token))
-        channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         with listen(path) as listening:
             order = Begin(key, str(Path.cwd()), sys.path, environment, cores, self._token, self._inline_bytes)
             send(control, order, [listening.fileno()])
+        channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         return channel
 
     def kill(self, channel: SocketChannel) -> None:
@@ -60,9 +71,17 @@ class Launcher:
             return
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._template.wait, _PATIENCE)
-        self._forget()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._template.wait, _PATIENCE)
+        finally:
+            self._forget()
+
+    def let_go(self) -> None:
+        """In a process that was forked from the controller's: the template is not this one's to end."""
+        if self._control is not None:
+            self._control.close()
+        self._control = self._folder = None
 
     def _forget(self) -> None:
         """The template has ended, or does so now; what it would have removed is removed."""
@@ -87,6 +106,7 @@ class Launcher:
                 str(theirs.fileno()),
                 str(self._folder),
                 ",".join(self._modules),
+                os.environ.get("PYTHONPATH", ""),
             ]
             self._template = subprocess.Popen(  # noqa: S603 -- our own module
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -101,16 +121,32 @@ class Launcher:
         except OSError:
             received = None
         if received is None:
-            if self._control is not None:
-                asyncio.get_running_loop().remove_reader(self._control)
-                self._control.close()
-            self._forget()
-            for end in self._ends.values():
-                if not end.done():
-                    end.set_result("the process that ranks are made of is gone, and they with it")
+            self._lost()
             return
         ended, _ = received
         if isinstance(ended, Ended) and ended.key in self._ends:
             end = self._ends.pop(ended.key)
             if not end.done():
                 end.set_result(ended.how)
+
+    def _lost(self) -> None:
+        """The template has died, and its ranks with it."""
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        self._forget()
+        ends, self._ends = self._ends, {}
+        for end in ends.values():
+            if not end.done():
+                end.set_result("the process that ranks are made of is gone, and they with it")
+
+
+_launchers: WeakSet[Launcher] = WeakSet()
+
+
+def _let_go() -> None:
+    for launcher in list(_launchers):
+        launcher.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go)  # or the template, whose engine dies, waits for the child's end too

@@ -28,6 +28,11 @@ class Machine:
         self._cores = sorted(cores)
         self._gpus = dict.fromkeys(_gpus(), 1.0)
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether there are any, given away or not."""
+        return bool(self._gpus)
+
     def take(self, count: int, resources: Resources) -> list[Share]:
         """Shares for so many ranks. ConfigError for what this machine does not have, or has given away."""
         if count < 1:

@@ -1,7 +1,8 @@
-"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES`.
+"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES PATHS`.
 
 It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
-and goes; when it is gone itself, the system kills them.
+and goes; when it is gone itself, the system kills them. `PATHS`: the PYTHONPATH of ranks and of what they start; here
+it is the whole path of the controller.
 """
 
 import asyncio
@@ -12,8 +13,10 @@ import shutil
 import signal
 import socket
 import sys
+import traceback
 from contextlib import suppress
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Final
 
 from meshrl.engines.hosting import Host
@@ -28,7 +31,10 @@ _PR_SET_PDEATHSIG: Final = 1
 def main() -> None:
     """Do what the engine orders until it is gone."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    folder, modules = sys.argv[2:]
+    folder, modules, paths = sys.argv[2:]
+    os.environ["PYTHONPATH"] = paths
+    if not paths:
+        del os.environ["PYTHONPATH"]
     for module in modules.split(",") if modules else ():
         with suppress(Exception):  # told by the rank that needs it
             import_module(module)
@@ -77,11 +83,22 @@ class Template:
             self._fork(order, files[0])
         elif isinstance(order, Kill):
             for pid in [pid for pid, key in self._ranks.items() if key == order.key]:
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         return True
 
     def _fork(self, order: Begin, listening: int) -> None:
-        pid = os.fork()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # where nobody reads it any more
+                stream.flush()  # or every rank has what is left in it
+        template = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            send(self._control, Ended(order.key, f"this machine takes no more processes ({error})"))
+            os.close(listening)
+            return
+        with suppress(OSError):  # done here and there: neither waits for the other
+            os.setpgid(pid, pid or os.getpid())
         if pid:
             self._ranks[pid] = order.key
             os.close(listening)
@@ -92,8 +109,11 @@ class Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (self._control, self._news, self._bell):
                 each.close()
-            _become_rank(order, listening)
+            _become_rank(order, listening, template)
             status = 0
+        except BaseException:  # noqa: BLE001 -- nobody else will tell
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(status)
 
@@ -104,17 +124,23 @@ class Template:
         with suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
+                _kill(pid)
                 send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
         sweep()  # what they leave; what is still read, its last reader removes
 
     def _end(self) -> None:
         for pid in self._ranks:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         with suppress(ChildProcessError):
             while os.waitpid(-1, 0)[0]:
                 pass
         sweep()  # what killed processes leave
+
+
+def _kill(pid: int) -> None:
+    """End a rank, and the processes that it has started."""
+    with suppress(ProcessLookupError, PermissionError):  # the latter on macOS, where all of them have ended
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _how(code: int) -> str:
@@ -124,9 +150,14 @@ def _how(code: int) -> str:
     return f"it was killed by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
 
 
-def _become_rank(order: Begin, listening: int) -> None:
+def _become_rank(order: Begin, listening: int, template: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # a rank is killed in the end, whatever a pipe's buffer holds
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != template:  # it was gone before the system was asked to tell
+            os._exit(1)
         if order.cores:
             os.sched_setaffinity(0, order.cores)
     # As in the controller's process: relative files, and modules next to a script.
@@ -134,6 +165,8 @@ def _become_rank(order: Begin, listening: int) -> None:
         os.chdir(order.folder)
     sys.path += [path for path in order.paths if path not in sys.path]
     os.environ.update(order.environment)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # Python's own is seeded anew at each fork
     asyncio.set_event_loop(loop := RankLoop())
     host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
 
