@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl import Actor, Batch, CrossEntropy, Mesh, PolicyConfig, Ragged, Resources, endpoint
+from meshrl import Actor, Batch, CrossEntropy, Mesh, PolicyConfig, Ragged, Resources, Same, each, endpoint
 from meshrl.engines.hosting import CYCLE, Ask, CallerQueue
 from meshrl.engines.ray import RayEngine
 from meshrl.engines.ray.channel import label
 from meshrl.events import EventLog, Gauge
 from meshrl.mesh import pool
-from meshrl.mesh.shared_memory import FOLDER
 from meshrl.testing import FakePolicy
 
 
@@ -71,20 +70,19 @@ async def test_a_fake_keeps_its_last_batches() -> None:
 
 class Writes(Actor):
     @endpoint
-    async def write(self) -> None:
+    async def write(self) -> Same[str]:
         writing = pool.write(1 << 20)
         assert writing is not None
-        writing.done()
+        return writing.done().path
 
 
 @pytest.mark.process
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_mesh_that_ends_leaves_no_shared_memory() -> None:
-    before = set(FOLDER.glob("meshrl-*"))
     engine = RayEngine()
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
-    await (await mesh.spawn(Writes)).write()
-    assert len(set(FOLDER.glob("meshrl-*")) - before) == 2
+    made = [Path(path) for path in await each((await mesh.spawn(Writes)).write)()]
+    assert [path.exists() for path in made] == [True, True]
     await mesh.stop()
-    assert not set(FOLDER.glob("meshrl-*")) - before
+    assert not any(path.exists() for path in made)
     await engine.close()
