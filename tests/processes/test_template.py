@@ -67,19 +67,18 @@ async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str)
         await engine.close()
 
 
+def printed_by(script: Path) -> str:
+    """What comes through a pipe."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True, env=environment).stdout
+
+
 async def test_what_ranks_print_into_a_pipe_is_there_and_what_they_are_made_of_prints_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PRINTS)
     (tmp_path / "says_hello.py").write_text("print('hello')")
-    done = await asyncio.to_thread(
-        subprocess.run,
-        [sys.executable, tmp_path / "script.py"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""},
-    )
-    assert sorted(done.stdout.splitlines()) == ["a rank says so", "a rank says so", "hello"]
+    printed = await asyncio.to_thread(printed_by, tmp_path / "script.py")
+    assert sorted(printed.splitlines()) == ["a rank says so", "a rank says so", "hello"]
 
 
 async def test_ranks_do_not_draw_the_same_numbers() -> None:
