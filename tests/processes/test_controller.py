@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshrl.mesh import sweep
 from tests.processes.conftest import running, segments, wait_until
 
 pytestmark = pytest.mark.process
@@ -55,8 +56,11 @@ HANG, NEVER, CLOSE = "await call", "pass", "await engine.close()"
 
 
 @contextmanager
-def controller(end: str, last: str = NEVER) -> Generator[tuple[subprocess.Popen[str], Path]]:
-    """A script with two ranks and a call on them; what has to be gone when it ends is looked for afterwards."""
+def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generator[tuple[subprocess.Popen[str], Path]]:
+    """A script with two ranks and a call on them; what has to be gone when it ends is looked for afterwards.
+
+    `is_read`: what it has leased of shared memory is read by a process that it has forked.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "script.py"
@@ -79,7 +83,7 @@ def controller(end: str, last: str = NEVER) -> Generator[tuple[subprocess.Popen[
             yield started, folder
             started.communicate(timeout=60)
         wait_until(lambda: not running(pids))
-        assert not [path for path in memory if path.exists()]
+        assert is_read or not [path for path in memory if path.exists()]
         assert not list(folder.glob("meshrl-*"))
 
 
@@ -90,12 +94,14 @@ def test_a_killed_controller_leaves_nothing() -> None:
 
 
 def test_a_killed_controller_leaves_nothing_though_what_it_has_forked_goes_on() -> None:
-    with controller(FORK) as (started, folder):
+    with controller(FORK, is_read=True) as (started, folder):
         wait_until((folder / "note").exists)
         started.kill()
         forked = [pid for pid in psutil.pids() if pid != started.pid and _group(pid) == started.pid]
     assert running(forked)
     os.killpg(started.pid, signal.SIGKILL)
+    wait_until(lambda: not running(forked))
+    sweep()
 
 
 def _group(pid: int) -> int:
