@@ -63,7 +63,7 @@ async def train(
             f"a reward is a function, its name or a RewardConfig, not {reward!r:.80}: several are "
             "RewardConfig(functions={name: function})"
         )
-    if not (settings is None or isinstance(settings, Mapping)):
+    if not (settings is None or isinstance(cast("object", settings), Mapping)):
         raise ConfigError(f"settings are keys with values, such as {{'steps': 50}}, not {settings!r:.80}")
     given = dict(_flat(settings or {}))
     if isinstance(rows, str | Path):
