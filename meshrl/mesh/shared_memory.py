@@ -87,7 +87,7 @@ class _Own:
         self.leave()
 
     def leave(self) -> None:
-        """The same, but that those who know its name find it while somebody has a lease."""
+        """As `close`, but its name stays until the last lease ends, so that whoever knows it can still open it."""
         with suppress(BlockingIOError):
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(self.path, self.file)
@@ -122,7 +122,7 @@ class Pool:
         self._full = False
 
     def write(self, nbytes: int) -> Writing | None:
-        """Room for so many bytes; None where this machine shares no memory, or has no more of it."""
+        """Room for so many bytes; None where this machine has no more of it."""
         if not nbytes or not _folders():
             return None
         with self._lock:

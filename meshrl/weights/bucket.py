@@ -120,8 +120,7 @@ class Bucket:
         writing = pool.write(len(memory))
         if writing is None:
             raise DataError(
-                f"{len(memory)} bytes of weights do not fit into this machine's shared memory (/dev/shm): give it "
-                "more, as by `docker run --shm-size`"
+                f"{len(memory)} bytes of weights do not fit into this machine's shared memory: {pool.state()}"
             )
         np.copyto(writing.memory, memory)
         return Bucket(self.index, self.nbytes, writing.done())

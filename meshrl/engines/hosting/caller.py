@@ -1,4 +1,4 @@
-"""Calls and streams on ranks that are processes: what the controller can do, and every rank that holds a handle."""
+"""Calls and streams on ranks that are processes, as the controller makes them, and any rank that holds a handle."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from meshrl.mesh import Member, OnSpan, Ref, Request
 
 T = TypeVar("T")
 
-GRACE: Final = 0.1
+_NEWS: Final = 0.1
 """Seconds, at most, from the failure of a rank to the news that another had died, which was the cause."""
 
 
@@ -156,12 +156,12 @@ async def first_cause(
 ) -> Exception:
     """The failure itself, or the death of another rank that is heard of while the `others` end.
 
-    A rank whose peer dies in a collective often fails before Ray has noticed the death.
+    A rank whose peer dies in a collective often fails before the death is known.
     """
     if isinstance(error, RankFailed):
         waiting = [other for other in others if not other.done()]
         if waiting:
-            await asyncio.wait(waiting, timeout=GRACE)
+            await asyncio.wait(waiting, timeout=_NEWS)
         if member.spawn.dead is not None:
             died = member.obituary(error.endpoint, member.spawn.dead)
             if isinstance(died, RankDied):

@@ -1,4 +1,4 @@
-"""The way to a rank's process: what each engine, or each pair of processes, has its own of."""
+"""The way to a rank's process: each engine, or each pair of processes, has its own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable

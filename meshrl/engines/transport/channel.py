@@ -4,21 +4,18 @@ import asyncio
 import socket
 import traceback
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from meshrl.engines.hosting import Arguments, Ask, Broken, Channel, Gone, Service
 from meshrl.engines.transport.connection import Connection
-from meshrl.engines.transport.frames import Answer, Question, Taken, decode, dumped, encode, loaded
+from meshrl.engines.transport.frames import Answer, Kind, Question, Taken, decode, dumped, encode, loaded
 
 if TYPE_CHECKING:
     from meshrl.mesh import Segment
 
 NEWS: Final = 0.01
 """Seconds, at most, from the end of a connection to the news of how the process has ended."""
-
-
-Kind: TypeAlias = Service | Literal["call", "stream"]
 
 
 class Address(NamedTuple):

@@ -14,12 +14,16 @@ TOKEN_BYTES: Final = 32
 """Of the secret that a caller shows first."""
 
 
+Kind: TypeAlias = Service | Literal["call", "stream"]
+"""What is asked for."""
+
+
 class Question(msgspec.Struct, array_like=True, tag="q", frozen=True):
     """A call, or another service."""
 
     number: int
     """Of the connection's questions, from 0."""
-    service: Service | Literal["call", "stream"]
+    service: Kind
     ask: Ask | None
     """Of a call or a stream."""
     values: bytes

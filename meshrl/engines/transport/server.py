@@ -53,7 +53,7 @@ class Server:
         self._listening = listening
         self._token = token
         self._host = host
-        self._callers: set[_Caller] = set()
+        self._callers: set[_Peer] = set()
         asyncio.get_running_loop().add_reader(listening, self._accept)
 
     def _accept(self) -> None:
@@ -70,7 +70,7 @@ class Server:
             log.warning(f"a process of user {user} is refused, which is not this run's")
             end.close()
             return
-        self._callers.add(_Caller(end, self._token, self._host, self._callers))
+        self._callers.add(_Peer(end, self._token, self._host, self._callers))
 
 
 def _user(end: socket.socket) -> int | None:
@@ -82,10 +82,10 @@ def _user(end: socket.socket) -> int | None:
     return int(user)
 
 
-class _Caller:
+class _Peer:
     """One process that calls."""
 
-    def __init__(self, end: socket.socket, token: bytes, host: Host, callers: "set[_Caller]") -> None:
+    def __init__(self, end: socket.socket, token: bytes, host: Host, callers: "set[_Peer]") -> None:
         self._token = token
         self._host = host
         self._callers = callers
