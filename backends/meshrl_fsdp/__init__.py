@@ -1,6 +1,6 @@
 """The FSDP2 backend: a Hugging Face model sharded over the ranks of a mesh, and split over its axis `tp`.
 
-Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.engine = "ray"`.
+Each rank is a process of its own, so a mesh of several ranks needs `run.engine = "processes"`, or `"ray"`.
 """
 
 from collections.abc import Mapping

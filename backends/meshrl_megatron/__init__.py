@@ -1,6 +1,6 @@
 """The Megatron backend: a model of Megatron-Core, split over a mesh's axes `tp`, `cp`, `pp` and `dp`.
 
-Each rank is a process of its own, so a mesh of several ranks needs Ray: `run.engine = "ray"`.
+Each rank is a process of its own, so a mesh of several ranks needs `run.engine = "processes"`, or `"ray"`.
 """
 
 from collections.abc import Mapping

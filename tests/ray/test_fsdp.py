@@ -199,7 +199,7 @@ async def test_what_one_rank_alone_cannot_take_leaves_the_others_free(two: Mesh)
     assert (await policy.weights()).version == 1
 
 
-async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None) -> None:
+async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_cluster: None, from_afar: None) -> None:
     engine = RayEngine(inline_bytes=0)
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
     policy = await spawn(mesh.shape(dp=2))
@@ -264,6 +264,6 @@ async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:
 
 async def test_threads_are_no_processes() -> None:
     engine = LocalEngine(cores=2)
-    with pytest.raises(RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'ray'"):
+    with pytest.raises(RankFailed, match=r"needs a process for each of 2 ranks.*run.engine = 'processes'"):
         await spawn((await Mesh.reserve(engine, 2, Resources(cpus=1))).shape(dp=2))
     await engine.close()
