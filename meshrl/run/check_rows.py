@@ -115,4 +115,4 @@ def _unreadable(
 def _some(mistakes: Sequence[str]) -> Iterator[str]:
     yield from mistakes[:_TOLD]
     if (more := len(mistakes) - _TOLD) > 0:
-        yield f"and {more:,} rows more"
+        yield f"and {more:,} more rows"

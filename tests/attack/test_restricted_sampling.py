@@ -100,6 +100,9 @@ def test_check_tells_it_and_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch,
     told: list[str] = []
     monkeypatch.setattr(log, "warning", lambda event, **_: told.append(event))
     monkeypatch.chdir(tmp_path)
-    check("grpo/quickstart", ['policy.model={ characters = "ab>" }', "sampling.top_p=0.5"])
+    check(
+        "grpo/quickstart",
+        ['policy.model={ characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ>" }', "sampling.top_p=0.5"],
+    )
     assert len(told) == 1
     assert "sampling.top_p = 0.5 with ClippedLoss" in told[0]

@@ -94,7 +94,7 @@ def test_many_lines_that_are_no_rows_are_counted(mine: Path, terminal: Terminal,
 
 def test_many_mistakes_of_a_kind_are_counted(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, *({"question": "1"} for _ in range(9)))
-    assert "and 6 rows more" in told(terminal, "check", "mine.toml")
+    assert "and 6 more rows" in told(terminal, "check", "mine.toml")
 
 
 def test_a_long_file_is_looked_at_as_far_as_is_cheap(
