@@ -337,8 +337,8 @@ def _check_parameters(name: str, function: Callable[..., object]) -> None:
         signature = inspect.signature(function)
         if "completions" in signature.parameters:
             raise ConfigError(
-                f"reward function {name!r} takes {signature}, as TRL's do: give meshrl.from_trl(function), which is "
-                "called as function(prompt, completion, row)"
+                f"reward function {name!r} takes {signature}, as TRL's do: give meshrl.from_trl(function); in a file, "
+                "write NAME = meshrl.from_trl(function) below it, and name that"
             )
         signature.bind("", "", {})
     except TypeError as error:

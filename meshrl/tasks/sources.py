@@ -54,7 +54,7 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
             "reasoning_gym:NAME or verifiers:ENV_ID"
         )
     if config.options:
-        raise DataError(f"task source {config.source!r}: a file takes no options; what is no file does")
+        raise DataError(f"task source {config.source!r}: a file takes no options: write task.options = {{}}")
     if not path.is_file():
         raise DataError(f"task source {config.source!r}: there is no file {path.resolve()}")
     return _some(readers[path.suffix](path), config.source)
