@@ -43,6 +43,8 @@ class Tracker:
 
     wants_report = False
     """Whether `end` is given the run's report."""
+    begins_at_once = False
+    """Whether the run waits for `begin`: for one that is quick, and opens its files while the run has its folder."""
 
     def begin(self, run: TrackedRun) -> None:
         """The run has its folder: it makes its first step, or has found something before it."""

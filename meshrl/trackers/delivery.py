@@ -85,7 +85,11 @@ class _Queue:
 
     def start(self, run: TrackedRun) -> None:
         begin = partial(self.tracker.begin, run)
-        self._thread = Thread(target=self._deliver, args=(begin,), name=f"tracker {self._name}", daemon=True)
+        at_once = self.tracker.begins_at_once
+        if at_once and not self._taken(begin):
+            return
+        first = () if at_once else (begin,)
+        self._thread = Thread(target=self._deliver, args=first, name=f"tracker {self._name}", daemon=True)
         self._thread.start()
 
     def put(self, message: Callable[[], None]) -> None:
@@ -107,15 +111,21 @@ class _Queue:
             if self._thread.is_alive():
                 self._give_up(f"it has not taken everything within {_PATIENCE:g} s")
 
-    def _deliver(self, begin: Callable[[], None]) -> None:
-        message: Callable[[], None] | None = begin
-        while message is not None and not self._broken:
-            try:
-                message()
-            except Exception as error:  # noqa: BLE001 -- a library or a user's code may raise anything
-                self._give_up(described(error))
+    def _deliver(self, *first: Callable[[], None]) -> None:
+        if not all(map(self._taken, first)):
+            return
+        while (message := self._queue.get()) is not None and not self._broken:
+            if not self._taken(message):
                 return
-            message = self._queue.get()
+
+    def _taken(self, message: Callable[[], None]) -> bool:
+        """Tell the tracker; False where it raised, which was the last that it is told."""
+        try:
+            message()
+        except Exception as error:  # noqa: BLE001 -- a library or a user's code may raise anything
+            self._give_up(described(error))
+            return False
+        return True
 
     def _give_up(self, why: str) -> None:
         self._broken = True

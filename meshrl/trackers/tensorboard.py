@@ -14,6 +14,8 @@ from meshrl.trackers.base import TrackedRun, Tracker
 class TensorBoard(Tracker):
     """Writes `events.out.tfevents.*` into the run's folder, one file for each part of a run that goes on."""
 
+    begins_at_once = True
+
     def __init__(self) -> None:
         # Not at the top of the file: `import meshrl` should not wait for them. They carry no types.
         self._event = import_module("tensorboard.compat.proto.event_pb2")
