@@ -44,6 +44,7 @@ async def main():
     call = asyncio.create_task(rows.wait(sys.argv[1]))
     await asyncio.sleep(0.1)
     print("it runs", flush=True)
+    sys.stdin.readline()
     try:
         {end}
     finally:
@@ -67,12 +68,14 @@ def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generat
         script.write_text(SCRIPT.replace("{end}", end).replace("{finally}", last))
         with subprocess.Popen(
             [sys.executable, script, folder / "note"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "TMPDIR": name, "PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         ) as started:
+            assert started.stdin is not None
             assert started.stdout is not None
             assert any(line == "it runs\n" for line in started.stdout)
             pids = [started.pid, *(child.pid for child in psutil.Process(started.pid).children(recursive=True))]
@@ -80,6 +83,8 @@ def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generat
             memory = segments(*pids)
             assert len(memory) >= 3
             assert list(folder.glob("meshrl-run-*"))
+            started.stdin.write("go on\n")
+            started.stdin.flush()
             yield started, folder
             started.communicate(timeout=60)
         wait_until(lambda: not running(pids))
