@@ -6,7 +6,7 @@ A `Caller` (the controller's `HostingEngine` is one, and so has each rank that h
 
 from meshrl.engines.hosting.call_order import CYCLE, CallerQueue
 from meshrl.engines.hosting.caller import Caller
-from meshrl.engines.hosting.channel import Broken, Channel, Gone, Service
+from meshrl.engines.hosting.channel import Broken, Channel, Gone, Reply, Service
 from meshrl.engines.hosting.engine import HostingEngine
 from meshrl.engines.hosting.host import Host
 from meshrl.engines.hosting.messages import (
@@ -20,7 +20,7 @@ from meshrl.engines.hosting.messages import (
     boot,
 )
 from meshrl.engines.hosting.patience import patiently
-from meshrl.engines.hosting.pickling import carries, carry_modules, check_picklable, packed, unpacked
+from meshrl.engines.hosting.pickling import Pickler, carries, carry_modules, check_picklable, packed, unpacked
 from meshrl.engines.hosting.process import Process, RankMember, clock_ahead
 from meshrl.engines.hosting.reservation import ProcessSlot, Reservation, environments
 
@@ -38,10 +38,12 @@ __all__ = [
     "Gone",
     "Host",
     "HostingEngine",
+    "Pickler",
     "Place",
     "Process",
     "ProcessSlot",
     "RankMember",
+    "Reply",
     "Reservation",
     "Service",
     "Stopped",

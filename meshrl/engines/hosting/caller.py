@@ -48,8 +48,8 @@ class Caller(ABC):
         try:
             for index, request in enumerate(requests):  # one by one: what was sent is cancelled
                 sent.append(Sent(request, endpoint, seen=seen and partial(seen, index)))
-            if len(sent) == 1 or await _all_well(sent):
-                return [await each.answer() for each in sent]
+            if await _all_well(sent):
+                return [each.result() for each in sent]
             answers = [asyncio.create_task(each.answer()) for each in sent]
             return await asyncio.gather(*answers)
         except RankFailed as error:
@@ -102,14 +102,14 @@ async def _all_well(sent: Sequence[Sent]) -> bool:
     over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     left = len(sent)
 
-    def arrived(each: Sent, _: object) -> None:
+    def arrived(each: Sent) -> None:
         nonlocal left
         left -= 1
         if not over.done() and (not left or each.has_failed):
             over.set_result(not each.has_failed)
 
     for each in sent:
-        each.reply.add_done_callback(partial(arrived, each))
+        each.reply.tell(partial(arrived, each))
     return await over
 
 

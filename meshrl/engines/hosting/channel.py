@@ -1,7 +1,8 @@
 """The way to a rank's process: each engine, or each pair of processes, has its own."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Callable, Generator
 from typing import Literal, TypeAlias
 
 from meshrl.engines.hosting.messages import Arguments, Ask
@@ -23,6 +24,46 @@ class Broken(Exception):
         self.traceback = traceback
 
 
+class Reply:
+    """What comes back from a process. Who listens is told as it arrives, who awaits it one turn of the loop later."""
+
+    __slots__ = ("_told", "error", "is_here", "value")
+
+    def __init__(self) -> None:
+        self.is_here = False
+        self.value: object = None
+        self.error: Exception | None = None
+        """`Gone` or `Broken`, where it has no value."""
+        self._told: list[Callable[[], object]] = []
+
+    def arrive(self, value: object, error: Exception | None = None) -> None:
+        """It is here."""
+        self.is_here, self.value, self.error = True, value, error
+        told, self._told = self._told, []
+        for each in told:
+            each()
+
+    def tell(self, told: Callable[[], object]) -> None:
+        """Call this when it is here, or now."""
+        if self.is_here:
+            told()
+        else:
+            self._told.append(told)
+
+    async def here(self) -> None:
+        """Wait until it is here."""
+        if not self.is_here:
+            arrived = asyncio.Event()
+            self._told.append(arrived.set)
+            await arrived.wait()
+
+    def __await__(self) -> Generator[object, None, object]:
+        yield from self.here().__await__()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
 class Channel(ABC):
     """Carries calls to one process. What was sent in an order arrives in it, or is ordered there by its number.
 
@@ -35,11 +76,11 @@ class Channel(ABC):
     """Whether one was cancelled, so that the process may have seen calls of later numbers."""
 
     @abstractmethod
-    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Awaitable[object]:
+    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
         """Send a call, or open a stream; the answer. TypeError or PicklingError for what cannot be sent."""
 
     @abstractmethod
-    def request(self, service: Service, *arguments: object) -> Awaitable[object]:
+    def request(self, service: Service, *arguments: object) -> Reply:
         """Ask for something else; the answer."""
 
     @abstractmethod

@@ -112,8 +112,7 @@ class Host:
         async def run(
             method: Callable[..., object], arguments: tuple[object, ...], keywords: Mapping[str, object]
         ) -> object:
-            result = await cast("Awaitable[object]", method(*arguments, **keywords))
-            return self._answer(result)
+            return self._light(await cast("Awaitable[object]", method(*arguments, **keywords)))
 
         return await self._serve(ask, given, run, lost)
 
@@ -129,7 +128,8 @@ class Host:
             try:
                 async for value in values:
                     if ask.consumed and outbox is not None:
-                        await outbox.give(self._answer(value))
+                        # It may be pickled a moment later, when other calls have changed what is mutable in it.
+                        await outbox.give(isolated(self._light(value)))
             finally:
                 if isinstance(values, AsyncGenerator):
                     await values.aclose()
@@ -196,9 +196,9 @@ class Host:
             hosted.tasks.discard(task)
             line.leave(ask.number)
 
-    def _answer(self, value: object) -> object:
-        # It may be pickled a moment later, when other calls have changed what is mutable in it.
-        return isolated(put_large(value, self._put, self._inline_bytes, shares=self._shares_memory))
+    def _light(self, value: object) -> object:
+        """A value of which what is large stays here."""
+        return put_large(value, self._put, self._inline_bytes, shares=self._shares_memory)
 
 
 async def _read(wanted: Construction) -> object:

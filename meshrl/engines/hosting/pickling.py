@@ -1,5 +1,6 @@
 """Pickling for ranks: classes of scripts travel by value, and exceptions may not be picklable."""
 
+import copyreg
 import io
 import os
 import pickle
@@ -7,9 +8,10 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Final
 
-from cloudpickle import Pickler, register_pickle_by_value
+import cloudpickle
 
 from meshrl.mesh import Ref
 
@@ -17,7 +19,12 @@ _INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconf
 _looked_at: set[str] = {"__main__", "__mp_main__"}
 _modules_then = 0
 _by_value: list[ModuleType] = []
-_registers: list[Callable[[ModuleType], object]] = [register_pickle_by_value]
+_registers: list[Callable[[ModuleType], object]] = [cloudpickle.register_pickle_by_value]
+_EVERYWHERE: Final = frozenset({"meshrl", "numpy"})
+"""Packages that every rank can import."""
+_NAMED: Final = type, FunctionType
+_own_ways: Final = cloudpickle.Pickler.dispatch_table.maps[0]
+"""Types that cloudpickle reduces in its own way."""
 _alien: list[type] = [Ref]
 """What cannot travel in an exception: who keeps it could not count it."""
 
@@ -65,7 +72,20 @@ def _can_be_imported(name: str, module: ModuleType) -> bool:
     return False
 
 
-class _Pickler(Pickler):
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's, which carries classes and functions of scripts by value, with less asked about each object."""
+
+    def reducer_override(self, value: object) -> object:
+        """How to reduce it. cloudpickle looks each class and function up in its module, and all types in tables."""
+        if isinstance(value, _NAMED):
+            everywhere = value.__module__.partition(".")[0] in _EVERYWHERE and "<" not in value.__qualname__
+            return NotImplemented if everywhere else super().reducer_override(value)
+        if type(value) in _own_ways or type(value) in copyreg.dispatch_table:
+            return NotImplemented
+        return value.__reduce_ex__(5)
+
+
+class _ExceptionPickler(Pickler):
     """Refuses what lies in a store: a reference that travels this way would never be counted, nor freed."""
 
     def persistent_id(self, value: object) -> None:
@@ -83,7 +103,7 @@ def packed(error: BaseException) -> bytes | None:
     """The exception as bytes, or None where it cannot be pickled or not be made again from that."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(error)
+        _ExceptionPickler(file).dump(error)
         return file.getvalue() if unpacked(file.getvalue()) else None
     except Exception:  # noqa: BLE001 -- a user's exception may do anything when it is pickled
         return None

@@ -1,6 +1,5 @@
 """A rank's process, and an actor's ranks in such processes, as a caller sees them."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +8,7 @@ from secrets import token_hex
 from typing import TypeVar, cast
 from weakref import WeakSet, WeakValueDictionary
 
-from meshrl.engines.hosting.channel import Broken, Channel, Gone
+from meshrl.engines.hosting.channel import Broken, Channel, Gone, Reply
 from meshrl.engines.hosting.messages import Ask, Construction, Failure, Place, Stopped
 from meshrl.engines.hosting.pickling import carry_modules, unpacked
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
@@ -151,23 +150,22 @@ class RankMember:
         error.__cause__ = unpacked(failure.cause)
         return error
 
-    async def reply(self, process: Process, endpoint: str, sent: Awaitable[object]) -> object:
-        """What comes back. Raises `RankDied` (or `MeshStopped`) if the process is gone, `RankFailed` if it got lost."""
-        try:
-            return await sent
-        except Gone as gone:
-            process.died(str(gone))
-            raise self.obituary(endpoint, process) from None
-        except Broken as error:  # not what the actor raised: an argument could not be unpickled, or the like
-            raise self.failed(endpoint, Failure(error.reason, error.traceback)) from None
+    def delivered(self, process: Process, endpoint: str, reply: Reply) -> object:
+        """What is here. Raises `RankDied` (or `MeshStopped`) if the process is gone, `RankFailed` if it got lost."""
+        if isinstance(reply.error, Gone):
+            process.died(str(reply.error))
+            raise self.obituary(endpoint, process)
+        if isinstance(reply.error, Broken):  # not what the actor raised: an argument could not be unpickled, or so
+            raise self.failed(endpoint, Failure(reply.error.reason, reply.error.traceback))
+        return reply.value
 
-    def opened(self, endpoint: str, reply: object) -> object:
-        """The result in a reply. Raises `RankFailed` or `MeshStopped` if it says so."""
-        if isinstance(reply, Failure):
-            raise self.failed(endpoint, reply)
-        if isinstance(reply, Stopped):
+    def opened(self, endpoint: str, value: object) -> object:
+        """The result. Raises `RankFailed` or `MeshStopped` if the answer says so."""
+        if isinstance(value, Failure):
+            raise self.failed(endpoint, value)
+        if isinstance(value, Stopped):
             raise self.refusal(endpoint)
-        return reply
+        return value
 
     def again(self, process: Process) -> None:
         """The actor is to be made again, in this process."""
@@ -179,8 +177,9 @@ class RankMember:
         """Make the actor in its process."""
         wanted = Construction(self.spawn.key, self.attempt, self.rank, environment, recipe)
         process = self.process
-        reply = await self.reply(process, "__init__", process.channel.request("construct", wanted))
-        self.opened("__init__", reply)
+        reply = process.channel.request("construct", wanted)
+        await reply.here()
+        self.opened("__init__", self.delivered(process, "__init__", reply))
 
     async def stop(self) -> None:
         """Cancel the actor's calls, wait for their end, and let it go."""
@@ -220,34 +219,38 @@ class Sent:
         channel = self._channel = self.process.channel
         given = (request.arguments, dict(request.keywords)) if request.arguments or request.keywords else None
         send = partial(channel.call, ask, given, stream=stream)
-        sent = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
-        self.reply = asyncio.ensure_future(sent)
-        """What comes back, as it comes."""
+        self.reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
         channel.open += 1
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
     @property
     def has_failed(self) -> bool:
         """Whether something else came back than a result."""
-        if self.reply.cancelled() or self.reply.exception():
+        if self.reply.error is not None:
             return True
-        reply = self.reply.result()
-        return isinstance(cast("tuple[object, ...]", reply)[0] if self._timed else reply, Failure | Stopped)
+        value = self.reply.value
+        return isinstance(cast("tuple[object, ...]", value)[0] if self._timed else value, Failure | Stopped)
 
     async def answer(self) -> object:
         """The result, of a stream None when it has ended. Raises `RankFailed`, `RankDied` or `MeshStopped`."""
-        reply = await self.member.reply(self.process, self.endpoint, self.reply)
+        await self.reply.here()
+        return self.result()
+
+    def result(self) -> object:
+        """As `answer`, when it is here."""
+        value = self.member.delivered(self.process, self.endpoint, self.reply)
         self._channel.open -= not self.ended
         self.ended = True
         if self._timed:
-            reply, began, ended = cast("tuple[object, float, float]", reply)
+            value, began, ended = cast("tuple[object, float, float]", value)
             self._note(began - self.process.ahead, ended - self.process.ahead)
-        return self.member.opened(self.endpoint, reply)
+        return self.member.opened(self.endpoint, value)
 
     async def next(self) -> object:
         """A stream's next value, or `Over`."""
-        sent = self._channel.request("next", self.process.line, self.number)
-        return await self.member.reply(self.process, self.endpoint, sent)
+        reply = self._channel.request("next", self.process.line, self.number)
+        await reply.here()
+        return self.member.delivered(self.process, self.endpoint, reply)
 
     def cancel(self) -> None:
         """Cancel it on the rank, once, unless it has ended: a second time would cut its clean-up short.

@@ -5,7 +5,10 @@ import contextlib
 import selectors
 import threading
 from collections.abc import Callable
-from typing import TypeVarTuple
+from typing import TYPE_CHECKING, TypeVarTuple
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 Ts = TypeVarTuple("Ts")
 
@@ -17,12 +20,25 @@ class _Mailbox(selectors.DefaultSelector):
         super().__init__()
         self._bell = threading.Lock()
         self._bell.acquire()
-        self.has_signals = False
+        self._has_signals = False
+        self.has_files = False
+        """Whether something else than another thread can wake the loop."""
 
-    @property
-    def has_files(self) -> bool:
-        """Whether something else than another thread can wake the loop. Nothing wakes one that is closed."""
-        return self.has_signals or len(self.get_map() or ()) > 1
+    def hear_signals(self) -> None:
+        """Signals come through the loop's own socket."""
+        self._has_signals = self.has_files = True
+
+    def register(self, fileobj: "FileDescriptorLike", events: int, data: object = None) -> selectors.SelectorKey:
+        """As in any selector. The first file is the loop's own."""
+        key = super().register(fileobj, events, data)
+        self.has_files = self._has_signals or len(self.get_map()) > 1
+        return key
+
+    def unregister(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
+        """As in any selector."""
+        key = super().unregister(fileobj)
+        self.has_files = self._has_signals or len(self.get_map()) > 1
+        return key
 
     def ring(self) -> None:
         """End the wait, now or the next one. Ringing twice is ringing once."""
@@ -58,5 +74,5 @@ class RankLoop(asyncio.SelectorEventLoop):
 
     def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         """As in asyncio; signals wake through the socket, so from here on the loop waits on files."""
-        self._mailbox.has_signals = True
+        self._mailbox.hear_signals()
         super().add_signal_handler(sig, callback, *args)

@@ -1,5 +1,6 @@
 """The way to a process of Ray's: on its own machine its socket, from others Ray."""
 
+import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Protocol, cast
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Service, boot
+from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Reply, Service, boot
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.transport import Address, SocketChannel
 
@@ -61,19 +62,19 @@ class RayChannel(Channel):
     def __reduce__(self) -> tuple[type["RayChannel"], tuple[object, Place | None]]:
         return RayChannel, (self.handle, self._place)
 
-    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Awaitable[object]:
+    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
         """Send a call, or open a stream."""
         if self._near is not None:
             return self._near.call(ask, given, stream=stream)
         name = label(ask, whole=self.cancelled or self.open >= CYCLE // 2)
         method = (self._stream if stream else self._call).options(name=name)
-        return _answer(method.remote(pack(given)) if given else method.remote())
+        return _reply(method.remote(pack(given)) if given else method.remote())
 
-    def request(self, service: Service, *arguments: object) -> Awaitable[object]:
+    def request(self, service: Service, *arguments: object) -> Reply:
         """Ask for something else."""
         if self._near is not None and service != "place":
             return self._near.request(service, *arguments)
-        return _answer(_method(self.handle, service).remote(*map(pack, arguments)))
+        return _reply(_method(self.handle, service).remote(*map(pack, arguments)))
 
     def tell(self, service: Service, *arguments: object) -> None:
         """The same, where nobody waits for the answer."""
@@ -85,6 +86,24 @@ class RayChannel(Channel):
 
 def _method(handle: object, name: str) -> Method:
     return cast("Method", getattr(handle, name))
+
+
+def _reply(sent: Awaitable[object]) -> Reply:
+    reply = Reply()
+    _arriving.add(task := asyncio.ensure_future(_arrive(reply, sent)))
+    task.add_done_callback(_arriving.discard)
+    return reply
+
+
+_arriving: set[asyncio.Task[None]] = set()
+
+
+async def _arrive(reply: Reply, sent: Awaitable[object]) -> None:
+    try:
+        value, error = await _answer(sent), None
+    except (Gone, Broken) as failure:
+        value, error = None, failure
+    reply.arrive(value, error)
 
 
 async def _answer(sent: Awaitable[object]) -> object:

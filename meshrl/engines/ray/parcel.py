@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from cloudpickle import Pickler
 from numpy.typing import NDArray
 
-from meshrl.engines.hosting import carry_modules
+from meshrl.engines.hosting import Pickler, carry_modules
 from meshrl.mesh import seal_arrays
 
 if TYPE_CHECKING:

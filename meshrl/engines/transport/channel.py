@@ -3,11 +3,10 @@
 import asyncio
 import socket
 import traceback
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-from meshrl.engines.hosting import Arguments, Ask, Broken, Channel, Gone, Service
+from meshrl.engines.hosting import Arguments, Ask, Broken, Channel, Gone, Reply, Service
 from meshrl.engines.transport.connection import Connection
 from meshrl.engines.transport.frames import Answer, Kind, Question, Taken, decode, dumped, encode, loaded
 
@@ -37,11 +36,11 @@ class SocketChannel(Channel):
     def __reduce__(self) -> tuple[type["SocketChannel"], tuple[Address]]:
         return SocketChannel, (self.address,)
 
-    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Awaitable[object]:
+    def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
         """Send a call, or open a stream."""
         return self._connected().ask("stream" if stream else "call", ask, given)
 
-    def request(self, service: Service, *arguments: object) -> Awaitable[object]:
+    def request(self, service: Service, *arguments: object) -> Reply:
         """Ask for something else."""
         return self._connected().ask(service, None, arguments or None)
 
@@ -68,7 +67,7 @@ class _Line:
     def __init__(self, address: Address, end: "asyncio.Future[str] | None") -> None:
         self._end = end
         self._asked = 0
-        self._waiting: dict[int, tuple[asyncio.Future[object], list[Segment]]] = {}
+        self._waiting: dict[int, tuple[Reply, list[Segment]]] = {}
         """Who waits for which answer, and what of a question is kept until then."""
         self._gone = ""
         self._connection: Connection | None = None
@@ -88,18 +87,18 @@ class _Line:
         if end is not None:  # children that it has forked may hold the connection
             end.add_done_callback(self._heard)
 
-    def ask(self, service: Kind, ask: Ask | None, arguments: object) -> asyncio.Future[object]:
+    def ask(self, service: Kind, ask: Ask | None, arguments: object) -> Reply:
         """Send a question; its answer."""
         values, segments = dumped(arguments)
         number = self._asked
         self._asked += 1
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        reply = Reply()
         if self._connection is None:
-            _settle(future, Gone(self._gone))
-            return future
+            reply.arrive(None, Gone(self._gone))
+            return reply
         self._connection.send(encode(Question(number, service, ask, values)))
-        self._waiting[number] = future, segments
-        return future
+        self._waiting[number] = reply, segments
+        return reply
 
     def tell(self, service: Service, arguments: object) -> None:
         """Send what has no answer."""
@@ -117,14 +116,17 @@ class _Line:
         answer = decode(frame)
         if not isinstance(answer, Answer):
             return
-        future, _ = self._waiting.pop(answer.number)
+        reply, _ = self._waiting.pop(answer.number)
+        if answer.broken:
+            reason, _, text = answer.value.decode().partition("\n")
+            reply.arrive(None, Broken(reason, text))
+            return
+        value, error = None, None
         try:
-            value = None if answer.broken else loaded(answer.value)
-        except BaseException as error:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
-            _settle(future, Broken("".join(traceback.format_exception_only(error)).strip()))
-        else:
-            reason, _, text = answer.value.decode().partition("\n") if answer.broken else ("", "", "")
-            _settle(future, Broken(reason, text) if answer.broken else None, value)
+            value = loaded(answer.value)
+        except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
+            error = Broken("".join(traceback.format_exception_only(failure)).strip())
+        reply.arrive(value, error)
         if answer.leased and self._connection is not None:
             self._connection.send(encode(Taken(answer.number)))
 
@@ -146,15 +148,5 @@ class _Line:
         self._connection = None
         self._gone = reason
         waiting, self._waiting = self._waiting, {}
-        for future, _ in waiting.values():
-            _settle(future, Gone(reason))
-
-
-def _settle(future: asyncio.Future[object], error: Exception | None, value: object = None) -> None:
-    if future.done():  # who asked has gone
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
-        future.exception()  # whoever awaits it gets it; where nobody does, it is no news
+        for reply, _ in waiting.values():
+            reply.arrive(None, Gone(reason))

@@ -91,25 +91,31 @@ class Connection:
         if not some:
             self._end()
             return
-        self._arrived += some
-        at = 0
+        if self._arrived:
+            self._arrived += some
+            left = self._deliver(self._arrived)
+            del self._arrived[: len(self._arrived) - left]
+        elif left := self._deliver(some):
+            self._arrived += some[len(some) - left :]
+
+    def _deliver(self, arrived: bytes | bytearray) -> int:
+        """Hand on the whole frames; how many bytes are left."""
+        at, most = 0, len(arrived)
         try:
-            while self._open and len(self._arrived) - at >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._arrived, at)
+            while self._open and most - at >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(arrived, at)
                 if length > self.most:
                     self._end()
-                    return
-                end = at + _LENGTH.size + length
-                if len(self._arrived) < end:
                     break
-                frame = bytes(memoryview(self._arrived)[at + _LENGTH.size : end])
+                begin, end = at + _LENGTH.size, at + _LENGTH.size + length
+                if most < end:
+                    break
                 at = end
-                self._received(frame)
+                self._received(bytes(memoryview(arrived)[begin:end]))
         except Exception as error:  # noqa: BLE001 -- no frame is delivered twice, nor a wrong one waited out
             log.warning(f"a connection is closed, whose frame could not be read: {described(error)}")
             self._end()
-        finally:
-            del self._arrived[:at]
+        return most - at
 
     def _end(self) -> None:
         if self._open:

@@ -5,9 +5,8 @@ import pickle
 from typing import Final, Literal, TypeAlias
 
 import msgspec
-from cloudpickle import Pickler
 
-from meshrl.engines.hosting import Ask, Service
+from meshrl.engines.hosting import Ask, Pickler, Service
 from meshrl.mesh import Segment, in_transit, seal_arrays
 
 TOKEN_BYTES: Final = 32

@@ -7,9 +7,8 @@ from typing import Self, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
-from cloudpickle import Pickler
 
-from meshrl.engines.hosting import carry_modules
+from meshrl.engines.hosting import Pickler, carry_modules
 from meshrl.errors import DataError
 from meshrl.mesh import Ref, Segment, in_transit, note_transit, pool
 
