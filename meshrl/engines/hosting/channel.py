@@ -70,11 +70,6 @@ class Channel(ABC):
     What is awaited raises `Gone` when the process is no more, `Broken` for what did not get through.
     """
 
-    open = 0
-    """How many calls have no answer."""
-    cancelled = False
-    """Whether one was cancelled, so that the process may have seen calls of later numbers."""
-
     @abstractmethod
     def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
         """Send a call, or open a stream; the answer. TypeError or PicklingError for what cannot be sent."""

@@ -220,7 +220,6 @@ class Sent:
         given = (request.arguments, dict(request.keywords)) if request.arguments or request.keywords else None
         send = partial(channel.call, ask, given, stream=stream)
         self.reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
-        channel.open += 1
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
     @property
@@ -239,7 +238,6 @@ class Sent:
     def result(self) -> object:
         """As `answer`, when it is here."""
         value = self.member.delivered(self.process, self.endpoint, self.reply)
-        self._channel.open -= not self.ended
         self.ended = True
         if self._timed:
             value, began, ended = cast("tuple[object, float, float]", value)
@@ -259,8 +257,6 @@ class Sent:
         """
         if not self.ended and self.process.death is None:
             self.ended = True
-            self._channel.open -= 1
-            self._channel.cancelled = True
             if not self.member.spawn.together:
                 self._channel.tell("cancel", self.process.line, self.number)
             self._note(self._began, clock())  # as it was seen from here: nobody waits for the rank's answer

@@ -44,6 +44,10 @@ class RayChannel(Channel):
         self._call, self._stream = _method(handle, "call"), _method(handle, "stream")  # each look-up makes a new one
         self._place = place
         self._near: SocketChannel | None = None
+        self._open = 0
+        """How many calls by Ray have no answer."""
+        self._cancelled = False
+        """Whether one was cancelled, so that the process may have seen calls of later numbers."""
         if place:
             self.found(place)
 
@@ -66,9 +70,12 @@ class RayChannel(Channel):
         """Send a call, or open a stream."""
         if self._near is not None:
             return self._near.call(ask, given, stream=stream)
-        name = label(ask, whole=self.cancelled or self.open >= CYCLE // 2)
+        name = label(ask, whole=self._cancelled or self._open >= CYCLE // 2)
         method = (self._stream if stream else self._call).options(name=name)
-        return _reply(method.remote(pack(given)) if given else method.remote())
+        self._open += 1
+        reply = _reply(method.remote(pack(given)) if given else method.remote())
+        reply.tell(self._answered)
+        return reply
 
     def request(self, service: Service, *arguments: object) -> Reply:
         """Ask for something else."""
@@ -81,7 +88,11 @@ class RayChannel(Channel):
         if self._near is not None:
             self._near.tell(service, *arguments)
             return
+        self._cancelled |= service == "cancel"
         cast("Signal", getattr(self.handle, service)).remote(*map(pack, arguments))
+
+    def _answered(self) -> None:
+        self._open -= 1
 
 
 def _method(handle: object, name: str) -> Method:
