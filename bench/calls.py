@@ -17,7 +17,8 @@ On the engines `processes` and `ray`, beside it, in turns:
 bare Ray      async actors, as many as ranks, awaited with `asyncio.gather`, called from the same process; ranks and
               actors reserve no core
 bare sockets  the limit: processes, as many as ranks, that send a few bytes back over Unix sockets, to a caller that
-              sends to all and waits for all (bench/peers/socket_pong.py)
+              sends to all and waits for all (bench/peers/socket_pong.py); "in loops": the same with asyncio's
+              add_reader at both ends, the limit of what runs other tasks meanwhile
 
 Then, in turns too:
 
@@ -78,6 +79,7 @@ MOST: Final = {2: 250, 4: 400}
 LIMIT: Final = "one thread's loop"
 BARE: Final = "bare Ray"
 SOCKETS: Final = "bare sockets"
+LOOPED: Final = "bare sockets in loops"
 LOOPS: Final = {"": RankLoop, ", asyncio's own loop": asyncio.new_event_loop}
 """How to make the caller's loop, by what a figure's name ends with."""
 Call = Callable[[], Awaitable[object]]
@@ -172,8 +174,9 @@ def in_processes(name: str, rounds: int) -> list[Figure]:
                 times = runner.run(measure_processes(name, rounds, empty_only=bool(suffix)))
             for ranks in RANKS:
                 ours = {key: value for key, value in times.items() if f", {ranks} ranks" in key}
-                bare, sockets = (ours.pop(f"{peer}, {ranks} ranks") for peer in (BARE, SOCKETS))
+                bare, sockets, looped = (ours.pop(f"{peer}, {ranks} ranks") for peer in (BARE, SOCKETS, LOOPED))
                 figures += compare(name, ranks, suffix, ours, bare, sockets)
+                figures.append(figure(f"{LOOPED}, {ranks} ranks{suffix}", looped, "us", sockets))
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             engine = make_engine(name)
             deaths = {"": lambda: runner.run(death(engine)), BARE: lambda: runner.run(bare_death())}
@@ -222,6 +225,7 @@ async def measure_processes(name: str, rounds: int, *, empty_only: bool) -> dict
             calls |= {f"nothing, {label}": idle.nothing} if empty_only else variants(idle, label)
             calls[f"{BARE}, {label}"] = partial(everyone, [actor.nothing for actor in bare_actors(ranks)])
             calls[f"{SOCKETS}, {label}"] = partial(pinged, stack.enter_context(Pongs(ranks)))
+            calls[f"{LOOPED}, {label}"] = stack.enter_context(Pongs(ranks, looped=True)).ping_in_loop
         log = stack.enter_context(event_log())
         if not empty_only:
             calls |= {f"{key}, noted": partial(noted, call, log) for key, call in calls.items() if "nothing" in key}
