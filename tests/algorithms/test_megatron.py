@@ -1,4 +1,4 @@
-"""The quickstart of Megatron-Core, cut short: three roles in three layouts, in the same two processes of Ray."""
+"""The quickstart of Megatron-Core, cut short: three roles in three layouts, in the same two processes."""
 
 import json
 import math
@@ -28,9 +28,7 @@ ONE = ("run.engine=local", "run.meshes.main.ranks=1", "policy.backend=torch", "p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_three_layouts_train_in_the_same_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
-) -> None:
+def test_three_layouts_train_in_the_same_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("sft/quickstart-megatron", "rows=16", "steps=8", "policy.optimizer.warmup_steps=2", *ONE)
     warm = records("quickstart-megatron-sft")
