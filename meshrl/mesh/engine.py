@@ -29,13 +29,10 @@ class Resources:
     """The ranks on as few nodes as can be, or on as many."""
 
     def __post_init__(self) -> None:
-        for name, amount in (("cpus", self.cpus or 0), ("gpus", self.gpus)):
-            if amount < 0:
-                raise ConfigError(f"{name} = {amount}: write 0 or more")
-        if self.gpus > 1 and self.gpus % 1:
+        if (self.cpus or 0) < 0:
+            raise ConfigError(f"cpus = {self.cpus}: write 0 or more")
+        if self.gpus < 0 or (self.gpus > 1 and self.gpus % 1):
             raise ConfigError(f"gpus = {self.gpus}: write a whole number, or a share of one GPU below 1")
-        if self.placement not in ("pack", "spread"):
-            raise ConfigError(f"placement = {self.placement!r}: write 'pack' or 'spread'")
 
 
 class Slot(Protocol):
