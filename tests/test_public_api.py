@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -155,11 +157,12 @@ PUBLIC = [
 
 
 def imported(module: str) -> dict[str, str]:
-    """The names that a package imports, and the module that each comes from."""
+    """The names that a package imports, or would if it were read by a type checker, and where each comes from."""
     tree = ast.parse(Path(str(importlib.import_module(module).__file__)).read_text("utf-8"))
+    typed = [inner for node in tree.body if isinstance(node, ast.If) for inner in node.body]
     return {
         alias.asname or alias.name: node.module or ""
-        for node in tree.body
+        for node in [*tree.body, *typed]
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
@@ -193,12 +196,31 @@ def documented(tree: ast.Module) -> set[str]:
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(meshrl.__all__) == sorted(PUBLIC)
+    assert sorted(vars(meshrl)["__all__"]) == sorted(PUBLIC)
+
+
+def test_type_checkers_and_people_see_the_same_names() -> None:
+    typed = {name for name, module in imported("meshrl").items() if module.startswith("meshrl.")}
+    assert typed == set(PUBLIC)
+    assert set(PUBLIC) <= set(dir(meshrl))
+
+
+def test_a_name_is_loaded_when_it_is_asked_for() -> None:
+    code = (
+        "import sys, meshrl; from meshrl import Mesh, endpoint\n"
+        "assert not {'pydantic', 'structlog', 'meshrl.data', 'meshrl.run'} & set(sys.modules)\n"
+        "import meshrl.rollout; assert meshrl.rollout is not sys.modules['meshrl.rollout'], 'the function goes first'\n"
+        "assert meshrl.losses.WithKl is sys.modules['meshrl.losses'].WithKl, 'rooms are loaded too'\n"
+        "from meshrl import *\n"
+        "assert all(globals()[name] is getattr(meshrl, name) for name in meshrl.__all__)\n"
+        "assert not hasattr(meshrl, 'nothing')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_each_public_name_exists_and_says_what_it_is(name: str) -> None:
-    assert hasattr(meshrl, name)
+    assert getattr(meshrl, name) is getattr(importlib.import_module(imported("meshrl")[name]), name)
     module = home(name)
     assert name in documented(ast.parse(Path(str(module.__file__)).read_text("utf-8"))), f"{module.__name__}.{name}"
 

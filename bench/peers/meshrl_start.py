@@ -10,7 +10,6 @@ import sys
 
 from meshrl import Actor, Mesh, Resources, endpoint
 from meshrl.engines import make_engine
-from meshrl.engines.local import RankLoop
 
 
 class Idle(Actor):
@@ -32,5 +31,4 @@ async def first_answer(name: str) -> None:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=RankLoop) as runner:
-        runner.run(first_answer(sys.argv[1]))
+    asyncio.run(first_answer(sys.argv[1]))

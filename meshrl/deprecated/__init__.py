@@ -7,12 +7,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
-__all__ = ["MOVED", "RENAMED", "install", "old_names"]
+if TYPE_CHECKING:
+    from importlib.abc import Loader  # as a base it would cost a rank more than the rest of this package's front door
+
+__all__ = ["MOVED", "RENAMED", "add_old_names", "install", "old_names"]
 
 MOVED: Final = {
     "actor": "mesh.actor",
@@ -155,35 +157,43 @@ ELSEWHERE: Final = {
 
 
 def install() -> None:
-    """Let the old modules be imported, and the old names be found in the modules that `import meshrl` loads."""
+    """Let the old modules be imported."""
     sys.meta_path.append(_Finder())
-    for name in ELSEWHERE:
-        if module := sys.modules.get(name):
-            vars(module)["__getattr__"] = old_names(name)
 
 
-def old_names(module: str) -> Callable[[str], object]:
-    """A module's `__getattr__`, which finds its names of before where they are now."""
+def add_old_names(module: ModuleType) -> None:
+    """Let a module that is still there find its names of before."""
+    if module.__name__ in ELSEWHERE:
+        vars(module)["__getattr__"] = old_names(module.__name__)
+
+
+def old_names(module: str, otherwise: Callable[[str], object] | None = None) -> Callable[[str], object]:
+    """A module's `__getattr__`, which finds its names of before where they are now. `otherwise`: finds all others."""
     names = ELSEWHERE[module]
 
     def find(name: str) -> object:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        now, _, attribute = names[name].rpartition(".")
-        _warn(f"{module}.{name}", f"use {names[name]}")
-        return getattr(import_module(now), attribute)
+        if name in names:
+            now, _, attribute = names[name].rpartition(".")
+            _warn(f"{module}.{name}", f"use {names[name]}")
+            return getattr(import_module(now), attribute)
+        if otherwise is not None:
+            return otherwise(name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return find
 
 
-class _Finder(MetaPathFinder, Loader):
+class _Finder:
     """Finds the modules of before, each as an empty one that looks its names up where they are now."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, old = fullname.partition(".")
-        return ModuleSpec(fullname, self) if package == "meshrl" and old in MOVED else None
+        return ModuleSpec(fullname, cast("Loader", self)) if package == "meshrl" and old in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """A plain one."""
 
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__.removeprefix("meshrl.")

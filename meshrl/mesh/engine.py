@@ -4,11 +4,10 @@ Everything above (handles, meshes, algorithms) speaks to ranks through this and 
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple, Protocol, Self, TypeAlias
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
-from pydantic import Field, model_validator
-
-from meshrl.config import Config
+from meshrl.errors import ConfigError
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.refs import Ref
 
@@ -16,23 +15,24 @@ INLINE_BYTES: Final = 65536
 """The largest column that travels with a call, if nothing else is said."""
 
 
-class Resources(Config):
-    """What each rank of a mesh may use."""
+@dataclass(frozen=True)
+class Resources:
+    """What each rank of a mesh may use. Raises `ConfigError` for what no machine can give."""
 
-    cpus: int | None = Field(default=None, ge=0)
+    cpus: int | None = None
     """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks; 0: no core of its own."""
-    gpus: float = Field(default=0.0, ge=0)
+    gpus: float = 0.0
     """GPUs a rank; below 1, a share of one."""
-    custom: dict[str, float] = Field(default={})
+    custom: Mapping[str, float] = field(default_factory=dict[str, float])
     """What else of the cluster's own resources each rank needs."""
     placement: Literal["pack", "spread"] = "pack"
     """The ranks on as few nodes as can be, or on as many."""
 
-    @model_validator(mode="after")
-    def _gpus_are_whole_or_a_share(self) -> Self:
-        if self.gpus > 1 and self.gpus % 1:
-            raise ValueError(f"gpus = {self.gpus}: write a whole number, or a share of one GPU below 1")
-        return self
+    def __post_init__(self) -> None:
+        if (self.cpus or 0) < 0:
+            raise ConfigError(f"cpus = {self.cpus}: write 0 or more")
+        if self.gpus < 0 or (self.gpus > 1 and self.gpus % 1):
+            raise ConfigError(f"gpus = {self.gpus}: write a whole number, or a share of one GPU below 1")
 
 
 class Slot(Protocol):

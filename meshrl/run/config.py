@@ -1,22 +1,41 @@
 """The `[run]` table of a configuration."""
 
 from math import prod
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshrl.config import Config, PathIn
+from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, Resources
 from meshrl.roles import Shape
 from meshrl.user_code import CODE
 
 
-class MeshConfig(Resources):
+class MeshConfig(Config):
     """One named mesh: how many ranks, and what each may use."""
 
     ranks: int = Field(default=1, ge=1, le=65_536)
     axes: Shape = Field(default={})
     """The axes, the last one fastest; nothing means `dp = ranks`."""
+    cpus: int | None = Field(default=None, ge=0)
+    """This and what follows: as in `Resources`."""
+    gpus: float = Field(default=0.0, ge=0)
+    custom: dict[str, float] = Field(default={})
+    placement: Literal["pack", "spread"] = "pack"
+
+    @property
+    def resources(self) -> Resources:
+        """What each rank may use."""
+        return Resources(self.cpus, self.gpus, self.custom, self.placement)
+
+    @model_validator(mode="after")
+    def _resources_exist(self) -> Self:
+        try:
+            _ = self.resources
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
 
     @model_validator(mode="after")
     def _axes_fit(self) -> Self:

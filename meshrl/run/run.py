@@ -352,8 +352,7 @@ class Run:
 
     async def _reserve(self, name: str) -> Mesh:
         config = self._mesh_config(name)
-        resources = Resources.model_validate(config.model_dump(include=set(Resources.model_fields)))
-        mesh = await Mesh.reserve(self.engine, config.ranks, resources, name)
+        mesh = await Mesh.reserve(self.engine, config.ranks, config.resources, name)
         return mesh.shape(**config.axes) if config.axes else mesh
 
     def _mesh_config(self, name: str) -> MeshConfig:

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from meshrl import Actor, Batch, Gather, Mesh, RewardConfig, Run, RunConfig, endpoint
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import CallTimeout
-from meshrl.mesh import limited
+from meshrl.mesh import Resources, limited
 from meshrl.rewards.function import FunctionReward
 from meshrl.roles import Policy, PolicyConfig
 from meshrl.run.config import MeshConfig
@@ -182,7 +182,7 @@ async def test_a_process_that_is_stopped_is_an_error_of_its_rank() -> None:
     from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- ray is an extra
 
     engine = RayEngine()
-    slow = await (await Mesh.reserve(engine, 1, MeshConfig(cpus=0))).spawn(Pid)
+    slow = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Pid)
     pid = await slow.pid()
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -50,8 +50,9 @@ class Started(NamedTuple):
 
 @pytest.fixture
 async def started(tmp_path: Path) -> AsyncIterator[Started]:
-    output, engine = tmp_path / "output", ProcessEngine()
+    output = tmp_path / "output"
     with written_to(output):
+        engine = ProcessEngine()
         counts = await (await Mesh.reserve(engine, 2, NO_CORE)).spawn(Counts)
     yield Started(engine, counts, output)
     await engine.close()

@@ -164,6 +164,19 @@ async def test_what_ranks_start_finds_modules_where_the_user_says(
     await engine.close()
 
 
+async def test_ranks_are_made_ready_as_soon_as_there_is_an_engine_and_nothing_is_left_where_nobody_asks_for_any() -> (
+    None
+):
+    engine = ProcessEngine()
+    template, folder = engine._launcher._template, engine._launcher._folder
+    assert template is not None
+    assert folder is not None
+    assert running([template.pid])
+    await engine.close()
+    assert not running([template.pid])
+    assert not folder.exists()
+
+
 async def test_an_engine_whose_end_is_cancelled_leaves_nothing() -> None:
     engine = ProcessEngine()
     await (await Mesh.reserve(engine, 1, NO_CORE)).stop()

@@ -23,7 +23,10 @@ _PATIENCE: Final = 5.0
 
 
 class Launcher:
-    """The template, and a folder of sockets that only this user may enter."""
+    """The template, and a folder of sockets that only this user may enter.
+
+    The template is started at once: it imports what ranks need while this process does something else.
+    """
 
     def __init__(self, modules: Sequence[str], inline_bytes: int) -> None:
         """`modules`: imported before ranks are made of it, once for all of them."""
@@ -34,7 +37,9 @@ class Launcher:
         self._folder: Path | None = None
         self._token = token_bytes(TOKEN_BYTES)
         self._ends: dict[str, asyncio.Future[str]] = {}
+        self._was_used = False
         _launchers.add(self)
+        self._started()
 
     def begin(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
         """A new rank's process. Raises `ConfigError` where none can be made."""
@@ -47,6 +52,8 @@ class Launcher:
 
     def _ordered(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
         control, folder = self._started()
+        asyncio.get_running_loop().add_reader(control, self._hear)
+        self._was_used = True
         key = token_hex(8)
         path = folder / key
         channel = SocketChannel(Address(str(path), self._token))
@@ -72,8 +79,9 @@ class Launcher:
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         try:
-            with suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._template.wait, _PATIENCE)
+            if self._was_used:  # else there is nobody to end, and it may import for a while yet
+                with suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(self._template.wait, _PATIENCE)
         finally:
             self._forget()
 
@@ -112,7 +120,6 @@ class Launcher:
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._control = ours
-        asyncio.get_running_loop().add_reader(ours, self._hear)
         return ours, self._folder
 
     def _hear(self) -> None:

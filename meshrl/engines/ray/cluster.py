@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import floor
 from threading import current_thread, main_thread
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
@@ -95,11 +96,14 @@ async def _connect(address: str | None) -> _Link:
         return "found"
     if address is None:
         cores = free_cores()
-        log.info("starting Ray on this machine, which takes about five seconds", cores=cores)
+        say = partial(log.info, "starting Ray on this machine, which takes about five seconds", cores=cores)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # The first line of a log imports what writes it, for which Ray need not wait.
+        said = asyncio.get_running_loop().run_in_executor(None, say)
         # Not in a thread of its own: Ray's processes would end with that.
         with _own_sigterm():
             ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
+        await said
         return "started"
     if ":" in address:
         await _reach(address)
