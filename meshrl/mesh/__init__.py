@@ -14,7 +14,7 @@ from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import lightest
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import plan_of
-from meshrl.mesh.segment import Bytes, Segment
+from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Share, in_transit, is_in_transit, note_transit, pool, sweep
 from meshrl.mesh.watch import own_place, slow_calls
@@ -51,6 +51,7 @@ __all__ = [
     "Share",
     "Slot",
     "Sum",
+    "address_of",
     "at",
     "current_rank",
     "each",

@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, cast
 from weakref import WeakValueDictionary
 
@@ -11,7 +11,7 @@ from cloudpickle import Pickler
 
 from meshrl.engines.hosting import carry_modules
 from meshrl.errors import DataError
-from meshrl.mesh import Ref, Segment, in_transit, note_transit, pool
+from meshrl.mesh import Ref, Segment, address_of, in_transit, note_transit, pool
 
 _ALIGNED = 64
 """Bytes: each buffer starts at a multiple."""
@@ -56,18 +56,14 @@ class PoolRef(Ref):
             Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
         parts = [file.getbuffer(), *(each.raw() for each in buffers)]
         others, named = _in_place(parts)
-        spans: list[Span] = []
-        end = 0
-        for number, part in enumerate(parts):
-            spans.append(named.get(number) or (0, end, end + part.nbytes))
-            end += 0 if number in named else -(-part.nbytes // _ALIGNED) * _ALIGNED
+        spans, fresh, end = _laid_out(parts, named)
         writing = pool.write(end)
         if writing is None:
             raise DataError(f"{end} bytes do not fit into this machine's shared memory: {pool.state()}")
-        for number, (part, (_, start, stop)) in enumerate(zip(parts, spans, strict=True)):
-            if number not in named:
-                writing.memory[start:stop] = np.frombuffer(part, np.uint8)
-                pool.copied += part.nbytes if number else 0  # the pickle is no copy
+        for number in fresh:
+            _, start, stop = spans[number]
+            writing.memory[start:stop] = np.frombuffer(parts[number], np.uint8)
+        pool.copied += sum(parts[number].nbytes for number in fresh if number)  # the pickle is no copy
         segment = writing.done()
         made = cls((segment, *others), tuple(spans), inner=inner)
         _known[segment.path] = made
@@ -116,6 +112,26 @@ def _received(kind: type[PoolRef], places: Sequence[tuple[str, int]], spans: Spa
         return kind((), spans, str(error))
     _known[own] = made
     return made
+
+
+def _laid_out(parts: Sequence[memoryview], named: Mapping[int, Span]) -> tuple[list[Span], list[int], int]:
+    """Where each part lies; which parts are to be written there; and the bytes that those take.
+
+    Columns of the same rows share the array that says where rows begin: it is written once.
+    """
+    spans: list[Span] = []
+    fresh: list[int] = []
+    known: dict[tuple[int, int], Span] = {}
+    end = 0
+    for number, part in enumerate(parts):
+        place = address_of(part), part.nbytes
+        span = named.get(number) or known.get(place)
+        if span is None:
+            span = known[place] = 0, end, end + part.nbytes
+            fresh.append(number)
+            end += -(-part.nbytes // _ALIGNED) * _ALIGNED
+        spans.append(span)
+    return spans, fresh, end
 
 
 def _in_place(parts: Sequence[memoryview]) -> tuple[list[Segment], dict[int, Span]]:
