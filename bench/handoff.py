@@ -17,7 +17,8 @@ Ray of its own, whose store has 3 GiB. Up to 128 MiB they take turns; larger, th
 not fit into 24 GiB together. The first turns (2 to 12) are not counted: a process is slow where it touches a page of
 shared memory for the first time, and is measured when it has been everywhere. The controller's memory is measured
 apart: a new process for each contestant, warmed up on 1 MiB; its own memory at its peak, without the shared pages that
-it maps. verl needs `make peers`; `--without verl` leaves it out, and the targets with it. About 10 minutes.
+it maps. How often each byte is copied on its way is counted by the code that copies it. verl needs `make peers`;
+`--without verl` leaves it out, and the targets against it. About 10 minutes.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ from bench.peers.payload import COLUMNS, STORE_BYTES, TOKEN_BYTES, agree, checks
 from meshrl import Actor, Batch, Gather, Mesh, Ragged, Resources, Shard, Sum, current_rank, endpoint
 from meshrl.engines import make_engine
 from meshrl.engines.local import RankLoop
+from meshrl.mesh import pool
 
 VERL: Final = ROOT / ".peers/verl/bin/python"
 PEERS: Final = ROOT / "bench/peers"
@@ -104,6 +106,7 @@ def main() -> None:
                 times[mib] |= measure(mib, {name: worker}, options.rounds)
     figures = [each for mib in sizes for each in compare(mib, times[mib])]
     if JUDGED in sizes:
+        figures += copies(projects["meshrl"])
         figures += [memory(name, projects[who]) for name, (who, _) in WAYS.items() if who in projects]
     report(f"handoff on {options.engine}", figures, options.json)
 
@@ -167,6 +170,18 @@ def handoff(worker: Worker, how: str) -> float:
     return worker.ask(do="handoff", how=how)["value"]
 
 
+def copies(begin: Callable[[], Worker]) -> list[Figure]:
+    """How often each byte of a batch is copied on its way, as the code itself counts it."""
+    with begin() as worker:
+        prepare(JUDGED, {"meshrl": worker})
+        made = {side: worker.ask(do="copied", side=side)["value"] for side in ("makers", "readers", "controller")}
+    most = {"makers": 1, "readers": 1, "controller": 0}
+    return [
+        at_most(f"copies of each byte, {JUDGED} MiB, {OURS}, by the {side}", count, "", most[side])
+        for side, count in made.items()
+    ]
+
+
 def memory(name: str, begin: Callable[[], Worker]) -> Figure:
     """What the controller's own memory grows by when it hands on its first large batches."""
     who, how = WAYS[name]
@@ -201,9 +216,19 @@ class Rows(Actor):
         return self._rows
 
     @endpoint
+    async def copied(self) -> Sum[NDArray[np.int64]]:
+        """Bytes that this rank has copied so far on the way of values."""
+        return np.array([copied_here()])
+
+    @endpoint
     async def read(self, batch: Shard[Batch]) -> Sum[NDArray[np.int64]]:
         """Read every byte; a checksum of each column."""
         return sums_of(batch)
+
+
+def copied_here() -> int:
+    """Bytes that this process has copied into shared memory, to be handed on, and out of it."""
+    return pool.copied + pool.gathered
 
 
 def packed(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> Ragged:
@@ -223,12 +248,15 @@ class Contest:
         self._makers, self._readers = makers, readers
         self._truth = np.zeros(len(COLUMNS), np.int64)
         self._new: dict[str, Ragged] = {}
+        self._nbytes = 0
 
     async def prepare(self, mib: int) -> float:
         """Make the rows; tokens."""
         self._truth = await self._makers.prepare(mib)
-        lengths = np.concatenate(row_lengths(mib, 2))
+        parts = row_lengths(mib, 2)
+        lengths = np.concatenate(parts)
         columns = token_columns(int(lengths.sum()), seed=2)
+        self._nbytes = int(lengths.sum()) * TOKEN_BYTES + sum(8 * (len(part) + 1) for part in parts)
         self._new = {name: packed(column, lengths) for name, column in columns.items()}
         return float(lengths.sum())
 
@@ -256,6 +284,18 @@ class Contest:
         assert agree(sums, np.where(changed, sums_of(Batch(self._new)), self._truth))
         return wall
 
+    async def copied(self, side: str) -> float:
+        """How often one side copies each byte of a batch, values and where rows begin, that is handed on."""
+        before = await self._copied(side)
+        await self.handoff("reference")
+        return (await self._copied(side) - before) / self._nbytes
+
+    async def _copied(self, side: str) -> int:
+        if side == "controller":
+            return copied_here()
+        ranks = {"makers": self._makers, "readers": self._readers}[side]
+        return int((await ranks.copied())[0])
+
     async def reading(self) -> float:
         """Seconds of what a round trip spends on reading alone."""
         batch = await (await self._makers.make()).load()
@@ -281,7 +321,7 @@ def contest(name: str) -> None:
 
         try:
             made = Contest(runner.run(spawn()), runner.run(spawn()))
-            methods = (made.prepare, made.handoff, made.roundtrip, made.reading)
+            methods = (made.prepare, made.handoff, made.roundtrip, made.reading, made.copied)
             answer({method.__name__: blocking(method) for method in methods})
         finally:
             runner.run(engine.close())

@@ -12,7 +12,7 @@ from typing_extensions import Buffer
 
 from meshrl.data.provenance import Source, joined
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Rows
+from meshrl.mesh import Array, Rows, is_in_place
 
 Dtype: TypeAlias = np.dtype[np.generic]
 A = TypeVar("A", bound=Array)
@@ -33,15 +33,15 @@ def frozen(array: Array, what: str = "an array") -> Array:
     """The same values in a C-contiguous, native-endian array that nobody can write.
 
     An array that owns its memory is frozen in place: the caller gives it up, and writing into it raises from
-    now on. (A view of it that he made before stays writable, which numpy cannot tell: give that up too.) A view
-    of memory that somebody may still write is copied.
+    now on. (A view of it that he made before stays writable, which numpy cannot tell: give that up too.) So is one of
+    `mesh.empty`. A view of memory that somebody may still write is copied.
     Any shape; bool, integer, float, complex, bfloat16 and float8; another dtype is a DataError that names
     `what`.
     """
     check_dtype(array, what)
     if type(array) is not np.ndarray or not array.flags.c_contiguous or not array.dtype.isnative:
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", subok=False)
-    if array.flags.writeable and not array.flags.owndata:
+    if array.flags.writeable and not (array.flags.owndata or is_in_place(array)):
         array = array.copy()
     elif isinstance(array.base, np.ndarray) and array.base.flags.writeable:
         array = array.copy()  # a read-only view of an array that its owner can still write

@@ -6,17 +6,23 @@ One protocol, `mesh.Engine`, of all. `make_engine` loads the one that is meant; 
 from collections.abc import Sequence
 
 from meshrl.errors import ConfigError
-from meshrl.mesh import INLINE_BYTES, Engine
+from meshrl.mesh import INLINE_BYTES, Engine, Share, pool
 
 __all__ = ["make_engine"]
 
 
-def make_engine(name: str, inline_bytes: int = INLINE_BYTES, modules: Sequence[str] = ()) -> Engine:
+def make_engine(
+    name: str,
+    inline_bytes: int = INLINE_BYTES,
+    modules: Sequence[str] = (),
+    shared_memory_mib: int | None = None,
+) -> Engine:
     """An engine by its name, as `run.engine` has it.
 
-    `modules`: those that ranks need, which the engine `processes` imports once for all. ConfigError where its package
-    is not installed.
+    `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib`: as in
+    `[run]`, for all processes of the engine, this one too. ConfigError where its package is not installed.
     """
+    pool.share = share = Share.of_run(shared_memory_mib)
     if name == "local":
         from meshrl.engines.local import LocalEngine  # noqa: PLC0415 -- each engine when it is meant
 
@@ -24,11 +30,11 @@ def make_engine(name: str, inline_bytes: int = INLINE_BYTES, modules: Sequence[s
     if name == "processes":
         from meshrl.engines.processes import ProcessEngine  # noqa: PLC0415 -- as above
 
-        return ProcessEngine(modules, inline_bytes)
+        return ProcessEngine(modules, inline_bytes, share)
     try:
         from meshrl.engines.ray import RayEngine  # noqa: PLC0415 -- as above; an extra
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"run.engine = {name!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
         ) from None
-    return RayEngine(None if name == "ray" else name, inline_bytes)
+    return RayEngine(None if name == "ray" else name, inline_bytes, share)

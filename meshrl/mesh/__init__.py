@@ -9,13 +9,14 @@ stay on their rank behind references. The room knows no batch, no model and no e
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, OnSpan, Request, Resources, Slot
 from meshrl.mesh.handle import at, each, limited, parts, ranks, respawn, routed, stop
+from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import lightest
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import plan_of
-from meshrl.mesh.segment import Bytes, Segment
+from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
-from meshrl.mesh.shared_memory import in_transit, is_in_transit, note_transit, pool, sweep
+from meshrl.mesh.shared_memory import Share, in_transit, is_in_transit, note_transit, pool, sweep
 from meshrl.mesh.watch import own_place, slow_calls
 
 __all__ = [
@@ -47,15 +48,19 @@ __all__ = [
     "Same",
     "Segment",
     "Shard",
+    "Share",
     "Slot",
     "Sum",
+    "address_of",
     "at",
     "current_rank",
     "each",
+    "empty",
     "endpoint",
     "fetch",
     "free_cores",
     "in_transit",
+    "is_in_place",
     "is_in_transit",
     "lightest",
     "limited",

@@ -10,7 +10,7 @@ import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,20 @@ _LARGE: Final = 1 << 20
 
 _Place: TypeAlias = tuple[int, int]
 """A file's device and number, which stay when it is renamed."""
+
+
+class Found(NamedTuple):
+    """Where bytes lie in a segment."""
+
+    path: str
+    nbytes: int
+    """Of the segment."""
+    start: int
+
+
+def address_of(memory: "mmap.mmap | memoryview | Bytes") -> int:
+    """Where bytes lie in this process's memory."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -58,6 +72,10 @@ class _Mapped:
         self.place: Final = place
         self.nbytes: Final = nbytes
         self.leases = 0
+        self.path = ""
+        """Its name, which stays as long as it is leased."""
+        self.address = 0
+        """Where it is mapped."""
         self._memory: mmap.mmap | None = None
 
     @property
@@ -67,6 +85,7 @@ class _Mapped:
             if self.file < 0:
                 raise DataError(f"{self.nbytes} bytes in shared memory are not this process's: load them before a fork")
             self._memory = mmap.mmap(self.file, self.nbytes, prot=mmap.PROT_READ)
+            self.address = address_of(self._memory)
             if self.nbytes >= _LARGE:
                 with suppress(OSError):  # of another system, which maps them one by one
                     self._memory.madvise(_POPULATE_READ)
@@ -125,7 +144,20 @@ class _Leases:
                 raise
         self._idle.pop(mapped.place, None)
         mapped.leases += 1
+        mapped.path = path
         return mapped
+
+    def find(self, address: int, nbytes: int) -> "Found | None":
+        """The leased segment in which these bytes lie, of which the caller has a view."""
+        with self._lock:
+            self._busy = True
+            try:
+                for mapped in self._open.values():
+                    if mapped.leases and mapped.address <= address <= mapped.address + mapped.nbytes - nbytes:
+                        return Found(mapped.path, mapped.nbytes, address - mapped.address)
+                return None
+            finally:
+                self._end_all()
 
     def _opened(self, path: str) -> _Mapped:
         for idle in list(self._idle.values()):

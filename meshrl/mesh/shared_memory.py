@@ -18,17 +18,17 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 
 from meshrl import log
 from meshrl.errors import DataError
-from meshrl.mesh.segment import Bytes, Segment, open_own, remove
+from meshrl.mesh.segment import Bytes, Segment, address_of, leases, open_own, remove
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
 _PREFIX: Final = "meshrl-pool-"
-_NAMES: Final = _PREFIX + "[0-9a-f]" * 16
+_NAMES: Final = f"{_PREFIX}{'[0-9a-f]' * 8}-{'[0-9a-f]' * 16}"
 _WASTE: Final = 2
 """A segment is used again for what has at least this part of its bytes."""
 
@@ -38,13 +38,45 @@ def _folders() -> list[Path]:
     return [folder for folder in (FOLDER, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
+class Share(NamedTuple):
+    """What a run may keep in the shared memory of each machine, of all its processes together."""
+
+    run: str = "0" * 8
+    """Eight hexadecimal digits, by which its segments are told from other runs'."""
+    mib: int | None = None
+    """MiB of `/dev/shm` at most; None: what there is."""
+
+    @classmethod
+    def of_run(cls, mib: int | None) -> Self:
+        """Of a new run."""
+        return cls(secrets.token_hex(4), mib)
+
+    def new_path(self, folder: Path) -> Path:
+        """A name that nobody can guess."""
+        return folder / f"{_PREFIX}{self.run}-{secrets.token_hex(8)}"
+
+    def taken(self) -> int:
+        """Bytes that the run's segments have in memory. It is read from the files, so that no kill leaves it wrong."""
+        total = 0
+        for path in FOLDER.glob(f"{_PREFIX}{self.run}-*"):
+            with suppress(OSError):  # it has just been removed
+                total += path.lstat().st_size
+        return total
+
+    def check(self, folder: Path) -> None:
+        """OSError where more is taken than may be."""
+        if self.mib is not None and folder == FOLDER and self.taken() > self.mib << 20:
+            raise OSError(errno.ENOSPC, "the run has no share of the memory left")
+
+
 class _Own:
     """A segment that this process made and may write."""
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, share: Share) -> None:
         """OSError where there is no room."""
+        self._share = share
         while True:
-            self.path = folder / f"{_PREFIX}{secrets.token_hex(8)}"
+            self.path = share.new_path(folder)
             self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self.file, fcntl.LOCK_EX)
             with suppress(OSError):  # a sweeper may have been quicker than the lock
@@ -52,16 +84,19 @@ class _Own:
                     break
             os.close(self.file)
         try:
+            os.ftruncate(self.file, nbytes)  # which others count from now on
+            share.check(folder)
             if hasattr(os, "posix_fallocate"):  # an error here, where later there would be a signal
                 os.posix_fallocate(self.file, 0, nbytes)
-            else:
-                os.ftruncate(self.file, nbytes)
             self.nbytes = nbytes
-            self.memory: Bytes = np.frombuffer(mmap.mmap(self.file, nbytes), np.uint8)
+            self.mapping: Final = mmap.mmap(self.file, nbytes)
+            self.memory: Final[Bytes] = np.frombuffer(self.mapping, np.uint8)
         except (OSError, ValueError):
             self.close()
             raise
+        self.address: Final = address_of(self.memory)
         self.written = False
+        self._is_parents = False
 
     def free(self) -> bool:
         """Take it for writing, unless it is written or somebody has a lease. What it held cannot be found any more.
@@ -75,11 +110,16 @@ class _Own:
         except BlockingIOError:
             fcntl.flock(self.file, fcntl.LOCK_SH)  # which the attempt has let go
             return False
-        path = self.path.with_name(f"{_PREFIX}{secrets.token_hex(8)}")
+        path = self._share.new_path(self.path.parent)
         self.path.rename(path)
         self.path = path
         self.written = False
         return True
+
+    def segment(self, nbytes: int) -> Segment:
+        """What is written, to be read by all."""
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+        return Segment(str(self.path), nbytes)
 
     def close(self) -> None:
         """Give the memory back, now or when the last lease ends."""
@@ -93,6 +133,24 @@ class _Own:
             remove(self.path, self.file)
         os.close(self.file)
 
+    def end(self) -> None:
+        """Nobody here writes it any more, or has what he wrote."""
+        self.written = True
+        if self._is_parents:
+            os.close(self.file)
+
+    def forget(self) -> None:
+        """After a fork: it is the parent's, and an array that lies there keeps it from being written anew."""
+        if self.written:
+            os.close(self.file)
+            return
+        self._is_parents = True
+        with suppress(OSError):  # the parent is still writing it
+            parents = self.file
+            self.file = os.open(f"/proc/self/fd/{parents}", os.O_RDONLY)
+            os.close(parents)
+            fcntl.flock(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
 
 class Writing:
     """A segment that is being written."""
@@ -102,14 +160,15 @@ class Writing:
         self._nbytes = nbytes
         self.memory: Final[Bytes] = own.memory[:nbytes]
         """To be filled."""
+        self.mapping: Final = own.mapping
+        """The same, and what may follow it."""
 
     def done(self) -> Segment:
         """What is written, to be read by all."""
-        fcntl.flock(self._own.file, fcntl.LOCK_SH)
-        return Segment(str(self._own.path), self._nbytes)
+        return self._own.segment(self._nbytes)
 
     def __del__(self) -> None:
-        self._own.written = True  # or given up
+        self._own.end()  # or given up
 
 
 class Pool:
@@ -120,6 +179,22 @@ class Pool:
         self._lock = threading.Lock()
         self._swept = False
         self._full = False
+        self.share = Share()
+        """What it may take. Where one process has several engines, the last one's."""
+        self.is_of_rank = False
+        """Whether this is a rank's process, which hands on what it makes."""
+        self.copied = 0
+        """Bytes of arrays that were copied into it to be handed on."""
+        self.gathered = 0
+        """Bytes that were copied out of it, where a reader's rows lie apart."""
+
+    def __reduce__(self) -> str:
+        return "pool"  # of the process where it arrives
+
+    def join(self, share: Share) -> None:
+        """This is a rank's process of a run, which has this share."""
+        self.share = share
+        self.is_of_rank = True
 
     def write(self, nbytes: int) -> Writing | None:
         """Room for so many bytes; None where this machine has no more of it."""
@@ -134,6 +209,15 @@ class Pool:
             own = next((own for own in fit if self._free(own)), None) or self._new(nbytes)
             return Writing(own, nbytes) if own else None
 
+    def find(self, buffer: memoryview) -> tuple[Segment, int] | None:
+        """The segment in which read-only bytes lie, and where they start in it; None where they are elsewhere."""
+        address, nbytes = address_of(buffer), buffer.nbytes
+        for own in tuple(self._segments):
+            if not own.written and own.address <= address <= own.address + own.nbytes - nbytes:
+                return own.segment(own.nbytes), address - own.address
+        found = leases.find(address, nbytes)
+        return (Segment(found.path, found.nbytes), found.start) if found else None
+
     def _free(self, own: _Own) -> bool:
         try:
             return own.free()
@@ -144,17 +228,17 @@ class Pool:
 
     def _new(self, nbytes: int) -> _Own | None:
         best, *others = _folders()
-        own = _made(best, nbytes)
+        own = _made(best, nbytes, self.share)
         if own is None:
             for each in [each for each in tuple(self._segments) if self._free(each)]:
                 self._segments.remove(each)
                 each.close()
-            own = _made(best, nbytes)
+            own = _made(best, nbytes, self.share)
         if own is None and others and not self._full:
             self._full = True
             log.warning(f"{self.state()}: what ranks hand to each other goes through {others[0]}")
         for folder in others:
-            own = own or _made(folder, nbytes)
+            own = own or _made(folder, nbytes, self.share)
         if own is not None:
             self._segments.append(own)
         return own
@@ -162,8 +246,14 @@ class Pool:
     def state(self) -> str:
         """What there is and what is taken, as people read it."""
         mine = sum(own.nbytes for own in self._segments) >> 20
-        rooms = [f"{folder} has {shutil.disk_usage(folder).free >> 20} MiB left" for folder in _folders()]
-        return f"{', '.join(rooms)}, {mine} MiB are this process's; give /dev/shm more, as by `docker run --shm-size`"
+        parts = [f"{folder} has {shutil.disk_usage(folder).free >> 20} MiB left" for folder in _folders()]
+        parts.append(f"{mine} MiB are this process's")
+        advice = "give /dev/shm more, as by `docker run --shm-size`"
+        if self.share.mib is not None:
+            taken = self.share.taken() >> 20
+            parts.append(f"{taken} MiB of {FOLDER} are this run's (run.shared_memory_mib = {self.share.mib})")
+            advice = f"raise run.shared_memory_mib, or {advice}"
+        return f"{', '.join(parts)}; {advice}"
 
     def close(self) -> None:
         """Give all memory back."""
@@ -181,15 +271,15 @@ class Pool:
     def forget(self) -> None:
         """After a fork: the segments are the other process's."""
         for own in self._segments:
-            os.close(own.file)
+            own.forget()
         self._segments = []
         self._lock = threading.Lock()
         self._swept = False
 
 
-def _made(folder: Path, nbytes: int) -> _Own | None:
+def _made(folder: Path, nbytes: int, share: Share) -> _Own | None:
     try:
-        return _Own(folder, nbytes)
+        return _Own(folder, nbytes, share)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise DataError(

@@ -62,6 +62,9 @@ class RunConfig(Config):
     """
     inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
     """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
+    shared_memory_mib: int | None = Field(default=None, ge=1)
+    """MiB of `/dev/shm` that all processes of the run together may take on each machine; without it what there is. More
+    goes through files of the temporary folder."""
     meshes: dict[str, MeshConfig] = Field(default={})
     """The meshes that roles name; one that is not here has one rank and the cores that are free."""
     deterministic: bool = False

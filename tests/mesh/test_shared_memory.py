@@ -173,7 +173,7 @@ def test_a_machine_without_room_says_none(pool: Pool) -> None:
 
 def test_a_link_to_a_file_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.mesh.shared_memory.FOLDER", tmp_path)
-    precious, link = tmp_path / "precious", tmp_path / f"meshrl-pool-{'0' * 16}"
+    precious, link = tmp_path / "precious", tmp_path / f"meshrl-pool-{'0' * 8}-{'0' * 16}"
     precious.write_text("all of it", "utf-8")
     link.symlink_to(precious)
     sweep()

@@ -19,7 +19,7 @@ import asyncio, sys
 from pathlib import Path
 import numpy as np
 from meshrl import Actor, Batch, DataError, Gather, Mesh, RankFailed, Resources, Same, endpoint
-from meshrl.engines.processes import ProcessEngine
+from meshrl.engines import make_engine
 
 MIB = 1 << 20
 
@@ -33,7 +33,7 @@ class Rows(Actor):
         return float(batch.rewards.sum(dtype=np.float64))
 
 async def main():
-    engine = ProcessEngine()
+    engine = make_engine("processes", shared_memory_mib={mib})
     maker = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Rows)
     taker = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Rows)
     try:
@@ -50,6 +50,7 @@ MORE_THAN_THERE_IS = """
             assert (await batch.load()).rewards[-1] == value
         files = list(Path(sys.argv[1]).glob("meshrl-pool-*"))
         print(len(files), "files")
+        print(sum(path.stat().st_size for path in Path("/dev/shm").iterdir()) >> 20, "MiB in memory")
 """
 NO_ROOM_AT_ALL = """
         kept = [await maker.make(15, 1.0) for _ in range(4)]
@@ -75,12 +76,12 @@ exec "$2" "$1/script.py" "$1"
 """
 
 
-def output(folder: Path, steps: str, mounts: str = "") -> str:
-    """What the script says where /dev/shm has 64 MiB."""
+def output(folder: Path, steps: str, mounts: str = "", mib: int | None = None) -> str:
+    """What the script says where /dev/shm has 64 MiB, and the run a share of so many."""
     alone = ["unshare", "--mount"]
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    (folder / "script.py").write_text(SCRIPT.replace("{steps}", steps.strip()))
+    (folder / "script.py").write_text(SCRIPT.replace("{steps}", steps.strip()).replace("{mib}", str(mib)))
     files = folder / "files"
     files.mkdir()
     done = subprocess.run(
@@ -114,4 +115,20 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(tmp_path: Path) -> None:
         assert f"{tmp_path}/files has 16 MiB left" in line
         assert f"{mine} MiB are this process's" in line
         assert "give /dev/shm more, as by `docker run --shm-size`" in line
+    assert "it goes on\n" in said
+
+
+def test_a_run_keeps_to_its_share(tmp_path: Path) -> None:
+    said = output(tmp_path, MORE_THAN_THERE_IS.replace("sys.argv[1]", "sys.argv[1] + '/files'"), mib=40)
+    assert "8 files" in said
+    assert "32 MiB in memory" in said
+    (warning,) = [line for line in said.splitlines() if "warning" in line]
+    assert f"what ranks hand to each other goes through {tmp_path}/files" in warning
+    assert "32 MiB are this process's, 32 MiB of /dev/shm are this run's (run.shared_memory_mib = 40)" in warning
+
+
+def test_a_share_that_is_too_small_is_told_by_the_name_of_its_setting(tmp_path: Path) -> None:
+    said = output(tmp_path, NO_ROOM_AT_ALL, 'mount -t tmpfs -o size=40m tmpfs "$1/files"', mib=40)
+    first, _ = [line for line in said.splitlines() if "do not fit" in line]
+    assert "30 MiB of /dev/shm are this run's (run.shared_memory_mib = 40); raise run.shared_memory_mib, or" in first
     assert "it goes on\n" in said

@@ -23,7 +23,7 @@ from meshrl.engines.processes.launcher import Launcher
 from meshrl.engines.processes.machine import Machine
 from meshrl.engines.transport import PoolRef, SocketChannel
 from meshrl.errors import ConfigError, MeshStopped
-from meshrl.mesh import INLINE_BYTES, Ref, Resources
+from meshrl.mesh import INLINE_BYTES, Ref, Resources, Share
 
 _FILES: Final = 65536
 """Open files that are enough. Where 2**30 are allowed, as in some containers, what closes all of them takes minutes."""
@@ -44,13 +44,18 @@ class ProcessEngine(HostingEngine, PoolCaller):
     """Ranks as processes of this machine.
 
     `modules`: packages that ranks will need, such as `meshrl_torch`: imported once for all. For `inline_bytes` see
-    `Engine`.
+    `Engine`. `share`: what ranks may keep in shared memory.
     """
 
-    def __init__(self, modules: Sequence[str] = (), inline_bytes: int = INLINE_BYTES) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str] = (),
+        inline_bytes: int = INLINE_BYTES,
+        share: Share = Share(),  # noqa: B008 -- it never changes
+    ) -> None:
         super().__init__(inline_bytes, shares_memory=True)
         self._machine = Machine()
-        self._launcher = Launcher(modules, inline_bytes)
+        self._launcher = Launcher(modules, inline_bytes, share)
 
     async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
         """Processes for `count` ranks, each pinned to the cores that it asks for, while there are any free.

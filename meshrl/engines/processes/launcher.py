@@ -16,6 +16,7 @@ from weakref import WeakSet
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
 from meshrl.errors import ConfigError
+from meshrl.mesh import Share
 
 _TEMPLATE: Final = "meshrl.engines.processes.template"
 _PATIENCE: Final = 5.0
@@ -28,10 +29,10 @@ class Launcher:
     The template is started at once: it imports what ranks need while this process does something else.
     """
 
-    def __init__(self, modules: Sequence[str], inline_bytes: int) -> None:
-        """`modules`: imported before ranks are made of it, once for all of them."""
+    def __init__(self, modules: Sequence[str], inline_bytes: int, share: Share) -> None:
+        """`modules`: imported before ranks are made of it, once for all of them; `share`: of shared memory."""
         self._modules = modules
-        self._inline_bytes = inline_bytes
+        self._keeps = inline_bytes, share
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder: Path | None = None
@@ -58,7 +59,7 @@ class Launcher:
         path = folder / key
         channel = SocketChannel(Address(str(path), self._token))
         with listen(path) as listening:
-            order = Begin(key, str(Path.cwd()), sys.path, environment, cores, self._token, self._inline_bytes)
+            order = Begin(key, str(Path.cwd()), sys.path, environment, cores, self._token, *self._keeps)
             send(control, order, [listening.fileno()])
         channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         return channel

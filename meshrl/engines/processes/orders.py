@@ -7,6 +7,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from meshrl.mesh import Share
+
 _LENGTH: Final = Struct("<I")
 
 
@@ -23,6 +25,8 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
     """That it is pinned to; empty: to none."""
     token: bytes
     inline_bytes: int
+    share: Share
+    """Of shared memory."""
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):

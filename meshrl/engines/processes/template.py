@@ -22,7 +22,7 @@ from typing import Final
 from meshrl.engines.hosting import Host
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import PoolRef, Server
-from meshrl.mesh import sweep
+from meshrl.mesh import pool, sweep
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -166,6 +166,7 @@ def _become_rank(order: Begin, listening: int, template: int) -> None:
     os.environ.update(order.environment)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # Python's own is seeded anew at each fork
+    pool.join(order.share)
     asyncio.set_event_loop(loop := asyncio.new_event_loop())
     host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
 

@@ -8,7 +8,7 @@ from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_r
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.ray.reservation import RayReservation
 from meshrl.errors import ConfigError
-from meshrl.mesh import INLINE_BYTES, Ref, Resources, sweep
+from meshrl.mesh import INLINE_BYTES, Ref, Resources, Share, sweep
 
 
 class RayCaller(Caller):
@@ -27,11 +27,17 @@ class RayEngine(HostingEngine, RayCaller):
 
     `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and
     without it a cluster of this machine's cores, which `close` stops. If the program has called `ray.init`
-    already, that is used. For `inline_bytes` see `Engine`.
+    already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine.
     """
 
-    def __init__(self, address: str | None = None, inline_bytes: int = INLINE_BYTES) -> None:
+    def __init__(
+        self,
+        address: str | None = None,
+        inline_bytes: int = INLINE_BYTES,
+        share: Share = Share(),  # noqa: B008 -- it never changes
+    ) -> None:
         super().__init__(inline_bytes)
+        self._share = share
         self._cluster = Cluster(address)
         self._planning = asyncio.Lock()
 
@@ -63,7 +69,7 @@ class RayEngine(HostingEngine, RayCaller):
                 # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
-            keeps = self.inline_bytes, self.shares_memory
+            keeps = self.inline_bytes, self.shares_memory, self._share
             reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources.placement, keeps)
             self._reservations.append(reservation)
         return await self._settled(reservation)

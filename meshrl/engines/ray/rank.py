@@ -16,17 +16,19 @@ from meshrl.engines.ray.channel import current_ask
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.transport import TOKEN_BYTES, Server, listen, socket_folder
+from meshrl.mesh import Share, pool
 
 
 class RankProcess:
     """One process for one rank of a mesh: a `Host`, whose calls are the tasks of a Ray actor."""
 
-    def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool) -> None:
+    def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool, share: Share) -> None:
         # As in the controller's process: relative files, and modules next to a script.
         if Path(folder).is_dir():
             os.chdir(folder)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         sys.path += [path for path in paths if path not in sys.path]
+        pool.join(share)
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
         self._socket: tuple[str, bytes] | None = None
 

@@ -30,6 +30,7 @@ from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.cluster import Amounts, Cluster, written
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.errors import ConfigError, MeshStopped
+from meshrl.mesh import Share
 
 CALLS_AT_ONCE: Final = 10_000
 """Of one process. Streams and calls that wait for their turn count."""
@@ -39,9 +40,9 @@ class RayReservation(Reservation):
     """What one mesh holds of the cluster."""
 
     def __init__(
-        self, cluster: Cluster, count: int, asked: Amounts, threads: int, placement: str, keeps: tuple[int, bool]
+        self, cluster: Cluster, count: int, asked: Amounts, threads: int, placement: str, keeps: tuple[int, bool, Share]
     ) -> None:
-        """`asked`: what each rank reserves; `placement`: pack or spread; `keeps`: as `Caller` is given."""
+        """`asked`: what each rank reserves; `placement`: pack or spread; `keeps`: as a `RankProcess` is given."""
         super().__init__(count, threads, asked.get("CPU", 0))
         self.asked = asked
         self._cluster = cluster

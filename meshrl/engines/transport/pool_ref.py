@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, cast
 from weakref import WeakValueDictionary
 
@@ -10,50 +10,61 @@ import numpy as np
 
 from meshrl.engines.hosting import Pickler, carry_modules
 from meshrl.errors import DataError
-from meshrl.mesh import Ref, Segment, in_transit, note_transit, pool
+from meshrl.mesh import Ref, Segment, address_of, in_transit, note_transit, pool
 
 _ALIGNED = 64
 """Bytes: each buffer starts at a multiple."""
 
-Spans = tuple[tuple[int, int], ...]
-"""Where each buffer begins and ends; the first is the pickle itself, which refers to the others."""
+_NAMED_FROM = 1 << 16
+"""Bytes of the smallest buffer that may stay where it lies."""
+_NAMED_PART = 8
+"""What stays in a segment has at least this part of the segment's bytes, which are all kept with it."""
+
+Span = tuple[int, int, int]
+"""In which segment a buffer lies, where it begins and where it ends."""
+Spans = tuple[Span, ...]
+"""Of all buffers; the first is the pickle itself, which refers to the others."""
 
 
 class PoolRef(Ref):
     """A value that was written once. In one process there is one such object for it, which leases the memory."""
 
-    __slots__ = ("__weakref__", "_inner", "_lost", "_segment", "_spans")
+    __slots__ = ("__weakref__", "_inner", "_lost", "_segments", "_spans")
 
     way = "shared memory"
 
-    def __init__(self, segment: Segment | None, spans: Spans, lost: str = "", inner: Sequence[Segment] = ()) -> None:
-        """`segment`: None where it is gone, for the reason `lost`; `inner`: those that the value names in turn."""
-        self._segment = segment
+    def __init__(
+        self, segments: Sequence[Segment], spans: Spans, lost: str = "", inner: Sequence[Segment] = ()
+    ) -> None:
+        """`segments`: first its own; none where they are gone (`lost`: why); `inner`: those that the value names."""
+        self._segments = segments
         self._spans = spans
         self._lost = lost
         self._inner = inner
 
     @classmethod
     def put(cls, value: object) -> Self:
-        """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room."""
+        """Keep a value; numpy arrays in it are read without a copy. DataError where there is no room.
+
+        Large ones that lie in shared memory already, and that nobody can write any more, stay there.
+        """
         carry_modules()
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         with in_transit() as inner:
             Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
         parts = [file.getbuffer(), *(each.raw() for each in buffers)]
-        spans: list[tuple[int, int]] = []
-        end = 0
-        for part in parts:
-            spans.append((end, end + part.nbytes))
-            end += -(-part.nbytes // _ALIGNED) * _ALIGNED
+        others, named = _in_place(parts)
+        spans, fresh, end = _laid_out(parts, named)
         writing = pool.write(end)
         if writing is None:
             raise DataError(f"{end} bytes do not fit into this machine's shared memory: {pool.state()}")
-        for part, (start, stop) in zip(parts, spans, strict=True):
-            writing.memory[start:stop] = np.frombuffer(part, np.uint8)
+        for number in fresh:
+            _, start, stop = spans[number]
+            writing.memory[start:stop] = np.frombuffer(parts[number], np.uint8)
+        pool.copied += sum(parts[number].nbytes for number in fresh if number)  # the pickle is no copy
         segment = writing.done()
-        made = cls(segment, tuple(spans), inner=inner)
+        made = cls((segment, *others), tuple(spans), inner=inner)
         _known[segment.path] = made
         return made
 
@@ -64,13 +75,13 @@ class PoolRef(Ref):
 
     def value(self) -> object:
         """What is kept. DataError where it is lost."""
-        if self._segment is None:
+        if not self._segments:
             raise DataError(
                 f"a column lay in the memory of a rank that has died or was stopped, and is lost ({self._lost}): make "
                 "the batch again, or load what is needed later while its ranks live"
             )
-        memory = self._segment.memory
-        head, *rest = (memory[start:stop] for start, stop in self._spans)
+        memory = [segment.memory for segment in self._segments]
+        head, *rest = (memory[where][start:stop] for where, start, stop in self._spans)
         return cast("object", pickle.loads(head.data, buffers=rest))  # noqa: S301 -- of this run's own processes
 
     def __reduce__(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
@@ -78,23 +89,61 @@ class PoolRef(Ref):
 
     def reduced(self) -> tuple[Callable[..., Ref], tuple[object, ...]]:
         """As it is pickled for a process of this machine."""
-        if self._segment is None:
-            return type(self), (None, self._spans, self._lost)
-        for segment in (self._segment, *self._inner):
+        if not self._segments:
+            return type(self), ((), self._spans, self._lost)
+        for segment in (*self._segments, *self._inner):
             note_transit(segment)
-        return _received, (type(self), self._segment.path, self._segment.nbytes, self._spans)
+        places = tuple((segment.path, segment.nbytes) for segment in self._segments)
+        return _received, (type(self), places, self._spans)
 
 
 _known: WeakValueDictionary[str, PoolRef] = WeakValueDictionary()
 
 
-def _received(kind: type[PoolRef], path: str, nbytes: int, spans: Spans) -> PoolRef:
-    known = _known.get(path)
+def _received(kind: type[PoolRef], places: Sequence[tuple[str, int]], spans: Spans) -> PoolRef:
+    own, _ = places[0]
+    known = _known.get(own)
     if known is not None:
         return known
     try:
-        made = kind(Segment(path, nbytes), spans)
+        made = kind([Segment(path, nbytes) for path, nbytes in places], spans)
     except DataError as error:  # told where it is fetched: nobody hears what is raised here
-        return kind(None, spans, str(error))
-    _known[path] = made
+        return kind((), spans, str(error))
+    _known[own] = made
     return made
+
+
+def _laid_out(parts: Sequence[memoryview], named: Mapping[int, Span]) -> tuple[list[Span], list[int], int]:
+    """Where each part lies; which parts are to be written there; and the bytes that those take.
+
+    Columns of the same rows share the array that says where rows begin: it is written once.
+    """
+    spans: list[Span] = []
+    fresh: list[int] = []
+    known: dict[tuple[int, int], Span] = {}
+    end = 0
+    for number, part in enumerate(parts):
+        place = address_of(part), part.nbytes
+        span = named.get(number) or known.get(place)
+        if span is None:
+            span = known[place] = 0, end, end + part.nbytes
+            fresh.append(number)
+            end += -(-part.nbytes // _ALIGNED) * _ALIGNED
+        spans.append(span)
+    return spans, fresh, end
+
+
+def _in_place(parts: Sequence[memoryview]) -> tuple[list[Segment], dict[int, Span]]:
+    """Segments in which parts can stay, and which parts those are: their numbers, and where they lie."""
+    found: dict[str, tuple[Segment, dict[int, tuple[int, int]]]] = {}
+    for number, part in enumerate(parts):
+        if part.readonly and part.nbytes >= _NAMED_FROM and (place := pool.find(part)) is not None:
+            segment, start = place
+            found.setdefault(segment.path, (segment, {}))[1][number] = start, start + part.nbytes
+    segments: list[Segment] = []
+    named: dict[int, Span] = {}
+    for segment, places in found.values():
+        if sum(stop - start for start, stop in places.values()) * _NAMED_PART >= segment.nbytes:
+            segments.append(segment)
+            named |= {number: (len(segments), *place) for number, place in places.items()}
+    return segments, named

@@ -1,0 +1,53 @@
+"""Arrays that are made where others will read them, and are handed on without a copy."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Final
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from meshrl.mesh.sharding import Array
+from meshrl.mesh.shared_memory import Writing, pool
+
+_FROM: Final = 1 << 16
+"""Bytes of the smallest array for which that pays."""
+
+
+class _Place(NDArray[np.generic]):
+    """What such an array is based on; it keeps the memory from being written anew.
+
+    It lies on the mapping itself: numpy lets a view skip bases of its own type.
+    """
+
+    writing: Writing
+
+
+def empty(shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+    """An array to be filled, as `np.empty` makes it; on a rank that is a process, in shared memory that has room.
+
+        tokens = mesh.empty(count, np.int32)
+        ...                                                # fill it
+        return Batch.of(tokens=Ragged(tokens, offsets))    # nothing is copied
+
+    A `Batch` takes it as it is, whole, and it is read-only from then on, as `ragged.frozen` says: views of it that were
+    made before stay writable, which numpy cannot tell, and whoever writes into them writes into what others read.
+    A part of it, or a view in another shape, is copied as of any array.
+    """
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    kind = np.dtype(dtype)
+    nbytes = prod(dims) * kind.itemsize
+    shared = pool.is_of_rank and nbytes >= _FROM and not kind.hasobject
+    writing = pool.write(nbytes) if shared else None
+    if writing is None:
+        return np.empty(dims, kind)
+    place = _Place(dims, kind, writing.mapping)
+    place.writing = writing
+    array: Array = np.asarray(place)
+    place.flags.writeable = False  # whether anybody may still write is asked of the array, and of its views' base
+    return array
+
+
+def is_in_place(array: Array) -> bool:
+    """Whether it is an array of `empty`, all of it."""
+    return isinstance(array.base, _Place)
