@@ -37,15 +37,15 @@ def lengths(column: Stored | None) -> Rows | None:
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
-def take(table: Table, rows: Rows) -> dict[str, Stored]:
-    """These rows of each column. What columns share (offsets, places) is worked out once."""
-    spans: dict[int, tuple[Rows, Rows]] = {}
+def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
+    """These rows of each column; of a run of rows (a slice) views. What columns share is worked out once."""
+    spans: dict[int, tuple[Rows | slice, Rows]] = {}
     places: dict[int, tuple[RowIndex, Rows]] = {}
     sizes: dict[int, Rows | None] = {id(None): None}
     taken: dict[str, Stored] = {}
     for name, column in table.items():
         if isinstance(column, tuple):
-            taken[name] = tuple([column[row] for row in rows.tolist()])
+            taken[name] = column[rows] if isinstance(rows, slice) else tuple([column[row] for row in rows.tolist()])
         elif isinstance(column, Ragged):
             key = id(column.offsets)
             spans[key] = spans.get(key) or gather(column.offsets, rows)

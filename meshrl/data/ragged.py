@@ -219,14 +219,18 @@ def _unpickled(
 def bounds_of(lengths: Rows) -> Rows:
     """The offsets `int64[rows + 1]` of rows of these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    lengths.cumsum(out=offsets[1:])
     return offsets
 
 
-def gather(offsets: Rows, rows: Rows) -> tuple[NDArray[np.int64], Rows]:
-    """Which tokens the selected rows hold, `int64[tokens]`, and the offsets of the selection."""
+def gather(offsets: Rows, rows: Rows | slice) -> tuple[NDArray[np.int64] | slice, Rows]:
+    """Which tokens the selected rows hold, and the offsets of the selection. Rows in a run have tokens in a run."""
+    if isinstance(rows, slice):
+        bounds = offsets[rows.start : rows.stop + 1]
+        return slice(bounds[0], bounds[-1]), bounds - bounds[0]
     starts = offsets[rows]
-    bounds = bounds_of(offsets[rows + 1] - starts)
-    index = np.repeat(starts - bounds[:-1], np.diff(bounds))
-    index += np.arange(bounds[-1])
+    lengths = offsets[rows + 1] - starts
+    bounds = bounds_of(lengths)
+    index = (starts - bounds[:-1]).repeat(lengths)
+    index += np.arange(len(index))
     return index, bounds

@@ -31,7 +31,7 @@ class RowIndex:
         """The rows of one piece, in their order."""
         return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
 
-    def take(self, rows: Rows) -> tuple["RowIndex", Rows]:
+    def take(self, rows: Rows | slice) -> tuple["RowIndex", Rows]:
         """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
         piece, row = self.piece[rows], sealed(self.row[rows])
         if self.pieces == 1 and len(row):

@@ -1,12 +1,13 @@
 """Handles: what `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import Parameter
+from itertools import product, repeat
 from math import prod
-from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Final, Never, ParamSpec, Self, TypeAlias, TypeVar, cast
 
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import sink
@@ -30,6 +31,18 @@ Plans: TypeAlias = dict[Axes, rows.Plan]
 
 
 @dataclass(frozen=True)
+class Along:
+    """A mesh, seen along some of its axes."""
+
+    parts: int
+    """How many parts a value split over them has."""
+    indices: Sequence[int]
+    """Which part is each member's: its joint coordinate on the axes."""
+    replica: Sequence[int]
+    """The members whose results are joined, in order: those at 0 on every other axis."""
+
+
+@dataclass(frozen=True)
 class Deployment:
     """One actor class, spawned: its contract, its ranks and the engine that reaches them."""
 
@@ -43,39 +56,32 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call may take, or a stream's next value."""
+    _seen: dict[Axes, Along] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What `along` has found."""
 
     @property
     def name(self) -> str:
         """The class's name, for messages."""
         return self.actor.__name__
 
-    @cached_property
-    def places(self) -> list[dict[str, int]]:
-        """Each member's coordinates on `shape`."""
-        coordinates = product(*(range(size) for size in self.shape.values()))
-        return [dict(zip(self.shape, place, strict=True)) for place in coordinates]
+    def along(self, axes: Axes) -> Along:
+        """The ranks along these axes."""
+        if axes not in self._seen:
+            self._seen[axes] = self._along(axes)
+        return self._seen[axes]
 
-    def index_along(self, axes: Axes, number: int) -> int:
-        """Which part of a value split over `axes` belongs to the member: its joint coordinate on them."""
-        index = 0
-        for axis in axes:
-            index = index * self.shape[axis] + self.places[number][axis]
-        return index
-
-    def parts_along(self, axes: Axes) -> int:
-        """How many parts a value split over `axes` has."""
-        return prod(self.shape[axis] for axis in axes)
-
-    def replica(self, axes: Axes) -> list[int]:
-        """The members whose results are joined along `axes`, in order: those at 0 on every other axis."""
+    def _along(self, axes: Axes) -> Along:
         if axes == EVERY_RANK:
-            return list(range(len(self.members)))
-        first = [
-            (self.index_along(axes, number), number)
-            for number, place in enumerate(self.places)
-            if not any(index for axis, index in place.items() if axis not in axes)
-        ]
-        return [number for _, number in sorted(first)]
+            every = range(len(self.members))
+            return Along(len(every), every, every)
+        coordinates = product(*(range(size) for size in self.shape.values()))
+        places = [dict(zip(self.shape, place, strict=True)) for place in coordinates]
+        indices = [0] * len(places)
+        for axis in axes:
+            indices = [index * self.shape[axis] + place[axis] for index, place in zip(indices, places, strict=True)]
+        others = self.shape.keys() - axes
+        first = [number for number, place in enumerate(places) if not any(place[axis] for axis in others)]
+        return Along(prod(self.shape[axis] for axis in axes), indices, sorted(first, key=indices.__getitem__))
 
 
 class Handle:
@@ -177,7 +183,7 @@ class BoundEndpoint:
         kind, axes = self.endpoint.result.kind, self.endpoint.result.axes
         if kind == "plain":
             return results[0]
-        chosen = self.deployment.replica(axes)
+        chosen = self.deployment.along(axes).replica
         parts = [results[number] for number in chosen]
         if kind == "same":
             if len(parts) > 1:
@@ -199,7 +205,7 @@ class BoundEndpoint:
             requests, plans = self._requests(args, kwargs)
             axes = self.endpoint.result.axes
             plan = None if plans.get(axes) else rows.UNDIVIDED
-            consumed = self.deployment.replica(axes) if axes else [0]
+            consumed = self.deployment.along(axes).replica if axes else [0]
             stream = self.deployment.engine.stream(self.endpoint.name, requests, consumed, seen)
             try:
                 while (value := await self._answered(anext(stream, _ENDED), seen)) is not _ENDED:
@@ -209,7 +215,7 @@ class BoundEndpoint:
 
     def _requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
         """What each rank is sent, and how rows were divided over each group of axes."""
-        members, shards = self.deployment.members, self.endpoint.shards
+        members, shards, along = self.deployment.members, self.endpoint.shards, self.deployment.along
         try:
             bound = self.endpoint.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -224,22 +230,44 @@ class BoundEndpoint:
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
             try:
-                plans[axes] = rows.make_plan(values, self.deployment.parts_along(axes), self.owners)
+                plans[axes] = rows.make_plan(values, along(axes).parts, self.owners)
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
-        whole = {name: bound.arguments[name] for name in shards if name in bound.arguments}
-        if not any(plans[shards[name]] for name in whole):
-            same, named = bound.args, bound.kwargs
-            return [Request(member, same, named) for member in members], plans
-        requests = []
-        for number, member in enumerate(members):
-            for name, value in whole.items():
-                plan = plans[shards[name]]
-                if plan:
-                    part = plan[self.deployment.index_along(shards[name], number)]
-                    bound.arguments[name] = rows.take(value, part)
-            requests.append(Request(member, bound.args, bound.kwargs))
-        return requests, plans
+        for name, axes in shards.items():
+            if name in bound.arguments and plans[axes]:
+                deal = partial(_Dealt.of, plan=plans[axes], indices=along(axes).indices)
+                kind = self.endpoint.signature.parameters[name].kind
+                bound.arguments[name] = _each_value(bound.arguments[name], kind, deal)
+        arguments, keywords = bound.args, bound.kwargs
+        dealt = zip(members, _dealt(arguments, len(members)), _dealt(keywords.values(), len(members)), strict=True)
+        return [
+            Request(member, given, dict(zip(keywords, named, strict=True))) for member, given, named in dealt
+        ], plans
+
+
+class _Dealt(list[object]):
+    """Of an argument, what each member is given."""
+
+    @classmethod
+    def of(cls, value: object, plan: rows.Plan, indices: Iterable[int]) -> Self:
+        """The parts of a value; `indices`: which part is each member's."""
+        parts = rows.split(value, plan)
+        return cls(parts[index] for index in indices)
+
+
+def _each_value(given: object, kind: object, function: Callable[[object], object]) -> object:
+    """A function of what a parameter of this kind is given: of each value where it takes several."""
+    if kind is Parameter.VAR_POSITIONAL:
+        return tuple(map(function, cast("tuple[object, ...]", given)))
+    if kind is Parameter.VAR_KEYWORD:
+        return {name: function(value) for name, value in cast("Mapping[str, object]", given).items()}
+    return function(given)
+
+
+def _dealt(arguments: Collection[object], members: int) -> Iterable[tuple[object, ...]]:
+    """The arguments of each member."""
+    columns = [each if isinstance(each, _Dealt) else repeat(each, members) for each in arguments]
+    return zip(*columns, strict=True) if columns else repeat((), members)
 
 
 def each(
@@ -266,7 +294,7 @@ def parts(endpoint: Callable[..., object]) -> int:
     called = cast("object", endpoint)
     if not isinstance(called, BoundEndpoint):
         return 1
-    return max((called.deployment.parts_along(axes) for axes in called.endpoint.shards.values()), default=1)
+    return max((called.deployment.along(axes).parts for axes in called.endpoint.shards.values()), default=1)
 
 
 def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
