@@ -222,10 +222,9 @@ class BoundEndpoint:
             raise ContractError(f"{self.where}{self.endpoint.signature} was called wrongly: {error}") from None
         engine = self.deployment.engine
         for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
-            arrays = name not in shards
-            bound.arguments[name] = put_large(
-                value, engine.put, engine.inline_bytes, arrays=arrays, shares=engine.shares_memory
-            )
+            arrays, parts = name not in shards, along(shards[name]).parts if name in shards else 1
+            limit = engine.inline_bytes and engine.inline_bytes * parts  # each rank is sent its own rows alone
+            bound.arguments[name] = put_large(value, engine.put, limit, arrays=arrays, shares=engine.shares_memory)
         plans: Plans = {}
         for axes in set(shards.values()):
             values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
