@@ -1,10 +1,11 @@
 """Batches: named columns of rows, never padded, split over ranks by tokens and joined in order."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it by an opcode
 from itertools import accumulate, pairwise
 from pickle import PickleBuffer
 from types import MappingProxyType
-from typing import Self, SupportsIndex, TypeVar, cast
+from typing import Self, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +28,8 @@ _TURNS = 1 << 20
 """The most times that `repeat` gives a row: what stays apart in the numbers that rows remember."""
 
 
-B = TypeVar("B", bound="Batch")
+_State: TypeAlias = tuple[bytes, Sequence[Buffer], Mapping[str, RemoteColumn], tuple[str, ...]]
+"""A batch as it is pickled: what is here in the form of the wire, what lies elsewhere, and all names in their order."""
 
 
 class Batch(HasRefs):
@@ -88,9 +90,7 @@ class Batch(HasRefs):
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """The columns that cannot be read before they are loaded."""
-        return tuple(
-            n for n, column in self._columns.items() if isinstance(column, RemoteColumn) and not column.is_here
-        )
+        return tuple([n for n, column in self._columns.items() if type(column) is RemoteColumn and not column.is_here])
 
     @property
     def origins(self) -> tuple[Rows, ...]:
@@ -322,7 +322,7 @@ class Batch(HasRefs):
             return whole
         if whole.origins:
             *outer, origin = whole.origins
-            return cls._make(len(whole), dict(whole.stored), outer).select(np.argsort(origin, kind="stable"))
+            return cls._make(len(whole), dict(whole.stored), outer).select(origin.argsort(kind="stable"))
         if plan is None:
             return whole
         wanted = [len(rows) for rows in plan]
@@ -332,7 +332,7 @@ class Batch(HasRefs):
                 f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not say "
                 "which is which: make what is returned from the argument, with assign, select or repeat"
             )
-        return whole.select(np.argsort(np.concatenate(plan), kind="stable"))
+        return whole.select(np.concatenate(plan).argsort(kind="stable"))
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
@@ -343,12 +343,18 @@ class Batch(HasRefs):
         """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
         return cls._make(*unpack(header, buffers))
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[object, ...]]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[type[Self]], _State]:
         remote = {name: column for name, column in self._columns.items() if isinstance(column, RemoteColumn)}
         here = {name: column for name, column in self._columns.items() if not isinstance(column, RemoteColumn)}
         header, buffers = pack(self._rows, here, self._origins)
         wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
-        return _unpickled, (type(self), header, wrapped, remote, self.names)
+        return __newobj__, (type(self),), (header, wrapped, remote, self.names)
+
+    def __setstate__(self, state: _State) -> None:
+        header, buffers, remote, names = state
+        self._rows, here, self._origins = unpack(header, buffers)
+        stored: table.Table = {**here, **remote}
+        self._columns = {name: stored[name] for name in names} if remote else here
 
     def __eq__(self, other: object) -> bool:
         """Whether names, kinds, dtypes and values agree; NaN equals NaN, the order of columns is nothing."""
@@ -383,12 +389,3 @@ def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
     return DataError(
         f"column `{name}` is {kinds.describe(column)}, not {wanted}: read it with batch.{accessor}({name!r})"
     )
-
-
-def _unpickled(
-    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, RemoteColumn], names: Sequence[str]
-) -> B:
-    # Not a class's own method: cloudpickle would carry the code of such a one in every message.
-    rows, here, origins = unpack(header, buffers)
-    stored: table.Table = {**here, **remote}
-    return kind._make(rows, table.aligned({name: stored[name] for name in names}), origins)

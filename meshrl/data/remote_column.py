@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column
 from meshrl.data.provenance import Source, joined
-from meshrl.data.ragged import Ragged, bounds_of, sealed
+from meshrl.data.ragged import Ragged, bounds_of, dtype_name, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Ref, Rows
 
@@ -96,7 +96,7 @@ class ColumnType:
         if isinstance(column, tuple):
             return cls("objects")
         values = column.values if isinstance(column, Ragged) else column
-        return cls("ragged" if isinstance(column, Ragged) else "row", values.dtype.name, values.shape[1:])
+        return cls("ragged" if isinstance(column, Ragged) else "row", dtype_name(values.dtype), values.shape[1:])
 
     def empty(self) -> Column:
         """A column of this form without rows."""
