@@ -1,13 +1,9 @@
 """Handles: what `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from inspect import Parameter
-from itertools import product, repeat
-from math import prod
-from typing import Final, Never, ParamSpec, Self, TypeAlias, TypeVar, cast
+from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import sink
@@ -15,8 +11,9 @@ from meshrl.mesh import scatter as rows
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
 from meshrl.mesh.contract import Contract, Endpoint, read_contract
+from meshrl.mesh.dealing import Along, deal
 from meshrl.mesh.engine import Engine, Member, Request
-from meshrl.mesh.marks import EVERY_RANK, Axes
+from meshrl.mesh.marks import Axes
 from meshrl.mesh.refs import put_large, resolve
 from meshrl.mesh.sharding import Rows
 from meshrl.mesh.watch import Waiting
@@ -28,18 +25,6 @@ R = TypeVar("R")
 _ENDED: Final = object()
 Plans: TypeAlias = dict[Axes, rows.Plan]
 """How rows were divided over each group of axes."""
-
-
-@dataclass(frozen=True)
-class Along:
-    """A mesh, seen along some of its axes."""
-
-    parts: int
-    """How many parts a value split over them has."""
-    indices: Sequence[int]
-    """Which part is each member's: its joint coordinate on the axes."""
-    replica: Sequence[int]
-    """The members whose results are joined, in order: those at 0 on every other axis."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +52,8 @@ class Deployment:
     def along(self, axes: Axes) -> Along:
         """The ranks along these axes."""
         if axes not in self._seen:
-            self._seen[axes] = self._along(axes)
+            self._seen[axes] = Along.of(axes, self.shape)
         return self._seen[axes]
-
-    def _along(self, axes: Axes) -> Along:
-        if axes == EVERY_RANK:
-            every = range(len(self.members))
-            return Along(len(every), every, every)
-        coordinates = product(*(range(size) for size in self.shape.values()))
-        places = [dict(zip(self.shape, place, strict=True)) for place in coordinates]
-        indices = [0] * len(places)
-        for axis in axes:
-            indices = [index * self.shape[axis] + place[axis] for index, place in zip(indices, places, strict=True)]
-        others = self.shape.keys() - axes
-        first = [number for number, place in enumerate(places) if not any(place[axis] for axis in others)]
-        return Along(prod(self.shape[axis] for axis in axes), indices, sorted(first, key=indices.__getitem__))
 
 
 class Handle:
@@ -227,46 +199,14 @@ class BoundEndpoint:
             bound.arguments[name] = put_large(value, engine.put, limit, arrays=arrays, shares=engine.shares_memory)
         plans: Plans = {}
         for axes in set(shards.values()):
-            values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
+            values = {name: bound.arguments.get(name) for name, over in shards.items() if over == axes}
             try:
                 plans[axes] = rows.make_plan(values, along(axes).parts, self.owners)
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
-        for name, axes in shards.items():
-            if name in bound.arguments and plans[axes]:
-                deal = partial(_Dealt.of, plan=plans[axes], indices=along(axes).indices)
-                kind = self.endpoint.signature.parameters[name].kind
-                bound.arguments[name] = _each_value(bound.arguments[name], kind, deal)
-        arguments, keywords = bound.args, bound.kwargs
-        dealt = zip(members, _dealt(arguments, len(members)), _dealt(keywords.values(), len(members)), strict=True)
-        return [
-            Request(member, given, dict(zip(keywords, named, strict=True))) for member, given, named in dealt
-        ], plans
-
-
-class _Dealt(list[object]):
-    """Of an argument, what each member is given."""
-
-    @classmethod
-    def of(cls, value: object, plan: rows.Plan, indices: Iterable[int]) -> Self:
-        """The parts of a value; `indices`: which part is each member's."""
-        parts = rows.split(value, plan)
-        return cls(parts[index] for index in indices)
-
-
-def _each_value(given: object, kind: object, function: Callable[[object], object]) -> object:
-    """A function of what a parameter of this kind is given: of each value where it takes several."""
-    if kind is Parameter.VAR_POSITIONAL:
-        return tuple(map(function, cast("tuple[object, ...]", given)))
-    if kind is Parameter.VAR_KEYWORD:
-        return {name: function(value) for name, value in cast("Mapping[str, object]", given).items()}
-    return function(given)
-
-
-def _dealt(arguments: Collection[object], members: int) -> Iterable[tuple[object, ...]]:
-    """The arguments of each member."""
-    columns = [each if isinstance(each, _Dealt) else repeat(each, members) for each in arguments]
-    return zip(*columns, strict=True) if columns else repeat((), members)
+        shares = {name: (plans[axes], along(axes).indices) for name, axes in shards.items() if plans[axes]}
+        dealt = zip(members, deal(bound, shares, len(members)), strict=True)
+        return [Request(member, given, named) for member, (given, named) in dealt], plans
 
 
 def each(
