@@ -1,9 +1,11 @@
 """Batches: named columns of rows, never padded, split over ranks by tokens and joined in order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it by an opcode
+from itertools import accumulate, pairwise
 from pickle import PickleBuffer
 from types import MappingProxyType
-from typing import Self, SupportsIndex, TypeVar, cast
+from typing import Self, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +15,7 @@ from meshrl.data import column_ops as table
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column, ColumnLike
 from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged
+from meshrl.data.ragged import Ragged, sealed
 from meshrl.data.remote_column import RemoteColumn, source_of
 from meshrl.data.wire import pack, unpack
 from meshrl.errors import DataError, did_you_mean
@@ -26,7 +28,8 @@ _TURNS = 1 << 20
 """The most times that `repeat` gives a row: what stays apart in the numbers that rows remember."""
 
 
-B = TypeVar("B", bound="Batch")
+_State: TypeAlias = tuple[bytes, Sequence[Buffer], Mapping[str, RemoteColumn], tuple[str, ...]]
+"""A batch as it is pickled: what is here in the form of the wire, what lies elsewhere, and all names in their order."""
 
 
 class Batch(HasRefs):
@@ -57,7 +60,7 @@ class Batch(HasRefs):
                 + ", ".join(f"`{name}` has {count}" for name, count in rows.items())
             )
         self._rows = next(iter(rows.values()), 0)
-        self._columns: table.Table = MappingProxyType(table.aligned(taken))
+        self._columns: table.Table = table.aligned(taken)
         self._origins: tuple[Rows, ...] = ()
 
     @classmethod
@@ -66,10 +69,11 @@ class Batch(HasRefs):
         return cls(columns)
 
     @classmethod
-    def _make(cls, rows: int, columns: table.Table, origins: Sequence[Rows]) -> Self:
+    def _make(cls, rows: int, columns: table.Table, origins: Iterable[Rows]) -> Self:
+        """Of columns that fit, in a mapping that nobody writes any more."""
         self = cls.__new__(cls)
         self._rows = rows
-        self._columns = MappingProxyType(dict(columns))
+        self._columns = columns
         self._origins = tuple(origins)
         return self
 
@@ -81,14 +85,12 @@ class Batch(HasRefs):
     @property
     def stored(self) -> table.Table:
         """All columns by name, also those that lie elsewhere."""
-        return self._columns
+        return MappingProxyType(self._columns)
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """The columns that cannot be read before they are loaded."""
-        return tuple(
-            n for n, column in self._columns.items() if isinstance(column, RemoteColumn) and not column.is_here
-        )
+        return tuple([n for n, column in self._columns.items() if type(column) is RemoteColumn and not column.is_here])
 
     @property
     def origins(self) -> tuple[Rows, ...]:
@@ -221,7 +223,7 @@ class Batch(HasRefs):
         repeated = self._take(np.repeat(np.arange(self._rows), n))
         turn = np.tile(np.arange(n), self._rows)
         # The same factor whatever n is, so that parts which were repeated differently still sort as one batch.
-        return self._make(len(repeated), repeated.stored, [level * _TURNS + turn for level in repeated.origins])
+        return self._make(len(repeated), dict(repeated.stored), [level * _TURNS + turn for level in repeated.origins])
 
     def _take(self, rows: Rows) -> Self:
         """These rows, which are in range."""
@@ -263,11 +265,23 @@ class Batch(HasRefs):
         """These rows, which remember their numbers for `join`."""
         numbers = table.row_numbers(rows, self._rows)
         taken = self._take(numbers)
-        return self._make(len(numbers), taken.stored, (*taken.origins, numbers))
+        return self._make(len(numbers), dict(taken.stored), (*taken.origins, sealed(numbers)))
+
+    def parts(self, plan: Sequence[Rows]) -> list[Self]:
+        """Each part's rows, as of `part`. The rows of all are copied at once; the parts are views of that."""
+        whole = self.part(np.concatenate(plan))
+        if len(plan) == 1:
+            return [whole]
+        columns, origins = whole.stored, whole.origins
+        runs = [slice(start, end) for start, end in pairwise(accumulate(map(len, plan), initial=0))]
+        return [
+            self._make(run.stop - run.start, table.take(columns, run), [level[run] for level in origins])
+            for run in runs
+        ]
 
     def split(self, n: int) -> list[Self]:
         """As many parts as asked for, balanced by tokens; some are empty if there are fewer rows."""
-        return [self.part(rows) for rows in self.plan(n)]
+        return self.parts(self.plan(n))
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
@@ -275,8 +289,8 @@ class Batch(HasRefs):
         filled = [part for part in parts if len(part)]
         if not filled:
             depth = max((len(part.origins) for part in parts), default=0)
-            widest = max((part.stored for part in parts), key=len, default=None)
-            return cls._make(0, widest or {}, [np.empty(0, np.int64)] * depth)
+            widest = max((part.stored for part in parts), key=len, default={})
+            return cls._make(0, dict(widest), [np.empty(0, np.int64)] * depth)
         if len(filled) == 1:
             return filled[0]
         first = filled[0]
@@ -308,7 +322,7 @@ class Batch(HasRefs):
             return whole
         if whole.origins:
             *outer, origin = whole.origins
-            return cls._make(len(whole), whole.stored, outer).select(np.argsort(origin, kind="stable"))
+            return cls._make(len(whole), dict(whole.stored), outer).select(origin.argsort(kind="stable"))
         if plan is None:
             return whole
         wanted = [len(rows) for rows in plan]
@@ -318,7 +332,7 @@ class Batch(HasRefs):
                 f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not say "
                 "which is which: make what is returned from the argument, with assign, select or repeat"
             )
-        return whole.select(np.argsort(np.concatenate(plan), kind="stable"))
+        return whole.select(np.concatenate(plan).argsort(kind="stable"))
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
         """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
@@ -329,12 +343,18 @@ class Batch(HasRefs):
         """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
         return cls._make(*unpack(header, buffers))
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[object, ...]]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[type[Self]], _State]:
         remote = {name: column for name, column in self._columns.items() if isinstance(column, RemoteColumn)}
         here = {name: column for name, column in self._columns.items() if not isinstance(column, RemoteColumn)}
         header, buffers = pack(self._rows, here, self._origins)
         wrapped = [PickleBuffer(each) if protocol.__index__() >= 5 else bytes(each) for each in buffers]
-        return _unpickled, (type(self), header, wrapped, remote, self.names)
+        return __newobj__, (type(self),), (header, wrapped, remote, self.names)
+
+    def __setstate__(self, state: _State) -> None:
+        header, buffers, remote, names = state
+        self._rows, here, self._origins = unpack(header, buffers)
+        stored: table.Table = {**here, **remote}
+        self._columns = {name: stored[name] for name in names} if remote else here
 
     def __eq__(self, other: object) -> bool:
         """Whether names, kinds, dtypes and values agree; NaN equals NaN, the order of columns is nothing."""
@@ -369,12 +389,3 @@ def _wrong_kind(name: str, column: Column, wanted: str) -> DataError:
     return DataError(
         f"column `{name}` is {kinds.describe(column)}, not {wanted}: read it with batch.{accessor}({name!r})"
     )
-
-
-def _unpickled(
-    kind: type[B], header: bytes, buffers: Sequence[Buffer], remote: Mapping[str, RemoteColumn], names: Sequence[str]
-) -> B:
-    # Not a class's own method: cloudpickle would carry the code of such a one in every message.
-    rows, here, origins = unpack(header, buffers)
-    stored: table.Table = {**here, **remote}
-    return kind._make(rows, table.aligned({name: stored[name] for name in names}), origins)

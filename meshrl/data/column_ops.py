@@ -37,15 +37,15 @@ def lengths(column: Stored | None) -> Rows | None:
     return column.lengths if isinstance(column, Ragged | RemoteColumn) else None
 
 
-def take(table: Table, rows: Rows) -> dict[str, Stored]:
-    """These rows of each column. What columns share (offsets, places) is worked out once."""
-    spans: dict[int, tuple[Rows, Rows]] = {}
+def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
+    """These rows of each column; of a run of rows (a slice) views. What columns share is worked out once."""
+    spans: dict[int, tuple[Rows | slice, Rows]] = {}
     places: dict[int, tuple[RowIndex, Rows]] = {}
     sizes: dict[int, Rows | None] = {id(None): None}
     taken: dict[str, Stored] = {}
     for name, column in table.items():
         if isinstance(column, tuple):
-            taken[name] = tuple([column[row] for row in rows.tolist()])
+            taken[name] = column[rows] if isinstance(rows, slice) else tuple([column[row] for row in rows.tolist()])
         elif isinstance(column, Ragged):
             key = id(column.offsets)
             spans[key] = spans.get(key) or gather(column.offsets, rows)
@@ -64,7 +64,11 @@ def take(table: Table, rows: Rows) -> dict[str, Stored]:
 
 
 def concat(tables: Sequence[Table]) -> dict[str, Stored]:
-    """The rows of all tables (one or more, of the same columns), one after another."""
+    """The rows of all tables (one or more, of the same columns), one after another.
+
+    What columns share in each table (offsets, places) they share in the whole.
+    """
+    offsets: dict[tuple[int, ...], Rows] = {}
     places: dict[object, RowIndex] = {}
     sizes: dict[tuple[int, ...], Rows | None] = {}
     alive: list[RemoteColumn] = []
@@ -72,7 +76,13 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     for name in tables[0]:
         parts = [table[name] for table in tables]
         if not any(isinstance(part, RemoteColumn) for part in parts):
-            joined[name] = kinds.concat(name, cast("list[Column]", parts))
+            column = kinds.concat(name, cast("list[Column]", parts))
+            if isinstance(column, Ragged):
+                shared = offsets.setdefault(
+                    tuple([id(part.offsets) for part in cast("list[Ragged]", parts)]), column.offsets
+                )
+                column = Ragged.make(column.values, shared, column.source)
+            joined[name] = column
             continue
         remotes = [as_remote(part) for part in parts]
         alive += remotes  # so that no `id` is given twice
@@ -83,7 +93,7 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
         if key_of_sizes not in sizes:
             sizes[key_of_sizes] = _joined([part.lengths for part in remotes])
         joined[name] = RemoteColumn.concat(name, remotes, places[key], sizes[key_of_sizes])
-    return aligned(joined)
+    return joined
 
 
 def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pickle import PickleBuffer
 from typing import SupportsIndex, TypeAlias, TypeVar
 
@@ -62,15 +63,29 @@ def raw(array: Array) -> memoryview:
 
 def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
     """The array whose `raw` this is: a read-only view of the buffer, which nobody may write any more."""
-    values = np.frombuffer(memoryview(buffer), np.uint8)
-    values.flags.writeable = False
-    return values.view(dtype).reshape(shape)
+    values: Array = np.frombuffer(memoryview(buffer), dtype).reshape(shape)
+    return sealed(values)
 
 
 def pickled(array: Array, protocol: int) -> tuple[Buffer, str, tuple[int, ...]]:
     """What `from_raw` takes, for `__reduce_ex__`: out of band where the protocol can."""
     buffer = PickleBuffer(raw(array)) if protocol >= 5 else bytes(raw(array))
-    return buffer, array.dtype.name, array.shape
+    return buffer, dtype_name(array.dtype), array.shape
+
+
+@cache
+def dtype_name(dtype: Dtype) -> str:
+    """The name, of which numpy thinks anew whenever it is asked."""
+    return dtype.name
+
+
+def check_offsets(offsets: NDArray[np.integer], tokens: int) -> None:
+    """DataError if offsets do not fit a column of so many tokens."""
+    if offsets[0] != 0 or offsets[-1] != tokens or bool((offsets[1:] < offsets[:-1]).any()):
+        raise DataError(
+            f"ragged offsets run from {offsets[0]} to {offsets[-1]} over {tokens} tokens: they must start at 0, never "
+            "fall, and end at the number of tokens"
+        )
 
 
 def equal(left: Array, right: Array) -> bool:
@@ -98,11 +113,7 @@ class Ragged:
             )
         if values.ndim == 0:
             raise DataError("ragged values are one number: give an array whose first dim is the tokens")
-        if bounds[0] != 0 or bounds[-1] != len(values) or bool(np.any(bounds[1:] < bounds[:-1])):
-            raise DataError(
-                f"ragged offsets run from {bounds[0]} to {bounds[-1]} over {len(values)} tokens: they must "
-                "start at 0, never fall, and end at the number of tokens"
-            )
+        check_offsets(bounds, len(values))
         self._values = frozen(values, "the values of a ragged column")
         self._offsets: Rows = np.asarray(frozen(bounds), np.int64)
         self._offsets.flags.writeable = False
@@ -219,14 +230,18 @@ def _unpickled(
 def bounds_of(lengths: Rows) -> Rows:
     """The offsets `int64[rows + 1]` of rows of these lengths."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
+    lengths.cumsum(out=offsets[1:])
     return offsets
 
 
-def gather(offsets: Rows, rows: Rows) -> tuple[NDArray[np.int64], Rows]:
-    """Which tokens the selected rows hold, `int64[tokens]`, and the offsets of the selection."""
+def gather(offsets: Rows, rows: Rows | slice) -> tuple[NDArray[np.int64] | slice, Rows]:
+    """Which tokens the selected rows hold, and the offsets of the selection. Rows in a run have tokens in a run."""
+    if isinstance(rows, slice):
+        bounds = offsets[rows.start : rows.stop + 1]
+        return slice(bounds[0], bounds[-1]), bounds - bounds[0]
     starts = offsets[rows]
-    bounds = bounds_of(offsets[rows + 1] - starts)
-    index = np.repeat(starts - bounds[:-1], np.diff(bounds))
-    index += np.arange(bounds[-1])
+    lengths = offsets[rows + 1] - starts
+    bounds = bounds_of(lengths)
+    index = (starts - bounds[:-1]).repeat(lengths)
+    index += np.arange(len(index))
     return index, bounds

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column
 from meshrl.data.provenance import Source, joined
-from meshrl.data.ragged import Ragged, bounds_of, from_raw, raw, sealed
+from meshrl.data.ragged import Ragged, bounds_of, dtype_name, from_raw, raw, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Ref, Rows, pool
 
@@ -32,7 +32,7 @@ class RowIndex:
         """The rows of one piece, in their order."""
         return cls(1, sealed(np.zeros(rows, np.int32)), sealed(np.arange(rows, dtype=np.int32)))
 
-    def take(self, rows: Rows) -> tuple["RowIndex", Rows]:
+    def take(self, rows: Rows | slice) -> tuple["RowIndex", Rows]:
         """The places of these rows, and the numbers of the pieces that are still needed, in ascending order."""
         piece, row = self.piece[rows], sealed(self.row[rows])
         if self.pieces == 1 and len(row):
@@ -97,7 +97,7 @@ class ColumnType:
         if isinstance(column, tuple):
             return cls("objects")
         values = column.values if isinstance(column, Ragged) else column
-        return cls("ragged" if isinstance(column, Ragged) else "row", values.dtype.name, values.shape[1:])
+        return cls("ragged" if isinstance(column, Ragged) else "row", dtype_name(values.dtype), values.shape[1:])
 
     def empty(self) -> Column:
         """A column of this form without rows."""

@@ -1,7 +1,7 @@
 """The form in which columns travel: a msgpack header, and the raw bytes of each array."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
@@ -9,7 +9,7 @@ from typing_extensions import Buffer
 
 from meshrl.data.columns import Column, Objects
 from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged, from_raw, raw
+from meshrl.data.ragged import Ragged, check_offsets, dtype_name, from_raw, raw
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
 
@@ -69,9 +69,9 @@ def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Co
             elif wire.kind == "row":
                 columns[wire.name] = from_raw(buffer, wire.dtype, wire.shape)
             else:
-                columns[wire.name] = Ragged(
-                    from_raw(buffer, wire.dtype, wire.shape), bounds[wire.offsets], source=wire.source
-                )
+                values = from_raw(buffer, wire.dtype, wire.shape)
+                check_offsets(bounds[wire.offsets], len(values))
+                columns[wire.name] = Ragged.make(values, bounds[wire.offsets], wire.source)
             if len(columns[wire.name]) != head.rows:
                 raise ValueError(f"`{wire.name}` has {len(columns[wire.name])} rows, not {head.rows}")
     except (msgspec.MsgspecError, DataError, IndexError, ValueError, TypeError) as error:
@@ -86,11 +86,11 @@ def unpack(header: Buffer, buffers: Sequence[Buffer]) -> tuple[int, dict[str, Co
 def _wire(
     name: str, kind: Literal["row", "ragged"], values: Array, index: int, offsets: int, source: Source | None = None
 ) -> _Wire:
-    return _Wire(name, kind, values.dtype.name, values.shape, index, offsets, source)
+    return _Wire(name, kind, dtype_name(values.dtype), values.shape, index, offsets, source)
 
 
 def _numbers(buffer: Buffer, count: int) -> Rows:
-    return from_raw(buffer, "int64", (count,)).astype(np.int64, copy=False)
+    return cast("Rows", from_raw(buffer, "int64", (count,)))
 
 
 def _encoded(name: str, column: Objects) -> memoryview:

@@ -2,14 +2,16 @@
 
 import copy
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from meshrl.errors import ContractError
-from meshrl.mesh import seal_arrays
+from meshrl.mesh import HasRefs, seal_arrays
 
 T = TypeVar("T")
 
 _IMMUTABLE = (type(None), bool, int, float, str, bytes)
+_ALONE = (HasRefs, *_IMMUTABLE)
+"""What holds nothing that something else may hold too: several are isolated one by one, sooner than by `deepcopy`."""
 
 
 def isolated(value: T) -> T:
@@ -17,8 +19,14 @@ def isolated(value: T) -> T:
 
     Its arrays are read-only, as those of an engine that maps them from a store.
     """
+    if isinstance(value, HasRefs):
+        return value.__deepcopy__({})
     if isinstance(value, _IMMUTABLE):
         return value
+    if type(value) is tuple:
+        items = cast("tuple[object, ...]", value)
+        if all(isinstance(item, _ALONE) for item in items):
+            return cast("T", tuple([isolated(item) for item in items]))
     alone = copy.deepcopy(value)
     seal_arrays(alone)
     return alone

@@ -35,7 +35,7 @@ def parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) -> 
     if mark.kind in ("gather", "mean", "sum", "same"):
         return [f"{where} is marked {mark}, which joins results: write Shard or Replicate"]
     mistakes = _axis_mistakes(where, mark, shape)
-    if mark.kind == "shard" and not _leaves_have(mark.type, "part"):
+    if mark.kind == "shard" and not _leaves_have(mark.type, "parts"):
         name = type_name(mark.type)
         text = "cannot be split over ranks: shard a Batch, an array, or a dict or list of them; or write Replicate"
         mistakes.append(f"{where}: {name} {text}[{name}]")

@@ -75,12 +75,16 @@ class Engine(Protocol):
     """Where ranks run.
 
     Large values do not travel with calls. What `put` holds is fetched by the ranks that read it; of what a rank
-    returns, columns of more than `inline_bytes` stay where they were made (see `held`). Arrays arrive read-only.
+    returns, columns of more than `inline_bytes` stay where they were made (see `HasRefs.hold`). Arrays arrive
+    read-only.
     """
 
     @property
     def inline_bytes(self) -> int | None:
-        """The largest column that travels with a call; None: all do."""
+        """The largest column that travels with a call to a rank, or from it, on average over the ranks that divide it.
+
+        None: all do.
+        """
         ...
 
     @property

@@ -2,10 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import product
-from math import prod
+from dataclasses import dataclass, field, replace
 from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
@@ -14,8 +11,9 @@ from meshrl.mesh import scatter as rows
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
 from meshrl.mesh.contract import Contract, Endpoint, read_contract
+from meshrl.mesh.dealing import Along, deal
 from meshrl.mesh.engine import Engine, Member, Request
-from meshrl.mesh.marks import EVERY_RANK, Axes
+from meshrl.mesh.marks import Axes
 from meshrl.mesh.refs import put_large, resolve
 from meshrl.mesh.sharding import Rows
 from meshrl.mesh.watch import Waiting
@@ -43,39 +41,19 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call may take, or a stream's next value."""
+    _seen: dict[Axes, Along] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What `along` has found."""
 
     @property
     def name(self) -> str:
         """The class's name, for messages."""
         return self.actor.__name__
 
-    @cached_property
-    def places(self) -> list[dict[str, int]]:
-        """Each member's coordinates on `shape`."""
-        coordinates = product(*(range(size) for size in self.shape.values()))
-        return [dict(zip(self.shape, place, strict=True)) for place in coordinates]
-
-    def index_along(self, axes: Axes, number: int) -> int:
-        """Which part of a value split over `axes` belongs to the member: its joint coordinate on them."""
-        index = 0
-        for axis in axes:
-            index = index * self.shape[axis] + self.places[number][axis]
-        return index
-
-    def parts_along(self, axes: Axes) -> int:
-        """How many parts a value split over `axes` has."""
-        return prod(self.shape[axis] for axis in axes)
-
-    def replica(self, axes: Axes) -> list[int]:
-        """The members whose results are joined along `axes`, in order: those at 0 on every other axis."""
-        if axes == EVERY_RANK:
-            return list(range(len(self.members)))
-        first = [
-            (self.index_along(axes, number), number)
-            for number, place in enumerate(self.places)
-            if not any(index for axis, index in place.items() if axis not in axes)
-        ]
-        return [number for _, number in sorted(first)]
+    def along(self, axes: Axes) -> Along:
+        """The ranks along these axes."""
+        if axes not in self._seen:
+            self._seen[axes] = Along.of(axes, self.shape)
+        return self._seen[axes]
 
 
 class Handle:
@@ -177,7 +155,7 @@ class BoundEndpoint:
         kind, axes = self.endpoint.result.kind, self.endpoint.result.axes
         if kind == "plain":
             return results[0]
-        chosen = self.deployment.replica(axes)
+        chosen = self.deployment.along(axes).replica
         parts = [results[number] for number in chosen]
         if kind == "same":
             if len(parts) > 1:
@@ -199,7 +177,7 @@ class BoundEndpoint:
             requests, plans = self._requests(args, kwargs)
             axes = self.endpoint.result.axes
             plan = None if plans.get(axes) else rows.UNDIVIDED
-            consumed = self.deployment.replica(axes) if axes else [0]
+            consumed = self.deployment.along(axes).replica if axes else [0]
             stream = self.deployment.engine.stream(self.endpoint.name, requests, consumed, seen)
             try:
                 while (value := await self._answered(anext(stream, _ENDED), seen)) is not _ENDED:
@@ -209,37 +187,26 @@ class BoundEndpoint:
 
     def _requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
         """What each rank is sent, and how rows were divided over each group of axes."""
-        members, shards = self.deployment.members, self.endpoint.shards
+        members, shards, along = self.deployment.members, self.endpoint.shards, self.deployment.along
         try:
             bound = self.endpoint.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise ContractError(f"{self.where}{self.endpoint.signature} was called wrongly: {error}") from None
         engine = self.deployment.engine
         for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
-            arrays = name not in shards
-            bound.arguments[name] = put_large(
-                value, engine.put, engine.inline_bytes, arrays=arrays, shares=engine.shares_memory
-            )
+            arrays, parts = name not in shards, along(shards[name]).parts if name in shards else 1
+            limit = engine.inline_bytes and engine.inline_bytes * parts  # each rank is sent its own rows alone
+            bound.arguments[name] = put_large(value, engine.put, limit, arrays=arrays, shares=engine.shares_memory)
         plans: Plans = {}
         for axes in set(shards.values()):
-            values = {name: bound.arguments.get(name) for name, along in shards.items() if along == axes}
+            values = {name: bound.arguments.get(name) for name, over in shards.items() if over == axes}
             try:
-                plans[axes] = rows.make_plan(values, self.deployment.parts_along(axes), self.owners)
+                plans[axes] = rows.make_plan(values, along(axes).parts, self.owners)
             except ContractError as error:
                 raise ContractError(f"{self.where}: {error}") from None
-        whole = {name: bound.arguments[name] for name in shards if name in bound.arguments}
-        if not any(plans[shards[name]] for name in whole):
-            same, named = bound.args, bound.kwargs
-            return [Request(member, same, named) for member in members], plans
-        requests = []
-        for number, member in enumerate(members):
-            for name, value in whole.items():
-                plan = plans[shards[name]]
-                if plan:
-                    part = plan[self.deployment.index_along(shards[name], number)]
-                    bound.arguments[name] = rows.take(value, part)
-            requests.append(Request(member, bound.args, bound.kwargs))
-        return requests, plans
+        shares = {name: (plans[axes], along(axes).indices) for name, axes in shards.items() if plans[axes]}
+        dealt = zip(members, deal(bound, shares, len(members)), strict=True)
+        return [Request(member, given, named) for member, (given, named) in dealt], plans
 
 
 def each(
@@ -266,7 +233,7 @@ def parts(endpoint: Callable[..., object]) -> int:
     called = cast("object", endpoint)
     if not isinstance(called, BoundEndpoint):
         return 1
-    return max((called.deployment.parts_along(axes) for axes in called.endpoint.shards.values()), default=1)
+    return max((called.deployment.along(axes).parts for axes in called.endpoint.shards.values()), default=1)
 
 
 def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:

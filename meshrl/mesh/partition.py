@@ -17,7 +17,7 @@ def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0
     most, and then adds its own cost.
     """
     parts = len(loads)
-    order = np.argsort(-costs, kind="stable")
+    order = (-costs).argsort(kind="stable")
     # Of each part one number, which orders by load, then rows, then place: a heap of tuples is half as fast.
     unit = parts * (len(costs) + 1)
     now = [load * unit + part for part, load in enumerate(loads.tolist())]

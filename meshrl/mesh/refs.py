@@ -47,6 +47,10 @@ class HasRefs(ABC):
     async def load(self) -> Self:
         """The same value, all parts readable."""
 
+    @abstractmethod
+    def __deepcopy__(self, memo: object) -> Self:
+        """The same value for another reader, who may write what can be written in it."""
+
 
 @dataclass(frozen=True)
 class ArrayRef:

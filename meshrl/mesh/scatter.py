@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -47,21 +48,24 @@ def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = No
 
 def plan_of(owners: Rows, parts: int) -> list[Rows]:
     """For each part, the rows that it owns, ascending, from which part owns each row."""
-    ends = np.cumsum(np.bincount(owners, minlength=parts))[:-1]
-    return np.split(np.argsort(owners, kind="stable"), ends)
+    order = owners.argsort(kind="stable")
+    ends = np.bincount(owners, minlength=parts).cumsum().tolist()
+    return [order[start:end] for start, end in pairwise([0, *ends])]
 
 
-def take(value: object, rows: Rows) -> object:
-    """The rows of every leaf of a value: the tree of containers stays as it is."""
+def split(value: object, plan: Plan) -> Sequence[object]:
+    """The parts of a value: in each the tree of containers is the value's, with the part's rows of every leaf."""
     if value is None:
-        return None
+        return [None] * len(plan)
     if isinstance(value, Mapping):
-        return {key: take(item, rows) for key, item in value.items()}
+        items = [split(item, plan) for item in value.values()]
+        return [dict(zip(value, [item[part] for item in items], strict=True)) for part in range(len(plan))]
     if isinstance(value, list | tuple):
-        return type(value)(take(item, rows) for item in value)
+        items = [split(item, plan) for item in value]
+        return [type(value)([item[part] for item in items]) for part in range(len(plan))]
     if isinstance(value, np.ndarray):
-        return value[rows]
-    return _splittable(value).part(rows)
+        return [value[rows] for rows in plan]
+    return _splittable(value).parts(plan)
 
 
 def gather(parts: Sequence[object], plan: Plan | None) -> object:
@@ -115,7 +119,7 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, Splittable | A
 
 
 def _splittable(value: object) -> Splittable:
-    if not hasattr(value, "part"):
+    if not hasattr(value, "parts"):
         raise ContractError(
             f"{type(value).__name__} cannot be split over ranks: shard a Batch, an array, or a dict or list of them"
         )

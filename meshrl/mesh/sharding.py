@@ -42,8 +42,8 @@ class Splittable(Protocol):
         """Which rows each part takes. Every row is in one part; a part may be empty."""
         ...
 
-    def part(self, rows: Rows) -> Self:
-        """The value of these rows alone."""
+    def parts(self, plan: Sequence[Rows]) -> Sequence[Self]:
+        """The value of each part's rows alone."""
         ...
 
 

@@ -350,5 +350,5 @@ def test_equality_ignores_the_order_of_columns_and_the_origin(batch: Batch) -> N
 def test_a_batch_is_what_marks_ask_for() -> None:
     splittable: Splittable = rollouts()
     joinable: Joinable = rollouts()
-    assert len(splittable.part(splittable.plan(2)[0])) == 2
+    assert [len(part) for part in splittable.parts(splittable.plan(2))] == [2, 2]
     assert joinable == rollouts()

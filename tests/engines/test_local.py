@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 
 from meshrl import (
     Actor,
+    Batch,
     Gather,
     LocalEngine,
     Mesh,
     MeshStopped,
     Resources,
     Same,
+    Shard,
     at,
     current_rank,
     each,
@@ -34,6 +36,19 @@ class Threads(Actor):
         return current_rank().threads
 
 
+class Rows(Actor):
+    @endpoint
+    async def come_inside(self, rows: Shard[Batch]) -> Same[bool]:
+        """Whether the rewards came with the call."""
+        return isinstance(rows.stored["rewards"], np.ndarray)
+
+    @endpoint
+    async def totals(self, *each: Shard[Batch], **named: Shard[Batch]) -> Gather[Batch]:
+        """The rewards of all, row by row."""
+        total = np.sum([rows.rewards for rows in (*each, *named.values())], axis=0)
+        return each[0].assign(rewards=total)
+
+
 @pytest.fixture
 async def mesh() -> AsyncIterator[Mesh]:
     before = set(threading.enumerate())
@@ -41,6 +56,20 @@ async def mesh() -> AsyncIterator[Mesh]:
     yield await Mesh.reserve(engine, 2, Resources(cpus=1))
     await engine.close()
     assert set(threading.enumerate()) == before
+
+
+async def test_a_sharded_column_comes_with_the_call_where_each_rank_has_few_bytes_of_it() -> None:
+    engine = LocalEngine(inline_bytes=64)
+    rows = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(Rows)
+    assert await rows.come_inside(Batch.of(rewards=np.zeros(32, np.float32)))
+    assert not await rows.come_inside(Batch.of(rewards=np.zeros(33, np.float32)))
+    await engine.close()
+
+
+async def test_arguments_of_any_number_are_split_one_by_one(mesh: Mesh) -> None:
+    batch = Batch.of(rewards=np.arange(5, dtype=np.float32))
+    totals = await (await mesh.spawn(Rows)).totals(batch, batch, more=batch)
+    assert totals.rewards.tolist() == [0, 3, 6, 9, 12]
 
 
 async def test_two_meshes_work_at_the_same_time(mesh: Mesh) -> None:
