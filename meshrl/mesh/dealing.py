@@ -50,6 +50,9 @@ def deal(
             kind = bound.signature.parameters[name].kind
             bound.arguments[name] = _each_value(bound.arguments[name], kind, partial(_Dealt.of, plan, indices))
     by_position, by_name = bound.args, bound.kwargs
+    if not shares:
+        yield from repeat((by_position, by_name), members)
+        return
     named = _transposed(by_name.values(), members)
     for given, values in zip(_transposed(by_position, members), named, strict=True):
         yield given, dict(zip(by_name, values, strict=True))
