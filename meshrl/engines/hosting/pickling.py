@@ -9,11 +9,14 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 import cloudpickle
 
 from meshrl.mesh import Ref
+
+if TYPE_CHECKING:
+    from collections import ChainMap
 
 _INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
 _looked_at: set[str] = {"__main__", "__mp_main__"}
@@ -23,7 +26,7 @@ _registers: list[Callable[[ModuleType], object]] = [cloudpickle.register_pickle_
 _EVERYWHERE: Final = frozenset({"meshrl", "numpy"})
 """Packages that every rank can import."""
 _NAMED: Final = type, FunctionType
-_own_ways: Final = cloudpickle.Pickler.dispatch_table.maps[0]
+_own_ways: Final = cast("ChainMap[type, object]", cloudpickle.Pickler.dispatch_table).maps[0]
 """Types that cloudpickle reduces in its own way."""
 _alien: list[type] = [Ref]
 """What cannot travel in an exception: who keeps it could not count it."""
@@ -76,14 +79,14 @@ def _can_be_imported(name: str, module: ModuleType) -> bool:
 class Pickler(cloudpickle.Pickler):
     """cloudpickle's, which carries classes and functions of scripts by value, with less asked about each object."""
 
-    def reducer_override(self, value: object) -> object:
+    def reducer_override(self, obj: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         """How to reduce it. cloudpickle looks each class and function up in its module, and all types in tables."""
-        if isinstance(value, _NAMED):
-            everywhere = value.__module__.partition(".")[0] in _EVERYWHERE and "<" not in value.__qualname__
-            return NotImplemented if everywhere else super().reducer_override(value)
-        if type(value) in _own_ways or type(value) in copyreg.dispatch_table:
+        if isinstance(obj, _NAMED):
+            everywhere = obj.__module__.partition(".")[0] in _EVERYWHERE and "<" not in obj.__qualname__
+            return NotImplemented if everywhere else super().reducer_override(obj)
+        if type(obj) in _own_ways or type(obj) in copyreg.dispatch_table:
             return NotImplemented
-        return value.__reduce_ex__(5)
+        return obj.__reduce_ex__(5)
 
 
 class _ExceptionPickler(Pickler):
