@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Annotated, NamedTuple, TypeGuard, Union, cast, get_args, get_origin
+from typing import Annotated, Final, NamedTuple, TypeGuard, Union, cast, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
@@ -22,11 +22,15 @@ class _Place(NamedTuple):
     """What the table that the last key stands in should have been."""
 
 
+_NOT_WRITTEN: Final = "callable_type", "default_factory_not_called"
+"""Errors of what no file can hold, and of defaults that follow from a value with a mistake of its own."""
+
+
 def mistakes_of(
     schema: type[Config], table: Mapping[str, object], errors: list[ErrorDetails]
 ) -> list[tuple[Keys, str]]:
     """What pydantic found wrong with a table, each with the keys that lead there, in the order it was found."""
-    errors = [error for error in errors if error["type"] != "callable_type"]  # which no file can hold
+    errors = [error for error in errors if error["type"] not in _NOT_WRITTEN]
     found: dict[Keys, list[str]] = {}
     for place, error in _fitting(table, [(_resolve(schema, error["loc"]), error) for error in errors]):
         found.setdefault(place.path, []).append(_told(schema, table, place, error))

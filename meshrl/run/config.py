@@ -1,7 +1,8 @@
 """The `[run]` table of a configuration."""
 
+from collections.abc import Mapping
 from math import prod
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -46,6 +47,12 @@ class MeshConfig(Config):
         return self
 
 
+def usual_engine(run: Mapping[str, object]) -> str:
+    """The engine of a run of these meshes, where none is asked for: one process would have them wait for each other."""
+    meshes = cast("Mapping[str, MeshConfig]", run.get("meshes", {}))
+    return "processes" if len(meshes) > 1 or any(mesh.gpus for mesh in meshes.values()) else "local"
+
+
 class RunConfig(Config):
     """The `[run]` table of a configuration."""
 
@@ -56,17 +63,17 @@ class RunConfig(Config):
     of its configuration has it absolute."""
     seed: int = 0
     """Decides the order of the data, and is the seed of each role that has none of its own."""
-    engine: str = Field(default="local", pattern=r"^(local|processes|ray|auto|[\w.-]+:\d+)$")
+    meshes: dict[str, MeshConfig] = Field(default={})
+    """The meshes that roles name; one that is not here has one rank and the cores that are free."""
+    engine: str = Field(default_factory=usual_engine, pattern=r"^(local|processes|ray|auto|[\w.-]+:\d+)$")
     """`local`: threads of this process. `processes`: processes of this machine. `ray`: the cluster at RAY_ADDRESS, or
     one of this machine's own for the run. HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine.
-    """
+    Without it `processes` where `meshes` has more than one, or one with GPUs, else `local`."""
     inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
     """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
     shared_memory_mib: int | None = Field(default=None, ge=1)
     """MiB of `/dev/shm` that all processes of the run together may take on each machine; without it what there is. More
     goes through files of the temporary folder."""
-    meshes: dict[str, MeshConfig] = Field(default={})
-    """The meshes that roles name; one that is not here has one rank and the cores that are free."""
     deterministic: bool = False
     """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
     replay: Annotated[str | None, PathIn("(.+)")] = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 import pytest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, SamplerConfig
+from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfig, RunConfig, SamplerConfig
 from meshrl import PolicyConfig as PolicyTable
 from meshrl.config import Config, PathIn, load_toml, validate
 from meshrl.errors import ConfigError, nearest
@@ -230,6 +230,12 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         "command line: greedy = 1: must be true or false",
         "x.toml: stepps: no such key; did you mean steps?",
     ]
+
+
+def test_a_default_that_follows_from_a_mistake_is_none_itself() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(RunConfig, {"meshes": {"main": {"gpu": 1}}}, "mine.toml")
+    assert str(caught.value) == "mine.toml: meshes.main.gpu: no such key; did you mean meshes.main.gpus?"
 
 
 def test_a_long_value_is_cut(tmp_path: Path) -> None:

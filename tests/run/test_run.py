@@ -28,6 +28,22 @@ def config(folder: Path) -> RunConfig:
     return RunConfig(folder=str(folder), meshes={"main": MeshConfig(ranks=4, cpus=0, axes={"dp": 4})})
 
 
+@pytest.mark.parametrize(
+    ("meshes", "engine"),
+    [
+        ({}, "local"),
+        ({"main": {"ranks": 4}}, "local"),
+        ({"main": {"gpus": 1}}, "processes"),
+        ({"main": {}, "sampler": {}}, "processes"),
+    ],
+)
+def test_meshes_that_would_wait_for_each_other_in_one_process_have_several(
+    meshes: dict[str, dict[str, object]], engine: str
+) -> None:
+    assert RunConfig.model_validate({"meshes": meshes}).engine == engine
+    assert RunConfig.model_validate({"meshes": meshes, "engine": "ray"}).engine == "ray"
+
+
 async def test_roles_see_the_ranks_of_one_mesh_as_different_axes(tmp_path: Path) -> None:
     async with Run(config(tmp_path)) as run:
         policy = await run.spawn(Policy, PolicyConfig(backend="fake", model="none", axes={"dp": 2, "tp": 2}))
