@@ -8,7 +8,7 @@ from meshrl.engines.hosting.call_order import CYCLE, CallerQueue
 from meshrl.engines.hosting.caller import Caller
 from meshrl.engines.hosting.channel import Broken, Channel, Gone, Reply, Service
 from meshrl.engines.hosting.engine import HostingEngine
-from meshrl.engines.hosting.host import Host
+from meshrl.engines.hosting.host import Host, work_as
 from meshrl.engines.hosting.messages import (
     NO_ARGUMENTS,
     Arguments,
@@ -56,4 +56,5 @@ __all__ = [
     "packed",
     "patiently",
     "unpacked",
+    "work_as",
 ]

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, cast
 
@@ -224,6 +226,13 @@ def _check_taken(actor: object, given: Arguments, lost: BaseException | None) ->
         actor.agree(check)
     else:
         check()
+
+
+def work_as(folder: str, paths: Sequence[str]) -> None:
+    """Find relative files, and modules next to a script, as the controller does."""
+    with suppress(OSError):  # on a machine that has no such folder
+        os.chdir(folder)
+    sys.path += [path for path in paths if path not in sys.path]
 
 
 def _current_task() -> asyncio.Task[object]:

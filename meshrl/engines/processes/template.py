@@ -19,7 +19,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Final
 
-from meshrl.engines.hosting import Host
+from meshrl.engines.hosting import Host, work_as
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import PoolRef, Server
 from meshrl.mesh import pool, sweep
@@ -159,10 +159,7 @@ def _become_rank(order: Begin, listening: int, template: int) -> None:
             os._exit(1)
         if order.cores:
             os.sched_setaffinity(0, order.cores)
-    # As in the controller's process: relative files, and modules next to a script.
-    with suppress(OSError):
-        os.chdir(order.folder)
-    sys.path += [path for path in order.paths if path not in sys.path]
+    work_as(order.folder, order.paths)
     os.environ.update(order.environment)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # Python's own is seeded anew at each fork

@@ -2,16 +2,14 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from secrets import token_bytes
 from typing import cast
 
 import ray
 
-from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host
+from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host, work_as
 from meshrl.engines.ray.channel import current_ask
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef
@@ -23,11 +21,8 @@ class RankProcess:
     """One process for one rank of a mesh: a `Host`, whose calls are the tasks of a Ray actor."""
 
     def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool, share: Share) -> None:
-        # As in the controller's process: relative files, and modules next to a script.
-        if Path(folder).is_dir():
-            os.chdir(folder)
+        work_as(folder, paths)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
-        sys.path += [path for path in paths if path not in sys.path]
         pool.join(share)
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
         self._socket: tuple[str, bytes] | None = None
