@@ -1,12 +1,14 @@
-"""What tests of several hosts run on the first of them, in a process of its own: `python -m tests.cluster.jobs`.
+"""Jobs: what tests of several hosts run on one of them, in a process of its own: `python -m tests.cluster.jobs`.
 
-A job is a function of this module. It is given an engine of the cluster, and returns what JSON can hold.
+A job is a function that is given an engine of the cluster, and returns what JSON can hold.
 """
 
 import asyncio
+import importlib
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -14,27 +16,46 @@ from typing import Any
 
 import numpy as np
 
-from meshrl import EVERY, Actor, Batch, Gather, Mesh, Ragged, Resources, Same, Shard, Weights, current_rank, endpoint
+from meshrl import (
+    EVERY,
+    Actor,
+    Batch,
+    Gather,
+    Mesh,
+    Ragged,
+    Resources,
+    Same,
+    Shard,
+    Weights,
+    current_rank,
+    endpoint,
+)
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import MeshrlError
 from meshrl.testing.cluster import Cluster, Host
 
 MIB = 1 << 20
+ANSWER = "answer: "
+"""Goes before what a job returns, among the lines that Ray writes."""
 
 
 def begin(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object) -> "list[str]":
     """The command that runs a job."""
-    return [sys.executable, "-m", __name__, job.__name__, cluster.address, json.dumps(arguments)]
+    return [sys.executable, "-m", __name__, job.__module__, job.__name__, cluster.address, json.dumps(arguments)]
 
 
 def answer(said: str) -> Any:
     """What a job has returned, in what it wrote."""
-    return json.loads(said.splitlines()[-1])
+    (told,) = (line.removeprefix(ANSWER) for line in said.splitlines() if line.startswith(ANSWER))
+    return json.loads(told)
 
 
 def do(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object, host: Host | None = None) -> Any:
     """Run a job on a host, the first if none is named; what it returns."""
-    return answer((host or cluster.hosts[0]).run(begin(cluster, job, *arguments), timeout=60))
+    try:
+        return answer((host or cluster.hosts[0]).run(begin(cluster, job, *arguments), timeout=100))
+    except subprocess.CalledProcessError as error:
+        raise AssertionError(error.output) from None
 
 
 def on(host: str, cpus: int = 0) -> Resources:
@@ -125,17 +146,14 @@ async def calls(engine: RayEngine, host: str, seconds: float) -> object:
     return "", time.monotonic() - began, longest
 
 
-async def main(job: str, address: str, arguments: str) -> None:
+async def main(module: str, name: str, address: str, arguments: str) -> None:
     engine = RayEngine(address)
     try:
-        told = await globals()[job](engine, *json.loads(arguments))
-        print(json.dumps(told))  # noqa: T201 -- the test reads it
+        job = getattr(importlib.import_module(module), name)
+        print(ANSWER + json.dumps(await job(engine, *json.loads(arguments))))  # noqa: T201 -- the test reads it
     finally:
         await engine.close()
 
 
 if __name__ == "__main__":
-    # As a module of its own name, so that ranks find its classes.
-    from tests.cluster import jobs
-
-    asyncio.run(jobs.main(*sys.argv[1:]))
+    asyncio.run(main(*sys.argv[1:]))
