@@ -128,6 +128,14 @@ async def weights_to(engine: RayEngine, maker: str, takers: list[str], ranks: in
     return sums, time.monotonic() - began
 
 
+async def crowded(engine: RayEngine) -> object:
+    """Ranks that take a core of each of two hosts, and one that asks for what is left: the threads it has."""
+    await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"train": 1}))
+    await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"rollout": 1}))
+    left = await (await Mesh.reserve(engine, 1, Resources())).spawn(Traveller)
+    return (await left.environment("OMP_NUM_THREADS")).tolist()
+
+
 async def calls(engine: RayEngine, host: str, seconds: float) -> object:
     """Call a rank of a host again and again; how it ended, after how long, and the longest call."""
     one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)

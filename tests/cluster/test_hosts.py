@@ -8,7 +8,7 @@ from subprocess import PIPE, STDOUT
 import pytest
 
 from meshrl.testing.cluster import Cluster, Host
-from tests.cluster.jobs import MIB, answer, begin, calls, do, places, rows_between, weights_to
+from tests.cluster.jobs import MIB, answer, begin, calls, crowded, do, places, rows_between, weights_to
 from tests.cluster.training_jobs import trained
 
 
@@ -60,6 +60,10 @@ def test_weights_cross_each_hosts_cable_once(three: Cluster) -> None:
     assert 64 <= sent < 68
     assert 32 <= second < 34
     assert 32 <= third < 34
+
+
+def test_cores_that_are_left_on_two_hosts_are_not_taken_for_those_of_one(three: Cluster) -> None:
+    assert do(three, crowded) == ["1"]
 
 
 def test_a_sound_network_is_not_needed(healed: Cluster) -> None:
