@@ -23,12 +23,14 @@ from meshrl import (
     Gather,
     Mesh,
     Ragged,
+    RankDied,
     Resources,
     Same,
     Shard,
     Weights,
     current_rank,
     endpoint,
+    respawn,
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import MeshrlError
@@ -152,6 +154,20 @@ async def calls(engine: RayEngine, host: str, seconds: float) -> object:
     except MeshrlError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - last, longest
     return "", time.monotonic() - began, longest
+
+
+async def revived(engine: RayEngine, host: str) -> object:
+    """Call a rank until it dies, make it again, and ask where it is."""
+    one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    try:
+        while True:
+            await one.clock()
+            await asyncio.sleep(0.05)
+    except RankDied:
+        print("RankDied", flush=True)  # noqa: T201 -- the same
+    await respawn(one)
+    return (await one.where()).tolist()
 
 
 async def main(module: str, name: str, address: str, arguments: str) -> None:
