@@ -21,11 +21,12 @@ def _hosts_can_be_made() -> None:
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three hosts with a node of Ray each: two to train on, one for rollouts."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed")
-    with Cluster(3, resources=[{"train": 1}, {"train": 1}, {"rollout": 2}]) as cluster:
+    resources = [{"train": 1}, {"train": 1}, {"rollout": 2}]
+    with Cluster(3, resources=resources, shared=[tmp_path_factory.getbasetemp()]) as cluster:
         yield cluster
 
 
