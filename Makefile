@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-gpu test-vllm lint check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-vllm lint check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,7 +35,7 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup  ## the tests
-	$(TESTS) --ignore tests/attack --ignore tests/vllm
+	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/vllm
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
 	$(TESTS) tests/attack
@@ -49,6 +49,9 @@ test-bits: setup  ## the tests of equal bits, for each set of instructions that 
 
 test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versions of the packages that it needs
 	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)
+
+test-cluster: setup  ## the tests on several hosts, made of namespaces: as root (docs/hosts.md)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs tests/cluster
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu

@@ -13,6 +13,7 @@ from threading import current_thread, main_thread
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
+from ray._private.state import available_resources_per_node  # Ray has no public way to ask
 
 from meshrl import log
 from meshrl.errors import ConfigError
@@ -27,6 +28,7 @@ Amounts: TypeAlias = Mapping[str, float]
 class Node(NamedTuple):
     """A machine of the cluster."""
 
+    id: str
     address: str
     has: Amounts
     """In all, also what is taken."""
@@ -58,7 +60,16 @@ class Cluster:
         """The living nodes."""
         found = cast("list[dict[str, object]]", await asyncio.to_thread(ray.nodes))
         living = (node for node in found if node.get("Alive"))
-        return [Node(str(node["NodeManagerAddress"]), cast("Amounts", node["Resources"])) for node in living]
+        return [
+            Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), cast("Amounts", node["Resources"]))
+            for node in living
+        ]
+
+    async def with_free_cores(self, nodes: Sequence[Node]) -> list[Node]:
+        """The nodes as if they had no other cores than those that are not taken now: two free ones may lie apart."""
+        found = await asyncio.to_thread(available_resources_per_node)
+        free = cast("Mapping[str, Amounts]", found)
+        return [node._replace(has={**node.has, "CPU": free.get(node.id, {}).get("CPU", 0)}) for node in nodes]
 
     async def free(self) -> Amounts:
         """What is not taken now. It lags behind by a moment."""

@@ -63,7 +63,8 @@ class RayEngine(HostingEngine, RayCaller):
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:
                 most = max(0, share)
-                fits = (cpus for cpus in range(most, 0, -1) if has_room(count, amounts(resources, cpus), nodes))
+                free = nodes if self._cluster.is_ours else await self._cluster.with_free_cores(nodes)
+                fits = (cpus for cpus in range(most, 0, -1) if has_room(count, amounts(resources, cpus), free))
                 cpus = next(fits, 0)
             else:
                 # On a cluster of our own only the run's own meshes could be waited for, and they may never end.

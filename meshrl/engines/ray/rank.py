@@ -11,6 +11,7 @@ import ray
 
 from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host, work_as
 from meshrl.engines.ray.channel import current_ask
+from meshrl.engines.ray.interface import interface_of
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.transport import TOKEN_BYTES, Server, listen, socket_folder
@@ -36,6 +37,9 @@ class RankProcess:
             self._socket = str(path), token
             self._host.leaving = partial(shutil.rmtree, path.parent, ignore_errors=True)
         ip = cast("str", ray.util.get_node_ip_address())
+        # Else gloo listens where the host's own name leads, which on Debian is 127.0.1.1: no other host finds it there.
+        if interface := interface_of(ip):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         node = ray.get_runtime_context().get_node_id()
         return pack((await self._host.place())._replace(ip=ip, node=node, socket=self._socket))
 

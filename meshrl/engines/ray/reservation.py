@@ -2,11 +2,10 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from secrets import token_hex
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import ray
 from ray.actor import ActorClass, ActorHandle
@@ -31,6 +30,9 @@ from meshrl.engines.ray.cluster import Amounts, Cluster, written
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
 
 CALLS_AT_ONCE: Final = 10_000
 """Of one process. Streams and calls that wait for their turn count."""
@@ -64,7 +66,35 @@ class RayReservation(Reservation):
         self.environments = environments(places, self.slots[0].threads)
 
     async def _places(self) -> list[Place]:
-        return await asyncio.gather(*(_place(process, lambda: self.released) for process in self.processes))
+        return await asyncio.gather(*map(self._place, self.slots))
+
+    async def _place(self, slot: ProcessSlot) -> Place:
+        """Where a rank's process is. One that never ran is asked for once more.
+
+        Ray may have sought it on a node of which it finds out only now that it has died.
+        """
+        process = slot.process
+        try:
+            return await _placed(process)
+        except Gone as gone:
+            if self.released or process.known:
+                raise self._not_started(process, gone) from gone
+            self.kill(process)
+            again = self.processes[slot.index] = self.begin(slot)
+        except Broken as error:
+            raise self._not_started(process, error) from error
+        try:
+            return await _placed(again)
+        except (Gone, Broken) as error:
+            raise self._not_started(again, error) from error
+
+    def _not_started(self, process: Process, error: Gone | Broken) -> MeshStopped | ConfigError:
+        if self.released:
+            return MeshStopped("the mesh was stopped while its ranks were started")
+        return ConfigError(
+            f"a rank's process did not start on the cluster: {process.died(str(error)).reason}; if it happens again, "
+            "see that each node has the same Python, Ray and meshrl"
+        )
 
     async def release(self) -> None:
         """End the processes and give everything back."""
@@ -95,20 +125,12 @@ class RayReservation(Reservation):
         ray.kill(cast("ActorHandle[RankProcess]", channel.handle), no_restart=True)
 
 
-async def _place(process: Process, released: Callable[[], bool]) -> Place:
-    try:
-        place = cast("Place", await process.channel.request("place"))
-        if place.boot != boot():
-            process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", process.channel.request("clock")))
-        process.known = place
-        cast("RayChannel", process.channel).found(place)
-    except (Gone, Broken) as error:
-        if released():
-            raise MeshStopped("the mesh was stopped while its ranks were started") from None
-        raise ConfigError(
-            f"a rank's process did not start on the cluster: {process.died(str(error)).reason}; if it happens again, "
-            "see that each node has the same Python, Ray and meshrl"
-        ) from error
+async def _placed(process: Process) -> Place:
+    place = cast("Place", await process.channel.request("place"))
+    if place.boot != boot():
+        process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", process.channel.request("clock")))
+    process.known = place
+    cast("RayChannel", process.channel).found(place)
     return place
 
 

@@ -1,0 +1,128 @@
+"""Processes with namespaces of their own, which are all that a host or a switch is to the kernel."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+from typing import IO, Any, Final, cast
+
+from meshrl.errors import ConfigError
+
+_INIT: Final = Path(__file__).with_name("init.py")
+_PROGRAMS: Final = ("ip", "tc", "unshare", "nsenter")
+_STOP: Final = 10.0
+"""Seconds within which the kernel has ended the processes of a namespace."""
+
+
+def missing() -> str | None:
+    """Why this machine can make no hosts; None where it can."""
+    if not sys.platform.startswith("linux"):
+        return "hosts are namespaces of Linux, and this is another system"
+    if os.geteuid() != 0:
+        return "hosts are namespaces, which only root may make: run it with sudo, or in a privileged container"
+    absent = [program for program in _PROGRAMS if shutil.which(program) is None]
+    if absent:
+        return f"{', '.join(absent)} not found: install the packages iproute2 and util-linux"
+    try:
+        Namespace("net", "mount").end()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+class Inside(subprocess.Popen[str]):
+    """A program in a namespace. A signal goes to the program, not to what has put it there."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+        while self.poll() is None:
+            if program := self._program():
+                os.kill(program, sig)
+                return
+            time.sleep(0.01)  # it was begun this moment
+
+    def _program(self) -> int | None:
+        try:
+            return int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text("ascii").split()[0])
+        except (FileNotFoundError, IndexError):
+            return None
+
+
+class Namespace:
+    """Namespaces with a first process, and with all that runs in them gone when that ends."""
+
+    def __init__(self, *kinds: str, furniture: Mapping[str, object] | None = None, ahead: int = 0) -> None:
+        """`kinds`: besides that of processes; `furniture`: see `init.furnish`; `ahead`: seconds of its clock."""
+        options = [f"--{kind}" for kind in kinds]
+        if ahead:
+            options += ["--time", "--monotonic", str(ahead)]
+        if "mount" in kinds:
+            options.append("--mount-proc")
+        command = ["unshare", *options, "--pid", "--fork", "--kill-child", "--", sys.executable, "-IS", str(_INIT)]
+        # In a session of its own, so that Ctrl-C reaches it through its maker alone.
+        self._first = subprocess.Popen(  # noqa: S603 -- our own script
+            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True
+        )
+        self._kinds = (*kinds, "pid", *(["time"] if ahead else []))
+        try:
+            piped(self._first.stdin).write(json.dumps(furniture) + "\n")
+            piped(self._first.stdin).flush()
+        except BrokenPipeError:
+            pass  # why it has ended stands below
+        if piped(self._first.stdout).readline() != "ready\n":
+            said = piped(self._first.stderr).read().strip() or "it said nothing"
+            self.end()
+            raise ConfigError(f"the kernel gives no namespaces here: {said.splitlines()[-1]}")
+
+    @property
+    def pid(self) -> int:
+        """A process whose network is that of the namespace."""
+        return self._first.pid
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not ended."""
+        return self._first.poll() is None
+
+    def enter(self, *kinds: str) -> list[str]:
+        """What goes before a command that is to run in it; in all of its namespaces if none are named."""
+        folder = Path("/proc", str(self.pid), "ns")
+        files = {"net": "net", "mount": "mnt", "uts": "uts", "ipc": "ipc"}
+        files |= {"pid": "pid_for_children", "time": "time_for_children"}
+        return ["nsenter", *(f"--{kind}={folder / files[kind]}" for kind in kinds or self._kinds), "--"]
+
+    def start(self, command: Sequence[str], **named: Any) -> Inside:
+        """Begin a program in it. `named` as of `subprocess.Popen`."""
+        return Inside([*self.enter(), *command], text=True, start_new_session=True, **named)
+
+    def do(self, *command: str, lines: Sequence[str] = (), fails: bool = False) -> bool:
+        """Run a command on its network. `lines`: what it reads. ConfigError if it fails, or False with `fails`."""
+        full = [*self.enter("net"), *command]
+        done = subprocess.run(  # noqa: S603 -- `ip` and `tc`
+            full, input="\n".join(lines), text=True, stdout=PIPE, stderr=STDOUT, check=False
+        )
+        if done.returncode and not fails:
+            raise ConfigError(f"`{' '.join(command)}` failed: {done.stdout.strip()}")
+        return not done.returncode
+
+    def end(self) -> None:
+        """End every process in it, and wait until they have."""
+        first = self._first
+        piped(first.stdin).close()
+        try:
+            first.wait(_STOP)
+        except subprocess.TimeoutExpired:
+            first.kill()
+            first.wait()
+        for pipe in (first.stdout, first.stderr):
+            piped(pipe).close()
+
+
+def piped(pipe: IO[str] | None) -> IO[str]:
+    """A pipe of a process, which was asked for when that was begun."""
+    return cast("IO[str]", pipe)

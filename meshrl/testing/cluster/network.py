@@ -1,0 +1,123 @@
+"""The network between hosts: a switch, and a cable to each, which can be pulled out and made worse."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any, Final, cast
+
+from meshrl.errors import ConfigError
+from meshrl.testing.cluster.namespaces import Inside, Namespace, piped
+
+_WIRE: Final = Path(__file__).with_name("wire.py")
+_MTU: Final = "mtu 9000"
+_SWITCH: Final = "switch"
+
+
+class Network:
+    """A switch in a namespace of its own: nothing of it is seen on the machine's own network."""
+
+    def __init__(self) -> None:
+        self.switch = Namespace("net")
+        make = f"link add {_SWITCH} type bridge mcast_snooping 0"
+        self.switch.do("ip", "-batch", "-", lines=[make, f"link set {_SWITCH} {_MTU} up"])
+        self.has_netem = self.switch.do("tc", "qdisc", "add", "dev", _SWITCH, "root", "netem", fails=True)
+        if self.has_netem:
+            self.switch.do("tc", "qdisc", "del", "dev", _SWITCH, "root")
+
+    def close(self) -> None:
+        """Take it away with all cables."""
+        self.switch.end()
+
+
+class Cable:
+    """Between one host and the switch."""
+
+    def __init__(self, network: Network, machine: Namespace, number: int) -> None:
+        """`number`: names its devices, and is the last part of the host's address."""
+        self._network = network
+        self._machine = machine
+        self._number = number
+        self._port = self._plug = f"port{number}"
+        self._wire: Inside | None = None
+        add = f"link add {self._port} {_MTU} type veth peer name eth0 {_MTU} netns {machine.pid}"
+        network.switch.do("ip", "-batch", "-", lines=[add, f"link set {self._port} master {_SWITCH} up"])
+        lines = ["link set lo up", "link set eth0 up", f"address add {address(number)}/24 dev eth0"]
+        machine.do("ip", "-batch", "-", lines=[*lines, "route add default dev eth0"])
+
+    def cut(self) -> None:
+        """Pull it out of the switch: what is sent is lost, and nobody is told."""
+        self._network.switch.do("ip", "link", "set", self._plug, "nomaster")
+
+    def heal(self) -> None:
+        """Plug it in again, as good as new."""
+        self.slow()
+        self._network.switch.do("ip", "link", "set", self._plug, "master", _SWITCH)
+
+    def slow(self, delay: float = 0.0, loss: float = 0.0, rate: float | None = None) -> None:
+        """Make it so bad, each way. `delay`: seconds; `loss`: of frames, 0 to 1; `rate`: bits a second, None: any."""
+        if self._network.has_netem:
+            self._netem(delay, loss, rate)
+        elif self._wire or delay or loss or rate:
+            wire = self._wire = self._wire or self._wired()
+            told = piped(wire.stdin)
+            told.write(json.dumps({"delay": delay, "loss": loss, "rate": rate}) + "\n")
+            told.flush()
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that have come from the host, and gone to it."""
+        counts = self._shown(self._port)["stats64"]
+        return counts["rx"]["bytes"], counts["tx"]["bytes"]
+
+    def take_away(self) -> None:
+        """Remove it. The devices of a host that is gone are gone by themselves."""
+        if self._wire is not None:
+            self._wire.kill()
+            self._wire.communicate()
+            self._network.switch.do("ip", "link", "del", self._inner)
+        self._network.switch.do("ip", "link", "del", self._port, fails=True)
+
+    def _netem(self, delay: float, loss: float, rate: float | None) -> None:
+        rated = ["rate", f"{rate:.0f}"] if rate else []
+        for place, device in ((self._network.switch, self._port), (self._machine, "eth0")):
+            netem = ["netem", "delay", f"{delay * 1e6:.0f}us", "loss", f"{loss * 100}%", *rated]
+            place.do("tc", "qdisc", "replace", "dev", device, "root", *netem)
+
+    @property
+    def _inner(self) -> str:
+        return f"inner{self._number}"
+
+    def _wired(self) -> Inside:
+        """Put a wire between the host's port and the switch."""
+        near, far = f"near{self._number}", f"far{self._number}"
+        switch = self._network.switch
+        wire = switch.start([sys.executable, "-IS", str(_WIRE), near, far], stdin=PIPE, stdout=PIPE, stderr=PIPE)
+        if piped(wire.stdout).readline() != "ready\n":
+            said = wire.communicate()[1].strip()
+            raise ConfigError(f"the kernel has neither netem nor tap devices, so no cable is slow here: {said}")
+        lines = [
+            f"link add {self._inner} {_MTU} type bridge mcast_snooping 0",
+            f"link set {self._inner} up",
+            f"link set {near} {_MTU} master {self._inner} up",
+            f"link set {self._port} master {self._inner}",
+            f"link set {far} {_MTU} up",
+            *([f"link set {far} master {_SWITCH}"] if self._is_plugged_in() else []),
+        ]
+        switch.do("ip", "-batch", "-", lines=lines)
+        self._plug = far
+        return wire
+
+    def _is_plugged_in(self) -> bool:
+        return "master" in self._shown(self._plug)
+
+    def _shown(self, device: str) -> dict[str, Any]:
+        """What the kernel says of a device of the switch."""
+        command = [*self._network.switch.enter("net"), "ip", "-json", "-stats", "link", "show", device]
+        shown = subprocess.run(command, stdout=PIPE, text=True, check=True)  # noqa: S603 -- `ip`
+        return cast("list[dict[str, Any]]", json.loads(shown.stdout))[0]
+
+
+def address(number: int) -> str:
+    """The address of the host with this number."""
+    return f"10.77.0.{number}"

@@ -1,0 +1,183 @@
+"""Jobs: what tests of several hosts run on one of them, in a process of its own: `python -m tests.cluster.jobs`.
+
+A job is a function that is given an engine of the cluster, and returns what JSON can hold.
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from meshrl import (
+    EVERY,
+    Actor,
+    Batch,
+    Gather,
+    Mesh,
+    Ragged,
+    RankDied,
+    Resources,
+    Same,
+    Shard,
+    Weights,
+    current_rank,
+    endpoint,
+    respawn,
+)
+from meshrl.engines.ray import RayEngine
+from meshrl.errors import MeshrlError
+from meshrl.testing.cluster import Cluster, Host
+
+MIB = 1 << 20
+ANSWER = "answer: "
+"""Goes before what a job returns, among the lines that Ray writes."""
+
+
+def begin(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object) -> "list[str]":
+    """The command that runs a job."""
+    return [sys.executable, "-m", __name__, job.__module__, job.__name__, cluster.address, json.dumps(arguments)]
+
+
+def answer(said: str) -> Any:
+    """What a job has returned, in what it wrote."""
+    (told,) = (line.removeprefix(ANSWER) for line in said.splitlines() if line.startswith(ANSWER))
+    return json.loads(told)
+
+
+def do(cluster: Cluster, job: Callable[..., Awaitable[object]], *arguments: object, host: Host | None = None) -> Any:
+    """Run a job on a host, the first if none is named; what it returns."""
+    try:
+        return answer((host or cluster.hosts[0]).run(begin(cluster, job, *arguments), timeout=100))
+    except subprocess.CalledProcessError as error:
+        raise AssertionError(error.output) from None
+
+
+def on(host: str, cpus: int = 0) -> Resources:
+    """A place on the host of this name."""
+    return Resources(cpus=cpus, custom={host: 1})
+
+
+class Traveller(Actor):
+    """Makes rows and weights, takes them, and tells where it is."""
+
+    @endpoint
+    async def where(self) -> Gather[np.ndarray]:
+        return np.array([socket.gethostname()])
+
+    @endpoint
+    async def clock(self) -> Gather[np.ndarray]:
+        return np.array([time.monotonic()])
+
+    @endpoint
+    async def environment(self, *names: str) -> Gather[np.ndarray]:
+        return np.array([" ".join(os.environ[name] for name in names)])
+
+    @endpoint
+    async def make(self, rows: int, tokens: int) -> Gather[Batch]:
+        return Batch.of(tokens=Ragged.of([np.arange(tokens)] * rows, np.int32))
+
+    @endpoint
+    async def twice(self, batch: Shard[Batch]) -> Gather[Batch]:
+        return batch.assign(tokens=Ragged(np.multiply(batch.tokens.values, 2), batch.tokens.offsets))
+
+    @endpoint
+    async def weights(self, count: int) -> Gather[Weights, EVERY]:
+        number = current_rank().index
+        return Weights(1, {str(number): np.full(count, number + 1, np.float32)})
+
+    @endpoint
+    async def take(self, weights: Weights) -> Same[float]:
+        return float(sum(tensor.mean() for tensor in weights.tensors.values()))
+
+
+async def places(engine: RayEngine) -> object:
+    """Where two spread ranks are, what torch.distributed is told there, and how far their clocks are from ours."""
+    spread = Resources(cpus=0, placement="spread")
+    mesh = await Mesh.reserve(engine, 2, spread)
+    spawned = await mesh.spawn(Traveller)
+    hosts, told = await spawned.where(), await spawned.environment("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    return hosts.tolist(), told.tolist(), (await spawned.clock() - time.monotonic()).tolist()
+
+
+async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> object:
+    """Rows made on one host, changed on another and read here: the last token, and seconds of each."""
+    made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
+    taken = await (await Mesh.reserve(engine, 1, on(taker))).spawn(Traveller)
+    began = time.monotonic()
+    batch = await made.make(4, mib * MIB // 16)
+    one = time.monotonic()
+    doubled = await taken.twice(batch)
+    two = time.monotonic()
+    last = int((await doubled.select([3]).load()).tokens.values[-1])
+    return last, [one - began, two - one, time.monotonic() - two]
+
+
+async def weights_to(engine: RayEngine, maker: str, takers: list[str], ranks: int, mib: int) -> object:
+    """Weights made on one host, taken by some ranks of each of others: what they sum to, and seconds."""
+    made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
+    taken = [await (await Mesh.reserve(engine, ranks, on(taker))).spawn(Traveller) for taker in takers]
+    weights = await made.weights(mib * MIB // 4)
+    began = time.monotonic()
+    sums = await asyncio.gather(*(each.take(weights) for each in taken))
+    return sums, time.monotonic() - began
+
+
+async def crowded(engine: RayEngine) -> object:
+    """Ranks that take a core of each of two hosts, and one that asks for what is left: the threads it has."""
+    await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"train": 1}))
+    await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"rollout": 1}))
+    left = await (await Mesh.reserve(engine, 1, Resources())).spawn(Traveller)
+    return (await left.environment("OMP_NUM_THREADS")).tolist()
+
+
+async def calls(engine: RayEngine, host: str, seconds: float) -> object:
+    """Call a rank of a host again and again; how it ended, after how long, and the longest call."""
+    one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+    await one.clock()
+    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    began = last = time.monotonic()
+    longest = 0.0
+    try:
+        while last < began + seconds:
+            await one.clock()
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            await asyncio.sleep(0.05)
+            last = time.monotonic()
+    except MeshrlError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - last, longest
+    return "", time.monotonic() - began, longest
+
+
+async def revived(engine: RayEngine, host: str) -> object:
+    """Call a rank until it dies, make it again, and ask where it is."""
+    one = await (await Mesh.reserve(engine, 1, on(host))).spawn(Traveller)
+    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    try:
+        while True:
+            await one.clock()
+            await asyncio.sleep(0.05)
+    except RankDied:
+        print("RankDied", flush=True)  # noqa: T201 -- the same
+    await respawn(one)
+    return (await one.where()).tolist()
+
+
+async def main(module: str, name: str, address: str, arguments: str) -> None:
+    engine = RayEngine(address)
+    try:
+        job = getattr(importlib.import_module(module), name)
+        print(ANSWER + json.dumps(await job(engine, *json.loads(arguments))))  # noqa: T201 -- the test reads it
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,265 @@
+"""The hosts themselves, without Ray: what each has for itself, what can be done to it, and that nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+
+import pytest
+
+from meshrl.errors import ConfigError
+from meshrl.testing.cluster import Cluster, Host, missing
+
+Bare = Callable[[int], Cluster]
+
+# A server that counts the bytes of each connection, and tells their number to who has sent them.
+SERVER = """
+import socket
+server = socket.create_server(("", 1234))
+print("ready", flush=True)
+while True:
+    came, _ = server.accept()
+    count = 0
+    while some := came.recv(1 << 20):
+        count += len(some)
+    came.sendall(b"%d" % count)
+    came.close()
+"""
+CLIENT = """
+import socket, sys, time
+began = time.monotonic()
+try:
+    with socket.create_connection((sys.argv[1], 1234), timeout=float(sys.argv[3])) as server:
+        server.sendall(bytes(int(sys.argv[2])))
+        server.shutdown(socket.SHUT_WR)
+        print(int(server.recv(99)), time.monotonic() - began)
+except OSError as error:
+    print(type(error).__name__)
+"""
+# Datagrams of a sender that nobody answers, and those that came.
+ECHO = """
+import socket
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+    own.bind(("", 1234))
+    print("ready", flush=True)
+    count = 0
+    while own.recv(99) != b"end":
+        count += 1
+    print(count)
+"""
+SENDER = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+    for number in range(1000):
+        own.sendto(b"%d" % number, (sys.argv[1], 1234))
+    for _ in range(100):
+        own.sendto(b"end", (sys.argv[1], 1234))
+"""
+
+
+_serving: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_serves_after_a_test() -> Iterator[None]:
+    yield
+    while _serving:
+        with _serving.pop() as server:
+            server.kill()
+
+
+def shell(host: Host, line: str) -> str:
+    return host.run(["sh", "-c", line], timeout=10).strip()
+
+
+def served(host: Host, program: str = SERVER) -> "subprocess.Popen[str]":
+    server = host.start([sys.executable, "-c", program], stdout=PIPE)
+    _serving.append(server)
+    assert server.stdout
+    assert server.stdout.readline() == "ready\n"
+    return server
+
+
+def sent(host: Host, to: Host, size: int = 1, patience: float = 10) -> str:
+    """What a client says that sends bytes to another host's server: how many arrived, and seconds; or its error."""
+    return host.run([sys.executable, "-c", CLIENT, to.name, str(size), str(patience)], timeout=30).strip()
+
+
+def arrives(host: Host, to: Host) -> bool:
+    return sent(host, to, patience=0.5).startswith("1 ")
+
+
+def seconds(host: Host, to: Host, size: int = 1) -> float:
+    count, took = sent(host, to, size).split()
+    assert int(count) == size
+    return float(took)
+
+
+def test_a_host_has_what_a_machine_has_for_itself(bare: Bare) -> None:
+    one, two = bare(2).hosts
+    for line in [
+        "hostname",
+        "hostname -i",
+        "cat /proc/sys/kernel/random/boot_id",
+        f"{sys.executable} -c 'import time; print(int(time.monotonic() / 10))'",
+    ]:
+        assert shell(one, line) != shell(two, line), line
+    assert shell(one, "hostname") == one.name
+    assert shell(one, "hostname -i") == one.address
+    for folder in "/dev/shm", "/tmp":  # noqa: S108 -- the host's own
+        shell(one, f"touch {folder}/mine")
+        assert shell(two, f"ls {folder}") == "", folder
+        assert not Path(folder, "mine").exists()
+    sleeper = one.start(["sleep", "1000"])
+    assert "sleep" not in shell(two, "cat /proc/[0-9]*/comm")
+    assert "sleep" in shell(one, "cat /proc/[0-9]*/comm")
+    sleeper.kill()
+    assert sleeper.wait() == -signal.SIGKILL
+    assert "sleep" not in shell(one, "cat /proc/[0-9]*/comm")
+
+
+def test_hosts_share_the_current_folder_and_those_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    with Cluster(2, ray=False, shared=[there]) as cluster:
+        one, two = cluster.hosts
+        shell(one, f"echo mine > file; echo mine > {there}/file")
+        assert shell(two, f"cat file {there}/file").split() == ["mine", "mine"]
+        assert shell(two, f"ls {tmp_path}").split() == ["here", "there"]
+    assert (here / "file").read_text() == "mine\n"
+
+
+def test_a_cut_host_hears_nothing_until_it_is_healed(bare: Bare) -> None:
+    one, two, three = bare(3).hosts
+    for host in one, two, three:
+        served(host)
+    two.cut()
+    assert sent(one, two, patience=0.5) == "TimeoutError"
+    assert not arrives(two, three)
+    assert arrives(one, three)
+    assert arrives(two, two)
+    two.heal()
+    assert arrives(one, two)
+    assert arrives(two, three)
+
+
+def test_a_slow_host_is_slow_each_way_until_it_is_healed(bare: Bare) -> None:
+    one, two = bare(2).hosts
+    served(two)
+    two.slow(delay=0.1)
+    assert seconds(one, two) >= 0.4  # there and back twice: to be connected, and to be answered
+    two.slow(rate=8e6)
+    assert seconds(one, two, 1_000_000) >= 0.8  # what fits into a buffer goes ahead
+    assert seconds(two, two, 1_000_000) < 0.8
+    two.cut()
+    assert not arrives(one, two)
+    two.heal()
+    assert seconds(one, two, 10_000_000) < 8
+    assert two.traffic()[1] >= 11_000_000 > two.traffic()[0]
+
+
+def test_a_lossy_host_loses_packets(bare: Bare) -> None:
+    one, two = bare(2).hosts
+    two.slow(loss=0.3)
+    echo = served(two, ECHO)
+    one.run([sys.executable, "-c", SENDER, two.name], timeout=10)
+    assert 400 <= int(echo.communicate(timeout=10)[0]) <= 900
+    served(two)
+    assert seconds(one, two, 100_000) > 0  # what is sent again arrives
+
+
+def test_a_killed_host_is_silent_and_another_when_it_is_booted(bare: Bare) -> None:
+    one, two = bare(2).hosts
+    server = served(two)
+    two.slow(delay=0.01)
+    before = shell(two, "cat /proc/sys/kernel/random/boot_id; hostname")
+    two.kill()
+    assert server.wait() == -signal.SIGKILL
+    assert sent(one, two, patience=0.5) == "TimeoutError"
+    assert not two.is_on
+    two.boot()
+    after = shell(two, "cat /proc/sys/kernel/random/boot_id; hostname")
+    assert before.splitlines()[0] != after.splitlines()[0]
+    assert before.splitlines()[1] == after.splitlines()[1]
+    assert sent(one, two) == "ConnectionRefusedError"
+    served(two)
+    assert arrives(one, two)
+
+
+def test_a_host_is_added(bare: Bare) -> None:
+    cluster = bare(1)
+    added = cluster.add()
+    assert [host.name for host in cluster.hosts] == ["node1", "node2"]
+    served(added)
+    assert arrives(cluster.hosts[0], added)
+
+
+def test_a_command_says_how_it_ended(bare: Bare) -> None:
+    (host,) = bare(1).hosts
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        host.run(["sh", "-c", "echo said; exit 3"])
+    assert (failed.value.returncode, failed.value.output) == (3, "said\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        host.run(["sleep", "1000"], timeout=0.5)
+    assert "sleep" not in shell(host, "cat /proc/[0-9]*/comm")
+
+
+MAKER = """
+import time
+from meshrl.testing.cluster import Cluster
+cluster = Cluster(2, ray=False)
+cluster.hosts[1].slow(delay=0.001)
+sleepers = [host.start(["setsid", "sleep", "1000"]) for host in cluster.hosts]
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def with_mark(mark: str) -> list[int]:
+    """The processes whose environment has it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_hosts_whose_maker_was_killed(number: signal.Signals) -> None:
+    devices, mounts = Path("/proc/net/dev").read_text().count(":"), Path("/proc/self/mounts").read_text()
+    mark = f"MESHRL_TEST_MAKER={os.getpid()}-{number}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=PIPE, stderr=DEVNULL, env=environment) as maker:
+        assert maker.stdout
+        assert maker.stdout.readline()
+        assert len(with_mark(mark)) > 6
+        maker.send_signal(number)
+    until = time.monotonic() + 10
+    while with_mark(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert with_mark(mark) == []
+    assert Path("/proc/net/dev").read_text().count(":") == devices
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+def test_who_is_not_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "only root may make" in (missing() or "")
+    with pytest.raises(ConfigError, match="only root may make"):
+        Cluster(1)
+
+
+def test_a_program_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert missing() == "ip, tc, unshare, nsenter not found: install the packages iproute2 and util-linux"

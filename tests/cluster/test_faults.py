@@ -1,0 +1,44 @@
+"""Hosts that die while a mesh has ranks there. Ray is told to find that out in seconds."""
+
+from collections.abc import Iterator
+from subprocess import PIPE, STDOUT
+
+import pytest
+
+from meshrl.testing.cluster import Cluster
+from tests.cluster.jobs import answer, begin, revived
+
+QUICKLY = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "4",
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    with Cluster(2, environment=QUICKLY) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("cause", ["killed", "cut off", "killed and booted at once"])
+def test_a_mesh_is_made_again_on_a_host_that_has_come_back(two: Cluster, cause: str) -> None:
+    """Also where Ray does not know yet that the host has died."""
+    head, host = two.hosts
+    controller = head.start(begin(two, revived, host.name), stdout=PIPE, stderr=STDOUT)
+    assert controller.stdout
+    while (line := controller.stdout.readline()) != "ready\n":
+        assert line, "it ended"
+    if cause == "cut off":
+        host.cut()
+    else:
+        host.kill()
+    if cause != "killed and booted at once":
+        while not (line := controller.stdout.readline()).startswith("RankDied"):
+            assert line, "it ended"
+    if cause == "cut off":
+        host.kill()  # Ray's node there would end itself
+    host.boot()
+    said = controller.communicate(timeout=100)[0]
+    assert answer(said) == [host.name], said
