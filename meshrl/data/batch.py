@@ -74,7 +74,7 @@ class Batch(HasRefs):
         self = cls.__new__(cls)
         self._rows = rows
         self._columns = columns
-        self._origins = tuple(origins)
+        self._origins = tuple(map(sealed, origins))
         return self
 
     @property
@@ -265,7 +265,7 @@ class Batch(HasRefs):
         """These rows, which remember their numbers for `join`."""
         numbers = table.row_numbers(rows, self._rows)
         taken = self._take(numbers)
-        return self._make(len(numbers), dict(taken.stored), (*taken.origins, sealed(numbers)))
+        return self._make(len(numbers), dict(taken.stored), (*taken.origins, numbers))
 
     def parts(self, plan: Sequence[Rows]) -> list[Self]:
         """Each part's rows, as of `part`. The rows of all are copied at once; the parts are views of that."""

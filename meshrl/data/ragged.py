@@ -34,8 +34,8 @@ def frozen(array: Array, what: str = "an array") -> Array:
     """The same values in a C-contiguous, native-endian array that nobody can write.
 
     An array that owns its memory is frozen in place: the caller gives it up, and writing into it raises from
-    now on. (A view of it that he made before stays writable, which numpy cannot tell: give that up too.) So is one of
-    `mesh.empty`. A view of memory that somebody may still write is copied.
+    now on. (A view of it that he made before stays writable, which numpy cannot tell: give that up too.) An array of
+    `mesh.empty` is frozen in place too. A view of memory that somebody may still write is copied.
     Any shape; bool, integer, float, complex, bfloat16 and float8; another dtype is a DataError that names
     `what`.
     """

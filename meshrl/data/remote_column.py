@@ -300,4 +300,4 @@ def _ragged(pieces: Sequence[Ragged], places: RowIndex) -> Ragged:
     whole = b"".join([parts[piece][start:end] for piece, start, end in runs])  # numpy takes longer for many runs
     pool.gathered += len(whole)
     bounds = bounds_of(ends - starts)
-    return Ragged.make(from_raw(whole, values.dtype.name, (int(bounds[-1]), *values.shape[1:])), bounds)
+    return Ragged.make(from_raw(whole, dtype_name(values.dtype), (int(bounds[-1]), *values.shape[1:])), bounds)

@@ -22,7 +22,7 @@ def make_engine(
     `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib`: as in
     `[run]`, for all processes of the engine, this one too. ConfigError where its package is not installed.
     """
-    pool.share = share = Share.of_run(shared_memory_mib)
+    pool.join(share := Share.of_run(shared_memory_mib))
     if name == "local":
         from meshrl.engines.local import LocalEngine  # noqa: PLC0415 -- each engine when it is meant
 

@@ -3,6 +3,7 @@
 Everything above (handles, meshes, algorithms) speaks to ranks through this and nothing else.
 """
 
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
@@ -23,16 +24,21 @@ class Resources:
     """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks; 0: no core of its own."""
     gpus: float = 0.0
     """GPUs a rank; below 1, a share of one."""
-    custom: Mapping[str, float] = field(default_factory=dict[str, float])
+    custom: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     """What else of the cluster's own resources each rank needs."""
     placement: Literal["pack", "spread"] = "pack"
     """The ranks on as few nodes as can be, or on as many."""
 
     def __post_init__(self) -> None:
-        if (self.cpus or 0) < 0:
-            raise ConfigError(f"cpus = {self.cpus}: write 0 or more")
-        if self.gpus < 0 or (self.gpus > 1 and self.gpus % 1):
+        if (self.cpus or 0) < 0 or (self.cpus or 0) % 1:
+            raise ConfigError(f"cpus = {self.cpus}: write a whole number, 0 or more")
+        if not 0 <= self.gpus < math.inf or (self.gpus > 1 and self.gpus % 1):
             raise ConfigError(f"gpus = {self.gpus}: write a whole number, or a share of one GPU below 1")
+        for name, amount in self.custom.items():
+            if not 0 <= amount < math.inf:
+                raise ConfigError(f"custom = {{{name} = {amount}}}: write 0 or more")
+        if self.placement not in ("pack", "spread"):
+            raise ConfigError(f"placement = {self.placement!r}: write 'pack' or 'spread'")
 
 
 class Slot(Protocol):

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -23,7 +24,7 @@ class _Place(NDArray[np.generic]):
     writing: Writing
 
 
-def empty(shape: int | Sequence[int], dtype: DTypeLike) -> Array:
+def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> Array:
     """An array to be filled, as `np.empty` makes it; on a rank that is a process, in shared memory that has room.
 
         tokens = mesh.empty(count, np.int32)
@@ -32,9 +33,9 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike) -> Array:
 
     A `Batch` takes it as it is, whole, and it is read-only from then on, as `ragged.frozen` says: views of it that were
     made before stay writable, which numpy cannot tell, and whoever writes into them writes into what others read.
-    A part of it, or a view in another shape, is copied as of any array.
+    A part of it, or a view in another shape, is copied as of any array. A process that is forked meanwhile shares it.
     """
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    dims = tuple(map(index, (shape,) if isinstance(shape, SupportsIndex) else shape))
     kind = np.dtype(dtype)
     nbytes = prod(dims) * kind.itemsize
     shared = pool.is_of_rank and nbytes >= _FROM and not kind.hasobject
@@ -45,6 +46,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike) -> Array:
     place.writing = writing
     array: Array = np.asarray(place)
     place.flags.writeable = False  # whether anybody may still write is asked of the array, and of its views' base
+    writing.fills(array)
     return array
 
 

@@ -13,8 +13,10 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 import threading
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ import numpy as np
 from meshrl import log
 from meshrl.errors import DataError
 from meshrl.mesh.segment import Bytes, Segment, address_of, leases, open_own, remove
+from meshrl.mesh.sharding import Array
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobody can guess
 _PREFIX: Final = "meshrl-pool-"
@@ -60,7 +63,8 @@ class Share(NamedTuple):
         total = 0
         for path in FOLDER.glob(f"{_PREFIX}{self.run}-*"):
             with suppress(OSError):  # it has just been removed
-                total += path.lstat().st_size
+                found = path.lstat()
+                total += found.st_size if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else 0
         return total
 
     def check(self, folder: Path) -> None:
@@ -96,6 +100,8 @@ class _Own:
             raise
         self.address: Final = address_of(self.memory)
         self.written = False
+        self.filled: weakref.ref[Array] | None = None
+        """The array that lies there and is given away when nobody can write it any more."""
         self._is_parents = False
 
     def free(self) -> bool:
@@ -114,6 +120,7 @@ class _Own:
         self.path.rename(path)
         self.path = path
         self.written = False
+        self.filled = None
         return True
 
     def segment(self, nbytes: int) -> Segment:
@@ -161,7 +168,11 @@ class Writing:
         self.memory: Final[Bytes] = own.memory[:nbytes]
         """To be filled."""
         self.mapping: Final = own.mapping
-        """The same, and what may follow it."""
+        """The whole segment, which may be longer than `memory`."""
+
+    def fills(self, array: Array) -> None:
+        """An array is there, whose owner makes it read-only when it is filled."""
+        self._own.filled = weakref.ref(array)
 
     def done(self) -> Segment:
         """What is written, to be read by all."""
@@ -191,10 +202,11 @@ class Pool:
     def __reduce__(self) -> str:
         return "pool"  # of the process where it arrives
 
-    def join(self, share: Share) -> None:
-        """This is a rank's process of a run, which has this share."""
+    def join(self, share: Share, *, of_rank: bool = False) -> None:
+        """This is a process of a run, which has this share. What was made for another is given back."""
+        self.leave()
         self.share = share
-        self.is_of_rank = True
+        self.is_of_rank = of_rank
 
     def write(self, nbytes: int) -> Writing | None:
         """Room for so many bytes; None where this machine has no more of it."""
@@ -210,10 +222,16 @@ class Pool:
             return Writing(own, nbytes) if own else None
 
     def find(self, buffer: memoryview) -> tuple[Segment, int] | None:
-        """The segment in which read-only bytes lie, and where they start in it; None where they are elsewhere."""
+        """The segment in which read-only bytes lie, and where they start in it.
+
+        None where they are elsewhere, or are seen through a view of an array that can still be written.
+        """
         address, nbytes = address_of(buffer), buffer.nbytes
         for own in tuple(self._segments):
             if not own.written and own.address <= address <= own.address + own.nbytes - nbytes:
+                array = own.filled() if own.filled else None
+                if array is not None and array.flags.writeable:
+                    return None
                 return own.segment(own.nbytes), address - own.address
         found = leases.find(address, nbytes)
         return (Segment(found.path, found.nbytes), found.start) if found else None

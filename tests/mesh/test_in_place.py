@@ -88,6 +88,21 @@ def test_what_can_still_be_written_is_copied_into_shared_memory() -> None:
     assert (np.asarray(held.value()) == 1).all()
 
 
+def test_a_view_that_nobody_can_write_of_what_can_be_written_is_copied() -> None:
+    array = made(1.0)
+    view = array[:]
+    view.flags.writeable = False
+    held = PoolRef.put(view)
+    assert pool.copied == array.nbytes
+    array[:] = 5
+    assert (np.asarray(held.value()) == 1).all()
+
+
+def test_a_number_of_numpy_is_a_shape() -> None:
+    assert empty(np.arange(3).sum(), np.int32).shape == (3,)
+    assert empty([np.int64(2), 3], np.int32).shape == (2, 3)
+
+
 def test_its_memory_is_not_written_anew_while_it_lives_or_is_read() -> None:
     array = frozen(made(1.0))
     held, place = PoolRef.put(array), address(array)
@@ -128,7 +143,8 @@ def test_what_was_received_is_handed_on_where_it_lies() -> None:
 
 def test_a_fork_keeps_what_it_was_born_with() -> None:
     array = frozen(made(1.0))
-    held = PoolRef.put(array)
+    PoolRef.put(array)
+    gc.collect()
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
@@ -136,7 +152,7 @@ def test_a_fork_keeps_what_it_was_born_with() -> None:
         os.read(ours, 1)  # until the parent has let it go, and written what comes next
         os._exit(0 if (array == 1).all() else 1)
     os.close(ours)
-    del array, held
+    del array
     gc.collect()
     made(2.0)
     os.close(theirs)

@@ -1,7 +1,9 @@
 """What ranks have of the process that they are forked from, and what that process outlives."""
 
 import asyncio
+import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -50,6 +52,10 @@ class Rank(Actor):
     @endpoint
     async def environment(self) -> Same[dict[str, str]]:
         return dict(os.environ)
+
+    @endpoint
+    async def files(self) -> Same[int]:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 async def check_an_engine_that_fails_once(folder: Path, patch: str, reason: str) -> None:
@@ -173,6 +179,37 @@ async def test_ranks_are_made_ready_as_soon_as_there_is_an_engine_and_nothing_is
     assert folder is not None
     assert running([template.pid])
     await engine.close()
+    assert not running([template.pid])
+    assert not folder.exists()
+
+
+async def test_what_is_set_after_the_engine_was_made_reaches_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ProcessEngine()
+    monkeypatch.setenv("MINE", "set late")
+    ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
+    assert (await ranks.environment())["MINE"] == "set late"
+    await engine.close()
+
+
+async def test_ranks_may_open_as_many_files_as_this_user_may() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        engine = ProcessEngine()
+        ranks = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rank)
+        assert await ranks.files() > 512
+        await engine.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_an_engine_that_is_dropped_leaves_nothing() -> None:
+    engine = ProcessEngine()
+    template, folder = engine._launcher._template, engine._launcher._folder
+    assert template is not None
+    assert folder is not None
+    del engine
+    gc.collect()
     assert not running([template.pid])
     assert not folder.exists()
 

@@ -4,13 +4,15 @@ import asyncio
 import os
 import signal
 import sys
+from functools import wraps
+from types import FunctionType
 
 import numpy as np
 import psutil
 import pytest
 from numpy.typing import NDArray
 
-from meshrl import Actor, Gather, Mesh, RankDied, RankFailed, Same, endpoint
+from meshrl import Actor, Gather, Mesh, RankDied, RankFailed, Same, endpoint, overlong_penalty
 from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import CollectiveActor
 from tests.processes.conftest import NO_CORE
@@ -95,6 +97,23 @@ async def test_a_killed_rank_whose_child_lives_fails_its_call(engine: ProcessEng
     finally:
         if child.is_running():
             child.kill()
+
+
+@wraps(overlong_penalty)
+def doubled(*arguments: int) -> object:
+    """What has the name of meshrl's own."""
+    return 2 * overlong_penalty(*arguments)
+
+
+def nameless() -> FunctionType:
+    """A function of no module."""
+    return FunctionType((lambda: 7).__code__, {})
+
+
+async def test_functions_travel_whatever_they_say_of_their_name(engine: ProcessEngine) -> None:
+    guest = await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Guest)
+    for function in (doubled, nameless(), np.mean, overlong_penalty):
+        await guest.take(function)
 
 
 @pytest.mark.parametrize("how", ["exit", "text"])

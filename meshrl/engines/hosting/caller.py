@@ -28,7 +28,7 @@ class Caller(ABC):
 
     @property
     def inline_bytes(self) -> int:
-        """The largest column that travels with a call."""
+        """The largest column that travels with a call, of one that is divided the ranks' average share."""
         return self._inline_bytes
 
     @property

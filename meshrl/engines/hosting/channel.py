@@ -44,7 +44,7 @@ class Reply:
             each()
 
     def tell(self, told: Callable[[], object]) -> None:
-        """Call this when it is here, or now."""
+        """Call this when it is here, or now. It must not raise."""
         if self.is_here:
             told()
         else:

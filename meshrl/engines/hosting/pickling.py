@@ -82,11 +82,17 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         """How to reduce it. cloudpickle looks each class and function up in its module, and all types in tables."""
         if isinstance(obj, _NAMED):
-            everywhere = obj.__module__.partition(".")[0] in _EVERYWHERE and "<" not in obj.__qualname__
-            return NotImplemented if everywhere else super().reducer_override(obj)
+            return NotImplemented if _is_everywhere(obj) else super().reducer_override(obj)
         if type(obj) in _own_ways or type(obj) in copyreg.dispatch_table:
             return NotImplemented
         return obj.__reduce_ex__(5)
+
+
+def _is_everywhere(named: type | FunctionType) -> bool:
+    """Whether every rank finds it under its name. A wrapper may have the name of what it wraps."""
+    module = sys.modules.get(named.__module__)
+    known = module is not None and named.__module__.partition(".")[0] in _EVERYWHERE
+    return known and getattr(module, named.__qualname__, None) is named
 
 
 class _ExceptionPickler(Pickler):

@@ -53,6 +53,7 @@ class ProcessEngine(HostingEngine, PoolCaller):
         inline_bytes: int = INLINE_BYTES,
         share: Share = Share(),  # noqa: B008 -- it never changes
     ) -> None:
+        _raise_file_limit()  # ranks inherit it
         super().__init__(inline_bytes, shares_memory=True)
         self._machine = Machine()
         self._launcher = Launcher(modules, inline_bytes, share)
@@ -63,7 +64,6 @@ class ProcessEngine(HostingEngine, PoolCaller):
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank gets one thread, as with
         `cpus = 0`. Raises `ConfigError` for GPUs that this machine does not have, or has given away.
         """
-        _raise_file_limit()
         reservation = _Processes(self._launcher, self._machine, count, resources)
         self._reservations.append(reservation)
         return await self._settled(reservation)

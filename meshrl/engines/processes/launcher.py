@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
@@ -38,7 +38,11 @@ class Launcher:
         self._folder: Path | None = None
         self._token = token_bytes(TOKEN_BYTES)
         self._ends: dict[str, asyncio.Future[str]] = {}
+        self._end: finalize[..., Launcher] | None = None
+        """Ends the template, also where the engine is dropped: what was to use it could not be made."""
         self._was_used = False
+        self._inherited: Mapping[str, str] = {}
+        """The environment in which the template was started."""
         _launchers.add(self)
         self._started()
 
@@ -58,8 +62,9 @@ class Launcher:
         key = token_hex(8)
         path = folder / key
         channel = SocketChannel(Address(str(path), self._token))
+        since = {name: value for name, value in os.environ.items() if self._inherited.get(name) != value}
         with listen(path) as listening:
-            order = Begin(key, str(Path.cwd()), sys.path, environment, cores, self._token, *self._keeps)
+            order = Begin(key, str(Path.cwd()), sys.path, {**since, **environment}, cores, self._token, *self._keeps)
             send(control, order, [listening.fileno()])
         channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         return channel
@@ -90,15 +95,14 @@ class Launcher:
         """In a process that was forked from the controller's: the template is not this one's to end."""
         if self._control is not None:
             self._control.close()
+        if self._end is not None:
+            self._end.detach()
         self._control = self._folder = None
 
     def _forget(self) -> None:
         """The template has ended, or does so now; what it would have removed is removed."""
-        if self._template is not None:
-            self._template.kill()
-            self._template.wait()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._end is not None:
+            self._end()
         self._template = self._control = self._folder = None
 
     def _started(self) -> tuple[socket.socket, Path]:
@@ -106,6 +110,7 @@ class Launcher:
             return self._control, self._folder
         ours, theirs = socket.socketpair()
         self._folder = socket_folder()
+        self._inherited = dict(os.environ)
         environment = {"GOMP_SPINCOUNT": "5000", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with theirs:
             command = [
@@ -121,6 +126,7 @@ class Launcher:
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._control = ours
+        self._end = finalize(self, _end, self._template, ours, self._folder)
         return ours, self._folder
 
     def _hear(self) -> None:
@@ -147,6 +153,13 @@ class Launcher:
         for end in ends.values():
             if not end.done():
                 end.set_result("the process that ranks are made of is gone, and they with it")
+
+
+def _end(template: "subprocess.Popen[bytes]", control: socket.socket, folder: Path) -> None:
+    control.close()
+    template.kill()
+    template.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 _launchers: WeakSet[Launcher] = WeakSet()

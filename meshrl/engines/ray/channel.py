@@ -72,8 +72,8 @@ class RayChannel(Channel):
             return self._near.call(ask, given, stream=stream)
         name = label(ask, whole=self._cancelled or self._open >= CYCLE // 2)
         method = (self._stream if stream else self._call).options(name=name)
-        self._open += 1
         reply = _reply(method.remote(pack(given)) if given else method.remote())
+        self._open += 1
         reply.tell(self._answered)
         return reply
 
@@ -114,6 +114,8 @@ async def _arrive(reply: Reply, sent: Awaitable[object]) -> None:
         value, error = await _answer(sent), None
     except (Gone, Broken) as failure:
         value, error = None, failure
+    except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
+        value, error = None, Broken(f"{type(failure).__name__}: {failure}")
     reply.arrive(value, error)
 
 

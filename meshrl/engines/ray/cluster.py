@@ -13,7 +13,6 @@ from threading import current_thread, main_thread
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import ray
-from ray._private.state import available_resources_per_node  # Ray has no public way to ask
 
 from meshrl import log
 from meshrl.errors import ConfigError
@@ -67,6 +66,8 @@ class Cluster:
 
     async def with_free_cores(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes as if they had no other cores than those that are not taken now: two free ones may lie apart."""
+        from ray._private.state import available_resources_per_node  # noqa: PLC0415 -- Ray has no public way to ask
+
         found = await asyncio.to_thread(available_resources_per_node)
         free = cast("Mapping[str, Amounts]", found)
         return [node._replace(has={**node.has, "CPU": free.get(node.id, {}).get("CPU", 0)}) for node in nodes]
@@ -112,9 +113,11 @@ async def _connect(address: str | None) -> _Link:
         # The first line of a log imports what writes it, for which Ray need not wait.
         said = asyncio.get_running_loop().run_in_executor(None, say)
         # Not in a thread of its own: Ray's processes would end with that.
-        with _own_sigterm():
-            ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
-        await said
+        try:
+            with _own_sigterm():
+                ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
+        finally:
+            await said
         return "started"
     if ":" in address:
         await _reach(address)

@@ -13,8 +13,8 @@ from meshrl.engines.transport.frames import Answer, Kind, Question, Taken, decod
 if TYPE_CHECKING:
     from meshrl.mesh import Segment
 
-NEWS: Final = 0.01
-"""Seconds, at most, from the end of a connection to the news of how the process has ended."""
+NEWS: Final = 1.0
+"""Seconds, at most, from the end of a connection to the news of how the process has ended. It takes milliseconds."""
 
 
 class Address(NamedTuple):

@@ -115,7 +115,7 @@ class Connection:
         except Exception as error:  # noqa: BLE001 -- no frame is delivered twice, nor a wrong one waited out
             log.warning(f"a connection is closed, whose frame could not be read: {described(error)}")
             self._end()
-        return most - at
+        return most - at if self._open else 0
 
     def _end(self) -> None:
         if self._open:

@@ -143,7 +143,7 @@ def _in_place(parts: Sequence[memoryview]) -> tuple[list[Segment], dict[int, Spa
     segments: list[Segment] = []
     named: dict[int, Span] = {}
     for segment, places in found.values():
-        if sum(stop - start for start, stop in places.values()) * _NAMED_PART >= segment.nbytes:
+        if sum(stop - start for start, stop in set(places.values())) * _NAMED_PART >= segment.nbytes:
             segments.append(segment)
             named |= {number: (len(segments), *place) for number, place in places.items()}
     return segments, named
