@@ -137,7 +137,11 @@ class _Line:
         if self._end is None or self._end.done():
             self._fail(self._end.result() if self._end else self._gone)
         else:
-            asyncio.get_running_loop().call_later(NEWS, self._fail, self._gone)
+            asyncio.get_running_loop().call_later(NEWS, self._give_up, self._end)
+
+    def _give_up(self, end: "asyncio.Future[str]") -> None:
+        if not end.done():
+            self._fail(self._gone)
 
     def _heard(self, end: "asyncio.Future[str]") -> None:
         if self._connection is not None:
