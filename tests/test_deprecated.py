@@ -77,7 +77,7 @@ PUBLIC = {
         "PolicyConfig CriticConfig ReferenceConfig TeacherConfig RewardModelConfig RewardTrainingConfig "
         "SamplerConfig Sampling GroupSampling"
     ),
-    "rows": "Plan UNDIVIDED make_plan plan_of lightest take gather mean total check_same",
+    "rows": "Plan UNDIVIDED make_plan plan_of lightest gather mean total check_same",
     "sandbox": "Outcome Limits Result Enforced enforced code_of run_tests code_tests",
     "sandboxed": "Job main run",
     "schedule": (
