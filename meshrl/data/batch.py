@@ -19,7 +19,7 @@ from meshrl.data.ragged import Ragged, sealed
 from meshrl.data.remote_column import RemoteColumn, source_of
 from meshrl.data.wire import pack, unpack
 from meshrl.errors import DataError, did_you_mean
-from meshrl.mesh import Array, HasRefs, Put, Rows, lightest, plan_of
+from meshrl.mesh import Array, HasRefs, Put, Rows, even_runs, lightest, plan_of
 
 __all__ = ["Batch", "Column", "Ragged"]
 
@@ -250,16 +250,18 @@ class Batch(HasRefs):
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
 
     def plan(self, parts: int) -> list[Rows]:
-        """Which rows each part takes, balanced by tokens: the longest row first, to the lightest part.
+        """Which rows each part takes, balanced by tokens; the rows of a part ascend.
 
-        The heaviest part exceeds the lightest by at most one row's tokens (Graham 1969, LPT). Ties go to the
-        part of fewest rows, then to the first; the rows of a part ascend.
+        Runs of rows, which need not be copied, where these are even within 1/256 of a part. Else the longest row first,
+        to the lightest part (Graham 1969, LPT); ties go to the part of fewest rows, then to the first. The heaviest
+        part exceeds the lightest by at most one row's tokens.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
         if parts == 1:
             return [np.arange(self._rows)]
-        return plan_of(lightest(self.lengths, np.zeros(parts, np.int64)), parts)
+        costs = self.lengths
+        return even_runs(costs, parts) or plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
 
     def part(self, rows: Rows) -> Self:
         """These rows, which remember their numbers for `join`."""

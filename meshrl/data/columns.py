@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from meshrl.data.provenance import Source
-from meshrl.data.ragged import Ragged, equal, frozen, sealed
+from meshrl.data.ragged import Ragged, equal, frozen, gather, sealed
 from meshrl.errors import DataError
 from meshrl.mesh import Array, Rows
 
@@ -113,6 +113,16 @@ def describe(column: Column) -> str:
 def by(source: Source | None) -> str:
     """What computed a column, as `describe` says it after the dtype."""
     return f" by {source}" if source else ""
+
+
+def view(column: Column, run: slice) -> Column:
+    """A run of rows of a column, which are not copied; the column itself where they are all."""
+    if run.start == 0 and run.stop == len(column):
+        return column
+    if isinstance(column, Ragged):
+        index, offsets = gather(column.offsets, run)
+        return Ragged.make(column.values[index], offsets, column.source)
+    return column[run]
 
 
 def same(left: Column, right: Column) -> bool:

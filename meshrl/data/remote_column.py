@@ -198,9 +198,8 @@ class RemoteColumn:
         places = self.places
         if not pieces:
             return self.form.empty()
-        whole = len(pieces) == 1 and len(places.row) == len(pieces[0])
-        if whole and bool((places.row == np.arange(len(places.row))).all()):
-            return kinds.private(pieces[0])
+        if len(pieces) == 1 and (run := _run(places.row)) is not None:
+            return kinds.private(kinds.view(pieces[0], run))
         if self.form.kind == "objects":
             values = cast("Sequence[tuple[object, ...]]", pieces)
             pairs = zip(places.piece.tolist(), places.row.tolist(), strict=True)
@@ -262,6 +261,13 @@ def _frozen(value: object) -> Column:
     if isinstance(value, np.ndarray):
         return sealed(value)
     return cast("Column", value)
+
+
+def _run(rows: NDArray[np.int32]) -> slice | None:
+    """Row numbers as a slice, where each is one more than that before."""
+    start, end = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+    follows = end - start == len(rows) and bool((rows == np.arange(start, end)).all())
+    return slice(start, end) if follows else None
 
 
 def _rows(pieces: Sequence[Array], places: RowIndex) -> Array:

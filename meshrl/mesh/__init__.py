@@ -11,7 +11,7 @@ from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, OnSpan, Request, Re
 from meshrl.mesh.handle import at, each, limited, parts, ranks, respawn, routed, stop
 from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
-from meshrl.mesh.partition import lightest
+from meshrl.mesh.partition import even_runs, lightest
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
@@ -62,6 +62,7 @@ __all__ = [
     "in_transit",
     "is_in_place",
     "is_in_transit",
+    "even_runs",
     "lightest",
     "limited",
     "note_transit",

@@ -7,6 +7,24 @@ import numpy as np
 
 from meshrl.mesh.sharding import Rows
 
+_EVEN = 256
+"""Runs of rows are even where the heaviest exceeds the lightest by this part of the mean at most."""
+
+
+def even_runs(costs: Rows, parts: int) -> list[Rows] | None:
+    """The rows of each part, where parts that are runs of rows are even, and by one row's cost at most; else None."""
+    ends = np.append(0, costs.cumsum())
+    if not ends[-1]:
+        return None
+    wanted = ends[-1] * np.arange(parts + 1) / parts
+    after = ends.searchsorted(wanted).clip(1)
+    bounds = after - (wanted - ends[after - 1] < ends[after] - wanted)  # the nearer of the two
+    loads = np.diff(ends[bounds])
+    most = min(costs.max(), ends[-1] / parts / _EVEN)
+    if loads.max() - loads.min() > most:
+        return None
+    return np.split(np.arange(len(costs)), bounds[1:-1])
+
 
 def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:
     """Which part takes each row, int64[rows]: the costliest row first, each to the part that is the lightest by then.
