@@ -266,7 +266,8 @@ def simulate(
 ) -> T:
     """Run a program to its end in a `VirtualLoop` of its own, and return its result.
 
-    `before_each`: called before each callback, also before each step of a task. Raises `Deadlock`, `LeftRunning`, or what the program raises. No two simulations run at once in a process.
+    `before_each`: called before each callback, also before each step of a task. Raises `Deadlock`, `LeftRunning`, or
+    what the program raises. No two simulations run at once in a process.
     """
     loop = VirtualLoop(seed, time_limit, before_each)
     collecting = gc.isenabled()

@@ -13,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 from unittest.mock import patch
 
-from meshrl.simulation import simulate
+from meshrl.simulation import VirtualLoop, simulate
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class KillPoints:
         self._folder = folder
         self._copies = copies
         self._scripts = {str(path.resolve()) for path in scripts}
-        self._seen: set[str] = set()
+        self._seen: set[bytes] = set()
         self._last = "nothing"
         self._noting = False
         self.moments = 0
@@ -83,7 +83,7 @@ class KillPoints:
         return result
 
     def _step(self) -> None:
-        self.awaits.update(task.where for task in _running_loop().left())
+        self.awaits.update(task.where for task in cast("VirtualLoop", asyncio.get_running_loop()).left())
         self._note()
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
@@ -167,20 +167,12 @@ async def _as_a_step(function: Callable[..., T], /, *arguments: Any, **named: An
     return result
 
 
-def _running_loop() -> Any:
-    return asyncio.get_running_loop()
-
-
-def _digest(folder: Path) -> str:
+def _digest(folder: Path) -> bytes:
     """Of all that is in a folder: names and contents."""
     total = hashlib.blake2b(digest_size=16)
-    for place, folders, files in os.walk(folder):
-        folders.sort()
-        for name in sorted(files):
-            path = os.path.join(place, name)
-            total.update(f"{path}\0".encode())
+    for path in sorted(folder.rglob("*")):
+        total.update(f"{path}\0".encode())
+        if path.is_file():
             with io.FileIO(path) as file:
-                content = file.readall()
-            total.update(hashlib.blake2b(content).digest())
-        total.update(f"{place}/\0".encode())
-    return total.hexdigest()
+                total.update(hashlib.blake2b(file.readall()).digest())
+    return total.digest()

@@ -6,9 +6,13 @@ could end it (`meshrl.testing.KillPoints`), and from each state of the disk that
 
 import ast
 import asyncio
+import gc
 import json
+import shutil
+import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Coroutine, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
@@ -18,7 +22,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import Batch, Loss, MeshConfig, Metrics, Run, RunConfig, Task
+from meshrl import Batch, Loss, MeshConfig, Metrics, PolicyConfig, Run, RunConfig, Task
 from meshrl.config import validate
 from meshrl.run import audit_run
 from meshrl.run.jobs import Script, load_script, shipped_scripts
@@ -34,17 +38,17 @@ from meshrl.testing import (
     simulate,
 )
 
-STEPS, PROMPTS = 4, 2
+STEPS, PROMPTS = 3, 2
 
 
 class Diary(FakePolicy):
     """A policy whose state tells which groups it was trained on, an update after another."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments, skill=0.4, rate=0.05)  # type: ignore[arg-type]
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config, skill=0.4, rate=0.05)
         self.trained: list[list[int]] = []
         self.copied: list[list[int]] = []
-        self.place = Path()
+        self.place: Path | None = None
 
     async def update(self, batch: Batch, loss: Loss) -> Metrics:
         self.trained.append(sorted(set(batch.groups.tolist())))
@@ -57,7 +61,7 @@ class Diary(FakePolicy):
             await self.written()
 
     async def written(self) -> None:
-        if self.place.is_dir():
+        if self.place and self.place.is_dir():
             (self.place / "diary.json").write_bytes(msgspec.json.encode(self.copied))
 
     async def restore(self, folder: str) -> None:
@@ -71,11 +75,12 @@ class Diary(FakePolicy):
 
 @pytest.fixture(autouse=True)
 def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = Lognormal(0.1, 1)
-    state = {"checkpoint": short, "written": short, "restore": short, "save": short}
+    short, long = Lognormal(0.1, 1), Lognormal(1, 0.5)
+    policy = delayed(Diary, update=long, weights=short, logprobs=short, written=short)
+    critic = delayed(FakeCritic, update=long, advantages=short)
     roles = {
-        "Policy": delayed(Diary, update=Lognormal(1, 0.5), weights=short, logprobs=short, **state),
-        "Critic": delayed(FakeCritic, update=Lognormal(1, 0.5), advantages=short, **state),
+        "Policy": delayed(policy, checkpoint=short, restore=short, save=short),
+        "Critic": delayed(critic, checkpoint=short, restore=short, save=short),
         "Sampler": delayed(FakeSampler, generate=Lognormal(0.3, 1), load=short),
         "Reward": delayed(FakeReward, score=short),
         "Reference": delayed(FakeReference, logprobs=short),
@@ -84,13 +89,22 @@ def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Task, "load", lambda _: task())
 
 
+@pytest.fixture(autouse=True)
+def _collected_fast() -> Iterator[None]:
+    """Hundreds of simulations each collect their own garbage: not all that was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @cache
 def task() -> Task:
     def rows(count: int) -> Batch:
         sums = {"prompt": [f"{n}+1=" for n in range(count)], "answer": [f"{n + 1}" for n in range(count)]}
         return Batch.of(**sums, row=[{}] * count)
 
-    return Task(train=rows(9), held_out=rows(2))  # the second epoch begins in the last step
+    return Task(train=rows(5), held_out=rows(2))  # the second epoch begins in the last step
 
 
 @cache
@@ -121,7 +135,7 @@ class Setting:
             "prompts": PROMPTS,
             "minibatches": 2,
             "loss": {"kl": 0.1, "anchor": "trainer"},
-            "evaluation": {"every": 3},
+            "evaluation": {"every": 2, "wait": not self.meanwhile},
             "ahead": self.ahead,
             "steps": STEPS,
         }
@@ -160,7 +174,7 @@ def check_kept(folder: Path, setting: Setting) -> None:
     assert all(step_of[group] == number // 2 for number, groups in enumerate(diary) for group in groups)
 
 
-def outcome(folder: Path) -> dict[str, object]:
+def outcome(folder: Path, setting: Setting) -> dict[str, object]:
     """All that a run leaves but for times, and how it came there."""
     run = folder / "run"
 
@@ -171,7 +185,9 @@ def outcome(folder: Path) -> dict[str, object]:
     summary = json.loads((run / "summary.json").read_bytes())
     states = {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.glob("checkpoints/*/*/*"))}
     return {
-        **{name: lines(name) for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")},
+        **{name: lines(name) for name in ("metrics.jsonl", "samples.jsonl")},
+        # What an evaluation finds for which nothing waits hangs on when it draws.
+        "evaluations": [row["step"] if setting.meanwhile else row for row in lines("evaluations.jsonl")],
         "summary": {key: summary[key] for key in summary if key != "wall_s"},
         "model": {path.name: path.read_bytes() for path in sorted((run / "model").iterdir())},
         "states": states,
@@ -188,6 +204,36 @@ def awaits(path: Path) -> Iterator[range]:
             yield range(node.lineno, node.body[0].lineno)
 
 
+def go_on(folder: Path, setting: Setting, whole: dict[str, object], after: str) -> None:
+    """Begin again what has ended somehow; it ends well."""
+    with capture_logs():
+        simulate(lambda: setting.run(folder))
+    check_kept(folder, setting)
+    if not setting.ahead:
+        assert outcome(folder, setting) == whole, after
+
+
+@types.coroutine
+def interrupted(main: Coroutine[object, object, None], at: int, stood: list[str]) -> Generator[object, object, None]:
+    """The program, cancelled at one of its awaits as by Ctrl-C; `stood` gets where it waits, an await after another."""
+    raised: BaseException | None = None
+    while True:
+        try:
+            awaited = main.send(None) if raised is None else main.throw(raised)
+        except StopIteration:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        stood.append(task.get_name())
+        if len(stood) == at:
+            task.cancel()
+        raised = None
+        try:
+            yield awaited
+        except BaseException as error:  # noqa: BLE001 -- which is the program's
+            raised = error
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_run_that_is_killed_at_any_await_goes_on(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -199,18 +245,51 @@ def test_a_run_that_is_killed_at_any_await_goes_on(
     with capture_logs():
         points.watch(lambda: setting.run(runs))
     check_kept(runs, setting)
-    whole = outcome(runs)
+    whole = outcome(runs, setting)
 
     killed = {line for file, line in points.lines if file == str(path)}
     assert not [lines for lines in awaits(path) if killed.isdisjoint(lines)], "an await at which nobody was killed"
     for left in points.remains:
-        with capture_logs():
-            simulate(lambda: setting.run(left.folder))  # noqa: B023 -- called at once
-        check_kept(left.folder, setting)
-        if not setting.ahead:
-            assert outcome(left.folder) == whole, f"after {left.after}"
+        go_on(left.folder, setting, whole, f"killed after {left.after}")
     with capsys.disabled():
-        print(
+        print(  # noqa: T201 -- how much was tried
             f"\n{setting}: killed at {points.moments:,} moments, at {len(points.awaits)} awaits and "
             f"{len(killed)} lines of the script; gone on from {len(points.remains)} states of the disk"
         )
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if each.ahead != 1 and not each.meanwhile], ids=str)
+def test_a_run_that_goes_on_and_is_killed_again_at_any_await_goes_on(setting: Setting, tmp_path: Path) -> None:
+    path, runs, again = script(setting.algorithm).path, tmp_path / "runs", tmp_path / "again"
+    runs.mkdir()
+    first = KillPoints(runs, tmp_path / "first", [path])
+    with capture_logs():
+        first.watch(lambda: setting.run(runs))
+    whole = outcome(runs, setting)
+    half = [left.folder for left in first.remains if left.after == "half of write(run.json)"]
+    shutil.copytree(half[1], again)  # one checkpoint is whole, the next is half-written
+    points = KillPoints(again, tmp_path / "copies", [path])
+    with capture_logs():
+        points.watch(lambda: setting.run(again))
+    for left in points.remains:
+        go_on(left.folder, setting, whole, f"killed again after {left.after}")
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_run_that_is_interrupted_at_any_await_goes_on(
+    setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main(folder: Path, at: int, stood: list[str]) -> None:
+        await interrupted(setting.run(folder), at, stood)
+
+    awaits: list[str] = []
+    with capture_logs():
+        simulate(lambda: main(tmp_path / "whole", 0, awaits))
+    whole = outcome(tmp_path / "whole", setting)
+    for at in range(1, len(awaits) + 1):
+        folder = tmp_path / str(at)
+        with capture_logs(), suppress(asyncio.CancelledError):
+            simulate(lambda: main(folder, at, []))  # noqa: B023 -- called at once
+        go_on(folder, setting, whole, f"interrupted at await {at} of {len(awaits)}")
+    with capsys.disabled():
+        print(f"\n{setting}: interrupted at {len(awaits)} awaits")  # noqa: T201 -- as above
