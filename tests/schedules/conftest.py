@@ -161,7 +161,7 @@ class Setting:
             resume=not restarts,
             restarts=restarts,
         )
-        resolved = {**config.model_dump(mode="json"), "run": settings.model_dump(mode="json")}
+        resolved: dict[str, object] = {**config.model_dump(mode="json"), "run": settings.model_dump(mode="json")}
         return Job(Path("test"), script(self.algorithm), settings, config, resolved)
 
 
