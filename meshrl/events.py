@@ -95,7 +95,17 @@ class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, om
     """Groups dropped since the batch before, by why."""
 
 
-Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery
+class Restart(msgspec.Struct, tag_field="kind", tag="restart", frozen=True, omit_defaults=True):
+    """The run was begun again, after a fault of a machine had ended it."""
+
+    at: float
+    number: int
+    """From 1: how often it was, since the command was started."""
+    error: str
+    """What ended it, as a text."""
+
+
+Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery | Restart
 
 
 def clock() -> float:

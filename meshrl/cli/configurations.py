@@ -31,6 +31,7 @@ from meshrl.run import (
     list_of_mistakes,
     load_job,
     pin,
+    run_job,
     shipped_configs,
     unseen,
 )
@@ -46,11 +47,11 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             runner.run(_run(job, begun))
     except (KeyboardInterrupt, Terminated) as ending:
-        where = f" What was recorded so far is in {begun[0].recorder.folder}" if begun else ""
+        where = f" What was recorded so far is in {begun[-1].recorder.folder}" if begun else ""
         typer.echo(f"Interrupted.{where}", err=True)
         number = signal.SIGTERM if isinstance(ending, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None
-    _show_summary(begun[0].folder)
+    _show_summary(begun[-1].folder)
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -133,12 +134,10 @@ def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
 
 
 async def _run(job: Job[RunConfig], begun: list[Run]) -> None:
-    """Run a job; `begun` is given its run, for whom it interrupts. What a user's script raises is told as its own."""
+    """Run a job; `begun` gets its runs, for whom it interrupts. What a user's script raises is told as its own."""
     try:
         with cancelled_by_sigterm():
-            async with Run(job.run, job.resolved) as under_way:
-                begun.append(under_way)
-                await job.script.function(under_way, job.config)
+            await run_job(job, begun.append)
     except Exception as error:
         if not is_shipped(job.script):
             show_raised(error, job.script.path)

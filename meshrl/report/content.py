@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import tomli_w
 
-from meshrl.events import Delivery, Gauge, Step, Swap
+from meshrl.events import Delivery, Gauge, Restart, Step, Swap
 from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
 from meshrl.report.lanes import RANKS, Lane, Names, make_lanes, rounded
 from meshrl.report.quantities import quantity
@@ -118,8 +118,8 @@ class Content:
 
 def make_content(record: Record) -> Content:
     """What the page of a run shows; large runs are thinned, and `notes` says how."""
-    notes = list(record.notes)
     events = record.events
+    notes = [*record.notes, *map(_told, (event for event in events if isinstance(event, Restart)))]
     names, texts = Names(), Names()
     idle = idleness(events)
     lanes, told = make_lanes(events, idle, names, texts)
@@ -157,6 +157,11 @@ def make_content(record: Record) -> Content:
         samples=_samples(record.samples, notes),
         config=tomli_w.dumps(_used(table)) if table else record.config,
     )
+
+
+def _told(restart: Restart) -> str:
+    first = restart.error.partition("\n")[0]
+    return f"A machine failed, and the run was begun again (restart {restart.number}): {first}."
 
 
 def _table(config: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ from typing import TypeAlias, TypeVar
 
 from msgspec.structs import asdict
 
-from meshrl.events import Call, Delivery, Event, Gauge, Span, Step, Swap, Wait
+from meshrl.events import Call, Delivery, Event, Gauge, Restart, Span, Step, Swap, Wait
 from meshrl.report.analysis import side
 from meshrl.report.intervals import tracks
 
@@ -89,6 +89,8 @@ def _moment(event: Event) -> list[Entry]:
         return [_point("i", f"weights of version {event.version}", event.ended, asdict(event))]
     if isinstance(event, Delivery):
         return [_point("i", f"batch {event.batch}", event.at, asdict(event))]
+    if isinstance(event, Restart):
+        return [_point("i", f"restart {event.number}", event.at, asdict(event))]
     return []
 
 

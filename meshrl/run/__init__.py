@@ -18,6 +18,7 @@ from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.pins import pin
 from meshrl.run.push import push
+from meshrl.run.restarts import run_job
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
 from meshrl.run.train import Trained, train
@@ -52,6 +53,7 @@ __all__ = [
     "pin",
     "push",
     "root_of",
+    "run_job",
     "serve",
     "shipped_configs",
     "table_of",

@@ -95,6 +95,9 @@ class RunConfig(Config):
     """Train on while a checkpoint is written: steps wait for copies of the state alone."""
     resume: bool = False
     """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
+    restarts: int = Field(default=0, ge=0)
+    """How often the run goes on by itself, from the newest checkpoint and on new ranks, where a rank's process is gone
+    or what an actor computes with. An error of a script, a reward or a configuration ends it all the same."""
 
     @property
     def trackers(self) -> list[str]:
@@ -112,11 +115,21 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _follows_a_schedule_from_its_beginning(self) -> Self:
-        if self.resume and (self.deterministic or self.replay):
-            named = "deterministic = true keeps" if self.deterministic else "replay follows"
+    def _restarts_have_checkpoints(self) -> Self:
+        if self.restarts and self.checkpoint_every is None:
             raise ValueError(
-                f"{named} the schedule of a whole run, and resume = true goes on in the middle of one: leave one of "
+                f"restarts = {self.restarts} goes on from the newest checkpoint, and none is written: set "
+                "checkpoint_every = 50, or leave restarts out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _follows_a_schedule_from_its_beginning(self) -> Self:
+        if (self.resume or self.restarts) and (self.deterministic or self.replay):
+            named = "deterministic = true keeps" if self.deterministic else "replay follows"
+            other = "resume = true goes" if self.resume else f"restarts = {self.restarts} go"
+            raise ValueError(
+                f"{named} the schedule of a whole run, and {other} on in the middle of one: leave one of "
                 "them out. With ahead = 0 the seed alone repeats a run"
             )
         return self

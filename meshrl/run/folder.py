@@ -40,11 +40,12 @@ def take(folder: Path, begun: Path) -> None:
 
 
 def was_cut_short(folder: Path) -> bool:
-    """Whether the folder is of a run with `resume` that did not finish: it crashed, or was interrupted."""
+    """Whether the folder is of a run to be gone on with that did not finish: it crashed, or was interrupted."""
     summary = folder / "summary.json"
     with suppress(OSError, ValueError, msgspec.DecodeError):
         told = msgspec.json.decode(summary.read_bytes(), type=dict[str, object]) if summary.exists() else {}
-        return table_of(_configuration(folder), "run").get("resume") is True and told.get("status") != "finished"
+        run = table_of(_configuration(folder), "run")
+        return bool(run.get("resume") or run.get("restarts")) and told.get("status") != "finished"
     return False
 
 

@@ -19,7 +19,7 @@ from meshrl.run.config import RunConfig
 from meshrl.run.jobs import Job, find_script, load_script, make_job
 from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.pins import pin
-from meshrl.run.run import Run
+from meshrl.run.restarts import run_job
 from meshrl.tasks import numbered_rows
 
 _SOURCE: Final = Path("settings")
@@ -77,8 +77,7 @@ async def train(
         job = _job(_table(model, str(source), reward, given), reward)
         _write(source, text, partial(_check, job))
     job = pin(job)
-    async with Run(job.run, job.resolved) as run:
-        await job.script.function(run, job.config)
+    run = await run_job(job)
     summary = msgspec.json.decode((run.folder / "summary.json").read_bytes(), type=dict[str, object])
     return Trained(run.folder, summary)
 

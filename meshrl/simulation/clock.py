@@ -48,7 +48,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     follow each other without end while no time passes.
     """
 
-    def __init__(self, seed: int | None = None, time_limit: float | None = None) -> None:
+    def __init__(
+        self, seed: int | None = None, time_limit: float | None = None, before_each: Callable[[], None] | None = None
+    ) -> None:
+        """`before_each`: called before each callback, also before each step of a task."""
         super().__init__()
         self.callbacks = 0
         """How many were ready and had their turn."""
@@ -57,6 +60,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._random = None if seed is None else Random(seed)
         self._draw: Callable[[], float] = self._random.random if self._random else lambda: 0.0
         self._limit = time_limit
+        self._before_each = before_each
         self._now = 0.0
         self._queue: deque[asyncio.Handle] = deque()
         self._wakes: list[asyncio.Handle] = []
@@ -166,6 +170,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         for _ in range(ready):
             handle = self._next() if self._wakes else self._queue.popleft()
             if not handle.cancelled():
+                if self._before_each is not None:
+                    self._before_each()
                 handle._run()  # noqa: SLF001 -- what a loop is for
         self.callbacks += ready
         self._since += ready
@@ -252,13 +258,18 @@ def _future(handle: asyncio.Handle) -> asyncio.Future[object] | None:
 
 
 def simulate(
-    main: Callable[[], Coroutine[object, object, T]], *, seed: int | None = None, time_limit: float | None = None
+    main: Callable[[], Coroutine[object, object, T]],
+    *,
+    seed: int | None = None,
+    time_limit: float | None = None,
+    before_each: Callable[[], None] | None = None,
 ) -> T:
     """Run a program to its end in a `VirtualLoop` of its own, and return its result.
 
-    Raises `Deadlock`, `LeftRunning`, or what the program raises. No two simulations run at once in a process.
+    `before_each`: called before each callback, also before each step of a task. Raises `Deadlock`, `LeftRunning`, or
+    what the program raises. No two simulations run at once in a process.
     """
-    loop = VirtualLoop(seed, time_limit)
+    loop = VirtualLoop(seed, time_limit, before_each)
     collecting = gc.isenabled()
     gc.disable()  # it finalizes generators, and so schedules callbacks, at places that no seed chooses
     try:

@@ -23,6 +23,7 @@ from meshrl.testing.critic import FakeCritic
 from meshrl.testing.explorer import Scenario, ScheduleFailed, explore
 from meshrl.testing.fakes import FakePolicy, FakeReference, FakeReward, FakeSampler
 from meshrl.testing.faulty_files import FaultyFiles
+from meshrl.testing.kills import KillPoints, Remains
 from meshrl.testing.reward_model import FakeRewardModel
 from meshrl.testing.run import FakeRun
 from meshrl.testing.witness import PromiseBroken, Witness
@@ -40,11 +41,13 @@ __all__ = [
     "FakeRun",
     "FakeSampler",
     "FaultyFiles",
+    "KillPoints",
     "Latency",
     "LeftRunning",
     "Lognormal",
     "PromiseBroken",
     "Recorded",
+    "Remains",
     "Scenario",
     "ScheduleFailed",
     "VirtualLoop",

@@ -1,0 +1,60 @@
+"""A job's run, begun again where a machine failed under it: as often as `run.restarts` says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from meshrl import log
+from meshrl.errors import EngineDied, MeshrlError, RankDied, described
+from meshrl.events import Restart, sink
+from meshrl.run.config import RunConfig
+from meshrl.run.jobs import Job
+from meshrl.run.run import Run
+
+
+async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: None) -> Run:
+    """Run a job's script to its end; the run, which has ended.
+
+    A fault of a machine ends the run as any error does. While `restarts` are left, the script is then called again, on
+    ranks and roles that are spawned anew, in a run that goes on from the newest checkpoint. Any other error is raised.
+    `begun`: is told of each run as it begins.
+    """
+    config, number, fault = job.run, 0, ""
+    while True:
+        run = Run(config, job.resolved)
+        try:
+            async with run:
+                if number:
+                    _note(run, number, fault)
+                begun(run)
+                await job.script.function(run, job.config)
+            return run
+        except (MeshrlError, ExceptionGroup) as error:
+            if number == config.restarts or not is_fault_of_a_machine(error):
+                raise
+            number, fault = number + 1, described(error)
+        log.warning(
+            f"a machine failed: the run is begun again for time {number} of {config.restarts} (run.restarts)",
+            error=fault,
+        )
+        if _has_its_folder(run):  # else there is only an earlier run's to go on with
+            config = config.model_copy(update={"resume": True})
+
+
+def is_fault_of_a_machine(error: BaseException) -> bool:
+    """Whether a rank's process is gone, or what an actor computes with: what new ranks may not meet again."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_fault_of_a_machine, error.exceptions))
+    if isinstance(error, RankDied | EngineDied):
+        return True
+    cause = error.__cause__
+    return isinstance(error, MeshrlError) and cause is not None and is_fault_of_a_machine(cause)
+
+
+def _note(run: Run, number: int, fault: str) -> None:
+    run.summary(restarts=number)
+    if to := sink.get():
+        to.emit(Restart(to.now(), number, fault))
+
+
+def _has_its_folder(run: Run) -> bool:
+    return run.recorder.folder == Path(run.config.folder) / run.config.name

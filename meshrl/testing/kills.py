@@ -1,0 +1,178 @@
+"""Every moment at which a controller can be killed, and what its disk holds then."""
+
+import asyncio
+import builtins
+import hashlib
+import io
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, TypeVar, cast
+from unittest.mock import patch
+
+from meshrl.simulation import VirtualLoop, simulate
+
+T = TypeVar("T")
+
+_CHANGES: Final = ("rename", "replace", "unlink", "remove", "mkdir", "rmdir", "truncate", "ftruncate", "fsync", "link")
+"""What `os` does to a folder, beside opening a file and writing it."""
+_THREAD: Final = 0.01
+"""Virtual seconds that a thread takes."""
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a kill leaves."""
+
+    folder: Path
+    """A copy of what the disk had, from which a run may go on."""
+    after: str
+    """What changed the disk last before it."""
+
+
+class KillPoints:
+    """A program in virtual time, and the state of a folder at each moment at which a kill could end it.
+
+        points = KillPoints(tmp_path / "runs", tmp_path / "copies", scripts=[Path("mine.py")])
+        points.watch(main)
+        for left in points.remains:
+            ...  # go on from left.folder, and audit it
+
+    A killed process runs no handler and writes no buffer, so that what it leaves is what the disk has. The moments are:
+    before each step of each task, thus at each await at which one stands; before each line of the scripts, thus also at
+    an await that does not wait; before each change of the disk, and in the middle of each write. Moments of one state
+    of the disk are one kill for whoever goes on, and have one copy.
+    """
+
+    def __init__(self, folder: Path, copies: Path, scripts: Sequence[Path] = ()) -> None:
+        """`copies`: a folder to be, with a copy of each state. `scripts`: files whose every line is a moment."""
+        self._folder = folder
+        self._copies = copies
+        self._scripts = {str(path.resolve()) for path in scripts}
+        self._seen: set[bytes] = set()
+        self._last = "nothing"
+        self._noting = False
+        self.moments = 0
+        """How many there were."""
+        self.awaits: Counter[str] = Counter()
+        """Where tasks stood, `FILE:LINE in FUNCTION`, and at how many moments."""
+        self.lines: Counter[tuple[str, int]] = Counter()
+        """The lines of the scripts, `(FILE, LINE)`, and how often each was a moment."""
+        self.remains: list[Remains] = []
+        """What the disk had, a state once, in the order in which they came."""
+
+    def watch(self, main: Callable[[], Coroutine[object, object, T]], *, seed: int | None = None) -> T:
+        """Run the program to its end, as `simulate` does, and note each moment.
+
+        What it does in threads takes a moment of virtual time, in which its other tasks go on.
+        """
+        tracing = sys.gettrace()
+        with self._watched_disk(), patch.object(asyncio, "to_thread", _as_a_step):
+            try:
+                sys.settrace(self._trace)
+                result = simulate(main, seed=seed, before_each=self._step)
+            finally:
+                sys.settrace(tracing)
+        self._note()
+        return result
+
+    def _step(self) -> None:
+        self.awaits.update(task.where for task in cast("VirtualLoop", asyncio.get_running_loop()).left())
+        self._note()
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._line if frame.f_code.co_filename in self._scripts else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self.lines[frame.f_code.co_filename, frame.f_lineno] += 1
+            self._note()
+        return self._line
+
+    def _note(self, coming: str | None = None) -> None:
+        """A moment. `coming`: the change that follows it."""
+        if self._noting:
+            return
+        self._noting = True
+        self.moments += 1
+        digest = _digest(self._folder)
+        if digest not in self._seen:
+            self._seen.add(digest)
+            copy = self._copies / f"{len(self.remains):04}"
+            shutil.copytree(self._folder, copy)
+            self.remains.append(Remains(copy, self._last))
+        if coming is not None:
+            self._last = coming
+        self._noting = False
+
+    @contextmanager
+    def _watched_disk(self) -> Generator[None]:
+        really_open = io.open
+
+        def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
+            if self._noting or isinstance(file, int) or not set(mode) & set("wax+") or not self._holds(file):
+                return really_open(file, mode, buffering, *rest, **named)
+            self._note(f"open({Path(file).name}, {mode})")
+            raw = _WatchedFile(file, mode.replace("b", "").replace("t", ""), self._note)
+            if "b" in mode and buffering == 0:
+                return raw
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *rest[:3], **named)
+
+        def watched(name: str, really: Callable[..., Any]) -> Callable[..., Any]:
+            def change(*arguments: Any, **named: Any) -> Any:
+                told = ", ".join(Path(each).name if isinstance(each, str | Path) else str(each) for each in arguments)
+                self._note(f"{name}({told})")
+                return really(*arguments, **named)
+
+            return change
+
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(builtins, "open", opened))
+            patches.enter_context(patch.object(io, "open", opened))
+            for name in _CHANGES:
+                patches.enter_context(patch.object(os, name, watched(name, getattr(os, name))))
+            yield
+
+    def _holds(self, file: object) -> bool:
+        return Path(str(file)).absolute().is_relative_to(self._folder.absolute())
+
+
+class _WatchedFile(io.FileIO):
+    """A file whose every write is two, with a moment before each."""
+
+    def __init__(self, file: Any, mode: str, note: Callable[[str], None]) -> None:
+        super().__init__(file, mode)
+        self._note = note
+
+    def write(self, data: Any, /) -> int:
+        whole = memoryview(data).cast("B")
+        name, half = Path(str(self.name)).name, len(whole) // 2
+        self._note(f"half of write({name})")
+        begun = super().write(whole[:half]) or 0 if half else 0
+        self._note(f"write({name})")
+        return begun + (super().write(whole[half:]) or 0)
+
+
+async def _as_a_step(function: Callable[..., T], /, *arguments: Any, **named: Any) -> T:
+    """`asyncio.to_thread`, after which others have had their turn."""
+    result = function(*arguments, **named)
+    await asyncio.sleep(_THREAD)
+    return result
+
+
+def _digest(folder: Path) -> bytes:
+    """Of all that is in a folder: names and contents."""
+    total = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.rglob("*")):
+        total.update(f"{path}\0".encode())
+        if path.is_file():
+            with io.FileIO(path) as file:
+                total.update(hashlib.blake2b(file.readall()).digest())
+    return total.digest()

@@ -1,0 +1,206 @@
+"""Runs of `grpo` and `ppo` on roles without a model, and what has to hold when they have ended."""
+
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, product
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from meshrl import Batch, Loss, MeshConfig, Metrics, PolicyConfig, RunConfig, Task
+from meshrl.config import validate
+from meshrl.run import Job, audit_run, run_job
+from meshrl.run.jobs import Script, load_script, shipped_scripts
+from meshrl.testing import (
+    FakeCritic,
+    FakePolicy,
+    FakeReference,
+    FakeReward,
+    FakeSampler,
+    Latency,
+    Lognormal,
+    delayed,
+)
+
+STEPS, PROMPTS = 3, 2
+
+
+class Diary(FakePolicy):
+    """A policy whose state tells which groups it was trained on, an update after another."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config, skill=0.4, rate=0.05)
+        self.trained: list[list[int]] = []
+        self.copied: list[list[int]] = []
+        self.place: Path | None = None
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        self.trained.append(sorted(set(batch.groups.tolist())))
+        return await super().update(batch, loss)
+
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+        await super().checkpoint(folder, wait)
+        self.copied, self.place = self.trained.copy(), Path(folder)
+        if wait:
+            await self.written()
+
+    async def written(self) -> None:
+        if self.place and self.place.is_dir():
+            (self.place / "diary.json").write_bytes(msgspec.json.encode(self.copied))
+
+    async def restore(self, folder: str) -> None:
+        await super().restore(folder)
+        self.trained = msgspec.json.decode(Path(folder, "diary.json").read_bytes(), type=list[list[int]])
+
+    async def save(self, folder: str) -> None:
+        await super().save(folder)
+        Path(folder, "diary.json").write_bytes(msgspec.json.encode(self.trained))
+
+
+@dataclass
+class Faults(Latency):
+    """What calls of the roles take; one of them fails, and all after it do not."""
+
+    at: int = 0
+    """Its number, from 1."""
+    error: Callable[[], Exception] = Exception
+    calls: int = 0
+
+    def draw(self, random: Random, batch: Batch | None) -> float:
+        self.calls += 1
+        if self.calls == self.at:
+            raise self.error()
+        return Lognormal(0.3, 1).draw(random, batch)
+
+
+@pytest.fixture(autouse=True)
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """What each call of a role asks: none fails until the test says which."""
+    takes = Faults()
+    policy = delayed(Diary, update=takes, weights=takes, logprobs=takes, written=takes)
+    critic = delayed(FakeCritic, update=takes, advantages=takes)
+    roles = {
+        "Policy": delayed(policy, checkpoint=takes, restore=takes, save=takes),
+        "Critic": delayed(critic, checkpoint=takes, restore=takes, save=takes),
+        "Sampler": delayed(FakeSampler, generate=takes, load=takes),
+        "Reward": delayed(FakeReward, score=takes),
+        "Reference": delayed(FakeReference, logprobs=takes),
+    }
+    monkeypatch.setattr("meshrl.run.run.implementation", lambda role, _: roles[role.__name__])
+    monkeypatch.setattr(Task, "load", lambda _: task())
+    return takes
+
+
+@pytest.fixture(autouse=True)
+def _collected_fast() -> Iterator[None]:
+    """Hundreds of simulations each collect their own garbage: not all that was there before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@cache
+def task() -> Task:
+    def rows(count: int) -> Batch:
+        sums = {"prompt": [f"{n}+1=" for n in range(count)], "answer": [f"{n + 1}" for n in range(count)]}
+        return Batch.of(**sums, row=[{}] * count)
+
+    return Task(train=rows(5), held_out=rows(2))  # the second epoch begins in the last step
+
+
+@cache
+def script(name: str) -> Script:
+    return load_script(shipped_scripts()[name])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run that is killed."""
+
+    algorithm: str
+    ahead: int
+    meanwhile: bool
+    """Whether it trains on while a checkpoint is written."""
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}, ahead={self.ahead}{', written meanwhile' if self.meanwhile else ''}"
+
+    async def run(self, folder: Path, restarts: int = 0) -> None:
+        """Begin; or go on, where no `restarts` do that."""
+        await run_job(self.job(folder, restarts))
+
+    def job(self, folder: Path, restarts: int = 0) -> Job[RunConfig]:
+        fake = {"backend": "fake", "model": "none"}
+        table = {
+            "task": {"source": "none"},
+            "policy": fake,
+            "reward": {"backend": "fake"},
+            "sampling": {"n": 2},
+            "prompts": PROMPTS,
+            "minibatches": 2,
+            "loss": {"kl": 0.1, "anchor": "trainer"},
+            "evaluation": {"every": 2, "wait": not self.meanwhile},
+            "ahead": self.ahead,
+            "steps": STEPS,
+        }
+        config = validate(script(self.algorithm).schema, table, "test")
+        settings = RunConfig(
+            folder=str(folder),
+            meshes={"main": MeshConfig(cpus=0)},
+            log=[],
+            samples_every=1,
+            checkpoint_every=1,
+            checkpoint_async=self.meanwhile,
+            resume=not restarts,
+            restarts=restarts,
+        )
+        resolved: dict[str, object] = {**config.model_dump(mode="json"), "run": settings.model_dump(mode="json")}
+        return Job(Path("test"), script(self.algorithm), settings, config, resolved)
+
+
+SETTINGS = [Setting(*each) for each in product(("grpo", "ppo"), (0, 1, 3), (False, True))]
+
+
+def check_kept(folder: Path, setting: Setting) -> None:
+    """A run that has ended did what it promises: by its files, and by what its policy says that it was trained on."""
+    found = audit_run(folder / "run")
+    assert found.status == "finished"
+    assert found.holds, [verdict.breaches for verdict in found.verdicts]
+    assert found.steps == STEPS
+    assert found.staleness is not None
+    assert found.staleness <= setting.ahead
+    assert not found.missing
+    diary = msgspec.json.decode((folder / "run/model/diary.json").read_bytes(), type=list[list[int]])
+    updates = Counter(chain.from_iterable(diary))
+    assert found.trained == len(updates) == STEPS * PROMPTS
+    assert len(diary) == 2 * STEPS, "a step has two updates"
+    step_of = {group: number // 2 for number, groups in reversed([*enumerate(diary)]) for group in groups}
+    assert all(step_of[group] == number // 2 for number, groups in enumerate(diary) for group in groups)
+
+
+def outcome(folder: Path, setting: Setting) -> dict[str, object]:
+    """All that a run leaves but for times, and how it came there."""
+    run = folder / "run"
+
+    def lines(name: str) -> list[dict[str, object]]:
+        rows = [json.loads(line) for line in (run / name).read_text("utf-8").splitlines()]
+        return [{key: row[key] for key in row if key not in ("seconds", "step_s")} for row in rows]
+
+    summary = json.loads((run / "summary.json").read_bytes())
+    states = {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.glob("checkpoints/*/*/*"))}
+    return {
+        **{name: lines(name) for name in ("metrics.jsonl", "samples.jsonl")},
+        # What an evaluation finds for which nothing waits hangs on when it draws.
+        "evaluations": [row["step"] if setting.meanwhile else row for row in lines("evaluations.jsonl")],
+        "summary": {key: summary[key] for key in summary if key not in ("wall_s", "restarts")},
+        "model": {path.name: path.read_bytes() for path in sorted((run / "model").iterdir())},
+        "states": states,
+        "files": sorted(path.name for path in run.iterdir() if not path.name.startswith("events-")),
+    }

@@ -1,0 +1,137 @@
+"""A run under which a machine fails, at any call of a role, is begun again by itself and ends as if none had failed."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import RunConfig
+from meshrl.errors import ConfigError, EngineDied, MeshrlError, RankDied, RankFailed
+from meshrl.events import Event, Restart
+from meshrl.report import read_run, render
+from meshrl.run.restarts import is_fault_of_a_machine
+from meshrl.testing import simulate
+from tests.schedules.conftest import SETTINGS, Faults, Setting, check_kept, outcome
+
+
+def died() -> EngineDied:
+    return EngineDied("the process of the engine has ended")
+
+
+def rank_died() -> RankDied:
+    return RankDied("Policy", 0, {"dp": 0}, "update", 7, "host", "killed by signal 9")
+
+
+def summary(folder: Path) -> dict[str, object]:
+    return msgspec.json.decode((folder / "run/summary.json").read_bytes(), type=dict[str, object])
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS if not each.meanwhile], ids=str)
+def test_a_fault_at_any_await_of_a_role_costs_nothing(
+    setting: Setting, tmp_path: Path, faults: Faults, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with capture_logs():
+        simulate(lambda: setting.run(tmp_path / "whole", restarts=1))
+    whole, calls = outcome(tmp_path / "whole", setting), faults.calls
+    assert "restarts" not in summary(tmp_path / "whole")
+    faults.error = died
+    for at in range(1, calls + 1):
+        folder = tmp_path / str(at)
+        faults.at, faults.calls = at, 0
+        with capture_logs() as logged:
+            simulate(lambda: setting.run(folder, restarts=1))  # noqa: B023 -- called at once
+        check_kept(folder, setting)
+        told = sum("a machine failed" in line["event"] for line in logged)
+        assert summary(folder).get("restarts", 0) == told
+        assert told or setting.ahead, "what was drawn ahead and no step needed, may fail at the end"
+        if not setting.ahead:
+            assert outcome(folder, setting) == whole, f"call {at} of {calls}"
+    with capsys.disabled():
+        print(f"\n{setting}: a fault at each of {calls} calls of roles")  # noqa: T201 -- how much was tried
+
+
+def test_a_restart_is_told(tmp_path: Path, faults: Faults) -> None:
+    faults.at, faults.error = 40, died
+    with capture_logs() as logged:
+        simulate(lambda: SETTINGS[0].run(tmp_path, restarts=3))
+    told = [line for line in logged if "a machine failed" in line["event"]]
+    assert [line["event"] for line in told] == [
+        "a machine failed: the run is begun again for time 1 of 3 (run.restarts)"
+    ]
+    assert "the process of the engine has ended" in told[0]["error"]
+    decoder = msgspec.json.Decoder(Event)
+    events = [decoder.decode(line) for line in (tmp_path / "run/events.jsonl").read_bytes().splitlines()]
+    (restart,) = [event for event in events if isinstance(event, Restart)]
+    assert restart.number == 1
+    assert "the process of the engine has ended" in restart.error
+    assert (tmp_path / "run/events-1.jsonl").exists()
+    assert "the run was begun again (restart 1)" in render(read_run(tmp_path / "run"))
+
+
+def test_a_run_ends_by_the_fault_that_no_restart_is_left_for(tmp_path: Path, faults: Faults) -> None:
+    class Always(int):
+        def __eq__(self, _: object) -> bool:
+            return True
+
+        __hash__ = int.__hash__
+
+    faults.at, faults.error = Always(), died
+    with capture_logs() as logged, pytest.raises(RankFailed, match="the process of the engine has ended"):
+        simulate(lambda: SETTINGS[0].run(tmp_path, restarts=2))
+    assert sum("a machine failed" in line["event"] for line in logged) == 2
+    assert summary(tmp_path)["status"] == "failed"
+
+
+def test_an_error_of_the_users_is_not_tried_again(tmp_path: Path, faults: Faults) -> None:
+    faults.at, faults.error = 40, lambda: ValueError("mine")
+    with capture_logs() as logged, pytest.raises(RankFailed, match="mine"):
+        simulate(lambda: SETTINGS[0].run(tmp_path, restarts=2))
+    assert not [line for line in logged if "a machine failed" in line["event"]]
+
+
+@pytest.mark.parametrize("at", [1, 40])
+def test_a_restart_does_not_go_on_with_an_earlier_run(tmp_path: Path, faults: Faults, at: int) -> None:
+    """Also where the fault comes before the first step, and the folder of the name is another run's."""
+    setting = SETTINGS[0]
+    with capture_logs():
+        simulate(lambda: setting.run(tmp_path, restarts=1))
+    whole = outcome(tmp_path, setting)
+    faults.at, faults.calls, faults.error = at, 0, died
+    with capture_logs():
+        simulate(lambda: setting.run(tmp_path, restarts=1))
+    assert summary(tmp_path)["restarts"] == 1
+    assert outcome(tmp_path, setting) == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-1"]
+    assert "restarts" not in msgspec.json.decode((tmp_path / "run-1/summary.json").read_bytes())
+
+
+def from_cause(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("make", "is_fault"),
+    [
+        (rank_died, True),
+        (lambda: from_cause(RankFailed("Sampler", 0, {}, "generate", "", ""), died()), True),
+        (lambda: from_cause(MeshrlError("the evaluation after 2 steps failed"), rank_died()), True),
+        (lambda: ExceptionGroup("of a TaskGroup", [rank_died(), rank_died()]), True),
+        (lambda: ExceptionGroup("of a TaskGroup", [rank_died(), ValueError()]), False),
+        (lambda: from_cause(RankFailed("Reward", 0, {}, "score", "", ""), ValueError()), False),
+        (lambda: RankFailed("Reward", 0, {}, "score", "", ""), False),
+        (lambda: from_cause(ValueError("of the user's"), rank_died()), False),
+        (lambda: ConfigError("wrong"), False),
+    ],
+)
+def test_what_is_a_fault_of_a_machine(make: Callable[[], Exception], is_fault: bool) -> None:
+    assert is_fault_of_a_machine(make()) == is_fault
+
+
+def test_restarts_need_checkpoints_and_no_schedule() -> None:
+    with pytest.raises(ValueError, match=r"restarts = 2 goes on from the newest checkpoint, and none is written: set"):
+        RunConfig(restarts=2)
+    with pytest.raises(ValueError, match=r"deterministic = true keeps .* and restarts = 2 go on in the middle of one"):
+        RunConfig(restarts=2, checkpoint_every=1, deterministic=True)

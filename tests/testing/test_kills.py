@@ -1,0 +1,55 @@
+"""The moments at which a program can be killed, and what its disk holds then."""
+
+import asyncio
+from pathlib import Path
+
+from meshrl.testing import KillPoints
+
+
+def contents(points: KillPoints, name: str) -> list[str | None]:
+    files = [left.folder / name for left in points.remains]
+    return [file.read_text("utf-8") if file.exists() else None for file in files]
+
+
+def test_what_is_written_in_place_is_seen_half_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        for text in ("one", "another"):
+            await asyncio.sleep(1)
+            (tmp_path / "here/notes").write_text(text, "utf-8")
+
+    (tmp_path / "here").mkdir()
+    points = KillPoints(tmp_path / "here", tmp_path / "copies")
+    points.watch(main)
+    assert contents(points, "notes") == [None, "", "o", "one", "ano", "another"]
+    assert any("test_kills.py" in where for where in points.awaits)
+
+
+def test_what_is_renamed_is_seen_whole(tmp_path: Path) -> None:
+    async def main() -> None:
+        part = tmp_path / "here/part"
+        for text in ("one", "another"):
+            await asyncio.to_thread(part.write_text, text, "utf-8")
+            part.rename(tmp_path / "here/notes")
+
+    (tmp_path / "here").mkdir()
+    points = KillPoints(tmp_path / "here", tmp_path / "copies")
+    points.watch(main)
+    assert dict.fromkeys(contents(points, "notes")) == {None: None, "one": None, "another": None}
+    assert [left.after for left in points.remains].count("rename(part, notes)") == 2
+
+
+def test_a_line_that_does_not_wait_is_a_moment(tmp_path: Path) -> None:
+    async def nothing() -> None:
+        pass
+
+    async def main() -> None:
+        await nothing()
+
+    here = Path(__file__)
+    points = KillPoints(tmp_path, tmp_path.with_name("copies"), [here])
+    points.watch(main)
+    line = next(
+        number for number, text in enumerate(here.read_text("utf-8").splitlines(), 1) if "await nothing" in text
+    )
+    assert points.lines[str(here), line] == 1
+    assert len(points.remains) == 1
