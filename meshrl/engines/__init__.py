@@ -6,7 +6,7 @@ One protocol, `mesh.Engine`, of all. `make_engine` loads the one that is meant; 
 from collections.abc import Sequence
 
 from meshrl.errors import ConfigError
-from meshrl.mesh import INLINE_BYTES, Engine, Share, pool
+from meshrl.mesh import INLINE_BYTES, PATIENCE, Engine, Share, pool
 
 __all__ = ["make_engine"]
 
@@ -16,11 +16,13 @@ def make_engine(
     inline_bytes: int = INLINE_BYTES,
     modules: Sequence[str] = (),
     shared_memory_mib: int | None = None,
+    patience: float = PATIENCE,
 ) -> Engine:
     """An engine by its name, as `run.engine` has it.
 
-    `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib`: as in
-    `[run]`, for all processes of the engine, this one too. ConfigError where its package is not installed.
+    `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib` and
+    `patience`: as in `[run]`, the former for all processes of the engine, this one too. ConfigError where its package
+    is not installed.
     """
     pool.join(share := Share.of_run(shared_memory_mib))
     if name == "local":
@@ -37,4 +39,4 @@ def make_engine(
         raise ConfigError(
             f"run.engine = {name!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
         ) from None
-    return RayEngine(None if name == "ray" else name, inline_bytes, share)
+    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience)

@@ -7,7 +7,7 @@ stay on their rank behind references. The room knows no batch, no model and no e
 """
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
-from meshrl.mesh.engine import INLINE_BYTES, Engine, Member, OnSpan, Request, Resources, Slot
+from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
 from meshrl.mesh.handle import at, each, limited, parts, ranks, respawn, routed, stop
 from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
@@ -25,6 +25,7 @@ __all__ = [
     "EP",
     "EVERY",
     "INLINE_BYTES",
+    "PATIENCE",
     "PP",
     "TP",
     "Actor",

@@ -12,6 +12,8 @@ from meshrl.errors import ConfigError
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.refs import Ref
 
+PATIENCE: Final = 10.0
+"""Seconds after which a host that cannot be reached is given up."""
 INLINE_BYTES: Final = 65536
 """The largest column that travels with a call, if nothing else is said."""
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from meshrl.config import Config, PathIn
 from meshrl.errors import ConfigError
-from meshrl.mesh import INLINE_BYTES, Resources
+from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources
 from meshrl.roles import Shape
 from meshrl.user_code import CODE
 
@@ -74,6 +74,8 @@ class RunConfig(Config):
     shared_memory_mib: int | None = Field(default=None, ge=1)
     """MiB of `/dev/shm` that all processes of the run together may take on each machine; without it what there is. More
     goes through files of the temporary folder."""
+    patience: float = Field(default=PATIENCE, gt=0)
+    """Seconds after which another host that cannot be reached is given up, with the ranks on it (engine Ray)."""
     deterministic: bool = False
     """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
     replay: Annotated[str | None, PathIn("(.+)")] = None

@@ -372,4 +372,4 @@ def _engine(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
         if isinstance(backend, str):
             with suppress(BackendError):  # told where the role is spawned
                 modules.add(place_of(name.title().replace("_", ""), backend).partition(":")[0])
-    return make_engine(config.engine, config.inline_bytes, sorted(modules), config.shared_memory_mib)
+    return make_engine(config.engine, config.inline_bytes, sorted(modules), config.shared_memory_mib, config.patience)

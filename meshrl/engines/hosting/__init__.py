@@ -14,6 +14,7 @@ from meshrl.engines.hosting.messages import (
     Arguments,
     Ask,
     Construction,
+    Door,
     Failure,
     Place,
     Stopped,
@@ -23,6 +24,7 @@ from meshrl.engines.hosting.patience import patiently
 from meshrl.engines.hosting.pickling import Pickler, carries, carry_modules, check_picklable, packed, unpacked
 from meshrl.engines.hosting.process import Process, RankMember, clock_ahead
 from meshrl.engines.hosting.reservation import ProcessSlot, Reservation, environments
+from meshrl.engines.hosting.vigil import Vigil, knocked, vigil
 
 __all__ = [
     "CYCLE",
@@ -34,6 +36,7 @@ __all__ = [
     "CallerQueue",
     "Channel",
     "Construction",
+    "Door",
     "Failure",
     "Gone",
     "Host",
@@ -47,14 +50,17 @@ __all__ = [
     "Reservation",
     "Service",
     "Stopped",
+    "Vigil",
     "boot",
     "carries",
     "carry_modules",
     "check_picklable",
     "clock_ahead",
     "environments",
+    "knocked",
     "packed",
     "patiently",
     "unpacked",
+    "vigil",
     "work_as",
 ]

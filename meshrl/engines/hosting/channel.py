@@ -37,7 +37,9 @@ class Reply:
         self._told: list[Callable[[], object]] = []
 
     def arrive(self, value: object, error: Exception | None = None) -> None:
-        """It is here."""
+        """It is here; what comes later, from a host that was given up, is not."""
+        if self.is_here:
+            return
         self.is_here, self.value, self.error = True, value, error
         told, self._told = self._told, []
         for each in told:

@@ -10,6 +10,15 @@ from typing import Final, NamedTuple, TypeAlias
 from meshrl.mesh import Rank, Ref
 
 
+class Door(NamedTuple):
+    """A port at which a host takes connections while it is there."""
+
+    ip: str
+    port: int
+    patience: float
+    """Seconds after which a host that takes none is given up."""
+
+
 class Place(NamedTuple):
     """Where a rank's process is."""
 
@@ -24,6 +33,8 @@ class Place(NamedTuple):
     """The machine, since it was started: processes with the same have the same monotonic clock."""
     socket: tuple[str, bytes] | None = None
     """The path at which it answers processes of its machine too, and what these have to show."""
+    door: Door | None = None
+    """Where other machines see whether this one is there."""
 
 
 def boot() -> str:

@@ -3,15 +3,27 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import ray
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+from ray.exceptions import (
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
-from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Reply, Service, boot
+from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Reply, Service, boot, vigil
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.transport import Address, SocketChannel
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _DEATHS = (RayActorError, NodeDiedError, OutOfMemoryError, WorkerCrashedError)
 
@@ -44,10 +56,12 @@ class RayChannel(Channel):
         self._call, self._stream = _method(handle, "call"), _method(handle, "stream")  # each look-up makes a new one
         self._place = place
         self._near: SocketChannel | None = None
-        self._open = 0
-        """How many calls by Ray have no answer."""
+        self._open: set[Reply] = set()
+        """Those that come by Ray and are not here."""
         self._cancelled = False
         """Whether one was cancelled, so that the process may have seen calls of later numbers."""
+        self._lost = ""
+        """Why nothing is sent to it any more."""
         if place:
             self.found(place)
 
@@ -56,6 +70,18 @@ class RayChannel(Channel):
         self._place = place
         if self._near is None and place.socket and place.boot == boot() and Path(place.socket[0]).exists():
             self._near = SocketChannel(Address(*place.socket))
+
+    def lose(self, reason: str) -> None:
+        """The process is given up, whether it lives or not."""
+        self._lost = reason
+        if self._near is not None:
+            self._near.close(reason)
+        for reply in list(self._open):
+            reply.arrive(None, Gone(reason))
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(cast("ActorHandle[object]", self.handle), no_restart=True)
 
     def close(self) -> None:
         """Let the process go. One that was killed has left its folder."""
@@ -68,60 +94,80 @@ class RayChannel(Channel):
 
     def call(self, ask: Ask, given: Arguments | None, *, stream: bool) -> Reply:
         """Send a call, or open a stream."""
+        if self._lost:
+            return self._refused()
         if self._near is not None:
             return self._near.call(ask, given, stream=stream)
-        name = label(ask, whole=self._cancelled or self._open >= CYCLE // 2)
+        name = label(ask, whole=self._cancelled or len(self._open) >= CYCLE // 2)
         method = (self._stream if stream else self._call).options(name=name)
-        reply = _reply(method.remote(pack(given)) if given else method.remote())
-        self._open += 1
-        reply.tell(self._answered)
-        return reply
+        return self._reply(method.remote(pack(given)) if given else method.remote())
 
     def request(self, service: Service, *arguments: object) -> Reply:
         """Ask for something else."""
+        if self._lost:
+            return self._refused()
         if self._near is not None and service != "place":
             return self._near.request(service, *arguments)
-        return _reply(_method(self.handle, service).remote(*map(pack, arguments)))
+        return self._reply(_method(self.handle, service).remote(*map(pack, arguments)))
 
     def tell(self, service: Service, *arguments: object) -> None:
         """The same, where nobody waits for the answer."""
+        if self._lost:
+            return
         if self._near is not None:
             self._near.tell(service, *arguments)
             return
         self._cancelled |= service == "cancel"
         cast("Signal", getattr(self.handle, service)).remote(*map(pack, arguments))
 
-    def _answered(self) -> None:
-        self._open -= 1
+    def _refused(self) -> Reply:
+        reply = Reply()
+        reply.arrive(None, Gone(self._lost))
+        return reply
+
+    def _reply(self, sent: Awaitable[object]) -> Reply:
+        reply = Reply()
+        self._open.add(reply)
+        reply.tell(partial(self._open.discard, reply))
+        _arriving.add(task := asyncio.ensure_future(self._arrive(reply, sent)))
+        task.add_done_callback(_arriving.discard)
+        if self._place is not None and self._place.door is not None:
+            vigil(self._place.door).attend(reply, self)
+        return reply
+
+    async def _arrive(self, reply: Reply, sent: Awaitable[object]) -> None:
+        try:
+            value, error = await _answer(sent), None
+        except _Unknown as failure:  # it would go on with a call whose answer nobody hears
+            self.lose(str(failure))
+            await asyncio.to_thread(self.kill)
+            return
+        except (Gone, Broken) as failure:
+            value, error = None, failure
+        except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
+            value, error = None, Broken(f"{type(failure).__name__}: {failure}")
+        reply.arrive(value, error)
+
+
+class _Unknown(Exception):
+    """Nobody knows whether a call has run: the connection broke before the answer came."""
 
 
 def _method(handle: object, name: str) -> Method:
     return cast("Method", getattr(handle, name))
 
 
-def _reply(sent: Awaitable[object]) -> Reply:
-    reply = Reply()
-    _arriving.add(task := asyncio.ensure_future(_arrive(reply, sent)))
-    task.add_done_callback(_arriving.discard)
-    return reply
-
-
 _arriving: set[asyncio.Task[None]] = set()
-
-
-async def _arrive(reply: Reply, sent: Awaitable[object]) -> None:
-    try:
-        value, error = await _answer(sent), None
-    except (Gone, Broken) as failure:
-        value, error = None, failure
-    except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
-        value, error = None, Broken(f"{type(failure).__name__}: {failure}")
-    reply.arrive(value, error)
 
 
 async def _answer(sent: Awaitable[object]) -> object:
     try:
         parcel = cast("Parcel | None", await sent)
+    except ActorUnavailableError as error:
+        raise _Unknown(
+            "the connection to it broke, and with it went the answer: whether the call has run is not known, so the "
+            f"process is ended (Ray: {_reason(error)})"
+        ) from None
     except _DEATHS as error:
         raise Gone(_reason(error)) from None
     except RayTaskError as error:

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import floor
@@ -15,6 +15,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import ray
 
 from meshrl import log
+from meshrl.engines.hosting import Door, Reply, vigil
 from meshrl.errors import ConfigError
 from meshrl.mesh import Resources, free_cores
 
@@ -29,6 +30,8 @@ class Node(NamedTuple):
 
     id: str
     address: str
+    port: int
+    """At which Ray's own process of the node takes connections."""
     has: Amounts
     """In all, also what is taken."""
 
@@ -44,23 +47,59 @@ _LAG: Final = 1.0
 class Cluster:
     """This process's connection to Ray. A cluster that was started here is stopped here, any other goes on."""
 
-    def __init__(self, address: str | None) -> None:
-        """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own."""
+    def __init__(self, address: str | None, patience: float, told: Callable[[str], None]) -> None:
+        """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own.
+
+        `patience`: seconds after which a node that cannot be reached is given up; `told`: called where that is the
+        head, with the reason.
+        """
         self._address = address or os.environ.get("RAY_ADDRESS")
+        self._patience = patience
+        self._told = told
         self._connecting: asyncio.Task[_Link] | None = None
+        self._doors: dict[str, Door] = {}
+        self._open = Reply()
+        """Here when this is closed."""
+        self.lost = ""
+        """Why the cluster can be asked for nothing any more."""
 
     async def connect(self) -> None:
-        """Connect, once. Raises `ConfigError` where no cluster answers."""
+        """Connect, once. Raises `ConfigError` where no cluster answers, or none any more."""
         if self._connecting is None:
-            self._connecting = asyncio.create_task(_connect(self._address))
+            self._connecting = asyncio.create_task(self._connect())
         await asyncio.shield(self._connecting)
+        if self.lost:
+            raise ConfigError(self.lost)
+
+    async def _connect(self) -> "_Link":
+        link = await _connect(self._address)
+        ip, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        vigil(Door(ip, int(port), self._patience)).attend(self._open, self)
+        return link
+
+    def lose(self, reason: str) -> None:
+        """The head is given up: without it no rank is found, made or ended, and Ray ends this process in a minute."""
+        self.lost = f"Ray's head is gone, without which no rank can be used: {reason}"
+        self._told(self.lost)
+
+    async def door(self, node: str) -> Door | None:
+        """Where a node takes connections while it is there; None for one that is gone already."""
+        if node not in self._doors:
+            living = await self.nodes()
+            self._doors |= {each.id: Door(each.address, each.port, self._patience) for each in living}
+        return self._doors.get(node)
 
     async def nodes(self) -> list[Node]:
         """The living nodes."""
         found = cast("list[dict[str, object]]", await asyncio.to_thread(ray.nodes))
         living = (node for node in found if node.get("Alive"))
         return [
-            Node(str(node["NodeID"]), str(node["NodeManagerAddress"]), cast("Amounts", node["Resources"]))
+            Node(
+                str(node["NodeID"]),
+                str(node["NodeManagerAddress"]),
+                int(cast("int", node["NodeManagerPort"])),
+                cast("Amounts", node["Resources"]),
+            )
             for node in living
         ]
 
@@ -92,6 +131,7 @@ class Cluster:
 
     async def close(self) -> None:
         """Disconnect; stop the cluster if it was started here."""
+        self._open.arrive(None)
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             with suppress(ConfigError):

@@ -2,13 +2,17 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, cast
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
 from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.ray.reservation import RayReservation
 from meshrl.errors import ConfigError
-from meshrl.mesh import INLINE_BYTES, Ref, Resources, Share, sweep
+from meshrl.mesh import INLINE_BYTES, PATIENCE, Ref, Resources, Share, sweep
+
+if TYPE_CHECKING:
+    from meshrl.engines.ray.channel import RayChannel
 
 
 class RayCaller(Caller):
@@ -27,7 +31,8 @@ class RayEngine(HostingEngine, RayCaller):
 
     `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and
     without it a cluster of this machine's cores, which `close` stops. If the program has called `ray.init`
-    already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine.
+    already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`:
+    seconds after which another host that cannot be reached is given up, with the ranks on it.
     """
 
     def __init__(
@@ -35,10 +40,11 @@ class RayEngine(HostingEngine, RayCaller):
         address: str | None = None,
         inline_bytes: int = INLINE_BYTES,
         share: Share = Share(),  # noqa: B008 -- it never changes
+        patience: float = PATIENCE,
     ) -> None:
         super().__init__(inline_bytes)
         self._share = share
-        self._cluster = Cluster(address)
+        self._cluster = Cluster(address, patience, self._lose)
         self._planning = asyncio.Lock()
 
     @property
@@ -74,6 +80,11 @@ class RayEngine(HostingEngine, RayCaller):
             reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources.placement, keeps)
             self._reservations.append(reservation)
         return await self._settled(reservation)
+
+    def _lose(self, reason: str) -> None:
+        for reservation in self._reservations:
+            for process in reservation.processes:
+                cast("RayChannel", process.channel).lose(reason)
 
     async def _free_cores(self, nodes: Iterable[Node]) -> float:
         mine = sum(each.cpus for each in self._reservations)

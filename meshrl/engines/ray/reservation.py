@@ -8,7 +8,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Final, cast
 
 import ray
-from ray.actor import ActorClass, ActorHandle
+from ray.actor import ActorClass
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -75,7 +75,7 @@ class RayReservation(Reservation):
         """
         process = slot.process
         try:
-            return await _placed(process)
+            return await self._placed(process)
         except Gone as gone:
             if self.released or process.known:
                 raise self._not_started(process, gone) from gone
@@ -84,7 +84,7 @@ class RayReservation(Reservation):
         except Broken as error:
             raise self._not_started(process, error) from error
         try:
-            return await _placed(again)
+            return await self._placed(again)
         except (Gone, Broken) as error:
             raise self._not_started(again, error) from error
 
@@ -96,12 +96,24 @@ class RayReservation(Reservation):
             "see that each node has the same Python, Ray and meshrl"
         )
 
+    async def _placed(self, process: Process) -> Place:
+        """Where it is, when it runs. From now on it is watched."""
+        channel = cast("RayChannel", process.channel)
+        place = cast("Place", await channel.request("place"))
+        place = place._replace(door=await self._cluster.door(place.node))
+        channel.found(place)
+        if place.boot != boot():
+            process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", channel.request("clock")))
+        process.known = place
+        return place
+
     async def release(self) -> None:
         """End the processes and give everything back."""
         try:
             await super().release()
         finally:
-            remove_placement_group(self._group)
+            if not self._cluster.lost:
+                remove_placement_group(self._group)
 
     def begin(self, slot: ProcessSlot) -> Process:
         """Ask Ray for a process. It comes when its resources are free."""
@@ -122,16 +134,8 @@ class RayReservation(Reservation):
         """End a process at once."""
         channel = cast("RayChannel", process.channel)
         channel.close()
-        ray.kill(cast("ActorHandle[RankProcess]", channel.handle), no_restart=True)
-
-
-async def _placed(process: Process) -> Place:
-    place = cast("Place", await process.channel.request("place"))
-    if place.boot != boot():
-        process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", process.channel.request("clock")))
-    process.known = place
-    cast("RayChannel", process.channel).found(place)
-    return place
+        if not self._cluster.lost:
+            channel.kill()
 
 
 @cache

@@ -48,10 +48,10 @@ class SocketChannel(Channel):
         """The same, where nobody waits for the answer."""
         self._connected().tell(service, arguments)
 
-    def close(self) -> None:
-        """Let the process go. Who still waits for it is told that it is gone."""
+    def close(self, reason: str = "its engine was closed") -> None:
+        """Let the process go. Who still waits for it is told that it is gone, and why."""
         for line in list(self._lines.values()):
-            line.close()
+            line.close(reason)
 
     def _connected(self) -> "_Line":
         loop = asyncio.get_running_loop()
@@ -106,11 +106,11 @@ class _Line:
             values, _ = dumped(arguments)
             self._connection.send(encode(Question(-1, service, None, values)))
 
-    def close(self) -> None:
-        """Let the process go. Who waits for it is told that it is gone."""
+    def close(self, reason: str) -> None:
+        """Let the process go. Who waits for it is told that it is gone, and why."""
         if self._connection is not None:
             self._connection.close()
-            self._fail("its engine was closed")
+            self._fail(reason)
 
     def _received(self, frame: bytes) -> None:
         answer = decode(frame)

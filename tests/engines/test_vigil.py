@@ -1,0 +1,142 @@
+"""When a host is given up: in virtual time, with hosts that are silent, slow or away for a moment."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from meshrl.engines.hosting import Door, Gone, Reply, Vigil, knocked
+from meshrl.events import clock
+from meshrl.testing import simulate
+
+DOOR = Door("10.0.0.7", 6380, patience=10.0)
+
+Knock = Callable[[Door], Awaitable[bool]]
+
+
+class Rank:
+    """What is on the host."""
+
+    def __init__(self) -> None:
+        self.waited: list[Reply] = []
+        self.lost: float | None = None
+
+    def ask(self, vigil: Vigil) -> Reply:
+        self.waited.append(reply := Reply())
+        vigil.attend(reply, self)
+        return reply
+
+    def lose(self, reason: str) -> None:
+        self.lost = clock()
+        for reply in self.waited:
+            reply.arrive(None, Gone(reason))
+
+
+def host(*away: tuple[float, float], delay: float = 0.0) -> Knock:
+    """One that answers after a delay, but for what it is sent, or would answer, in these spans."""
+
+    async def knock(door: Door) -> bool:
+        sent = clock()
+        await asyncio.sleep(delay)
+        if any(begin <= each < end for begin, end in away for each in (sent, clock())):
+            await asyncio.sleep(door.patience)
+            return False
+        return True
+
+    return knock
+
+
+def watched(knock: Knock, seconds: float) -> float | None:
+    """When one call that lasts so long was given up."""
+
+    async def scenario() -> float | None:
+        vigil, rank = Vigil(DOOR, knock), Rank()
+        reply = rank.ask(vigil)
+        asyncio.get_running_loop().call_later(seconds, reply.arrive, "the answer")
+        await reply.here()
+        await asyncio.sleep(2 * DOOR.patience)
+        assert rank.lost is not None or reply.value == "the answer"
+        return rank.lost
+
+    return simulate(scenario)
+
+
+def test_a_call_on_a_host_that_answers_may_last() -> None:
+    assert watched(host(), 3600) is None
+
+
+@pytest.mark.parametrize("begin", [0.0, 5.0, 5.5, 99.99])
+def test_a_host_that_is_gone_is_given_up_after_its_patience(begin: float) -> None:
+    lost = watched(host((begin, 3600)), 3600)
+    assert lost is not None
+    assert begin + DOOR.patience <= lost <= begin + 1.2 * DOOR.patience
+
+
+@pytest.mark.parametrize("begin", [0.0, 5.0, 5.5])
+def test_a_host_that_is_away_for_less_is_not(begin: float) -> None:
+    assert watched(host((begin, begin + 5)), 60) is None
+
+
+def test_a_slow_host_is_not_a_dead_one() -> None:
+    assert watched(host(delay=5), 3600) is None
+
+
+def test_hosts_that_are_away_again_and_again_are_not() -> None:
+    assert watched(host(*((float(begin), begin + 6.0) for begin in range(0, 600, 8))), 600) is None
+
+
+def test_all_who_wait_are_told_and_what_comes_later_does_not_count() -> None:
+    async def scenario() -> None:
+        vigil, one, other = Vigil(DOOR, host((0, 3600))), Rank(), Rank()
+        first = one.ask(vigil)
+        await asyncio.sleep(5)
+        second = other.ask(vigil)
+        await second.here()
+        assert one.lost == other.lost == clock()
+        with pytest.raises(Gone, match=r"nothing was heard of its host \(10.0.0.7\) for 10 s, which is run.patience"):
+            await first
+        first.arrive("late")
+        assert first.value is None
+        third = one.ask(vigil)  # on the same host, which is asked anew
+        assert not third.is_here
+        await third.here()
+        await asyncio.sleep(DOOR.patience)
+
+    simulate(scenario)
+
+
+def test_answers_are_heard_as_knocks_are() -> None:
+    async def scenario() -> None:
+        vigil, rank = Vigil(DOOR, host((0, 3600))), Rank()
+        long = rank.ask(vigil)
+        for _ in range(100):
+            short = rank.ask(vigil)
+            await asyncio.sleep(1)
+            short.arrive(None)
+        await long.here()
+        assert 105 <= (rank.lost or 0) <= 115
+
+    simulate(scenario)
+
+
+async def test_what_this_process_sleeps_is_no_silence_of_the_host() -> None:
+    async def knock(_: Door) -> bool:
+        return True
+
+    vigil, rank = Vigil(Door("", 0, patience=0.5), knock), Rank()
+    reply = rank.ask(vigil)
+    await asyncio.sleep(0.01)
+    time.sleep(1)  # noqa: ASYNC251 -- as a controller does that computes
+    await asyncio.sleep(0.2)
+    assert rank.lost is None
+    reply.arrive(None)
+    await asyncio.sleep(0.2)
+
+
+async def test_a_knock_is_a_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        door = Door("127.0.0.1", server.getsockname()[1], patience=5)
+        assert await knocked(door)
+    assert not await knocked(door)
