@@ -41,6 +41,10 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call may take, or a stream's next value."""
+    least: int = 0
+    """Ranks that are enough, where the others may come and go; 0: all."""
+    away: set[int] = field(default_factory=set[int], compare=False, repr=False)
+    """The ranks that are left out of calls, by number; the same set for every view of the actor."""
     _seen: dict[Axes, Along] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What `along` has found."""
 
@@ -48,6 +52,12 @@ class Deployment:
     def name(self) -> str:
         """The class's name, for messages."""
         return self.actor.__name__
+
+    @property
+    def present(self) -> "Deployment":
+        """It, without the ranks that are away; whole where none is left."""
+        here = [member for member in self.members if member.rank.index not in self.away]
+        return replace(self, members=here, shape={**self.shape, "dp": len(here)}) if self.away and here else self
 
     def along(self, axes: Axes) -> Along:
         """The ranks along these axes."""
@@ -110,10 +120,16 @@ class BoundEndpoint:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """A coroutine of the joined result, or the stream."""
-        return self._stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
+        here = self.present
+        return here.stream(args, kwargs) if self.endpoint.stream else here._call(args, kwargs)
 
     def __repr__(self) -> str:
         return f"<{self.where}{self.endpoint.signature}>"
+
+    @property
+    def present(self) -> "BoundEndpoint":
+        """The same on the ranks that are not away."""
+        return BoundEndpoint(self.deployment.present, self.endpoint, self.owners) if self.deployment.away else self
 
     @property
     def where(self) -> str:
@@ -122,8 +138,9 @@ class BoundEndpoint:
 
     async def each(self, *args: object, **kwargs: object) -> list[object]:
         """Every rank's own result, in the order of the ranks."""
-        with self._observed(args, kwargs) as seen:
-            return (await self._results(args, kwargs, seen))[0]
+        here = self.present
+        with here._observed(args, kwargs) as seen:
+            return (await here._results(args, kwargs, seen))[0]
 
     async def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         with self._observed(args, kwargs) as seen:
@@ -140,7 +157,7 @@ class BoundEndpoint:
     async def _results(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Observation | None
     ) -> tuple[list[object], Plans]:
-        requests, plans = self._requests(args, kwargs)
+        requests, plans = self.requests(args, kwargs)
         answer = self.deployment.engine.call(self.endpoint.name, requests, seen)
         return await self._answered(answer, seen), plans
 
@@ -172,9 +189,12 @@ class BoundEndpoint:
         except MeshrlError as error:
             raise type(error)(f"{self.where}: {error}") from error
 
-    async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
+    async def stream(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], dealt: tuple[list[Request], Plans] | None = None
+    ) -> AsyncGenerator[object]:
+        """The values of a call; `dealt`: what `requests` gave, where that is done."""
         with self._observed(args, kwargs) as seen:
-            requests, plans = self._requests(args, kwargs)
+            requests, plans = dealt or self.requests(args, kwargs)
             axes = self.endpoint.result.axes
             plan = None if plans.get(axes) else rows.UNDIVIDED
             consumed = self.deployment.along(axes).replica if axes else [0]
@@ -185,7 +205,7 @@ class BoundEndpoint:
             finally:
                 await stream.aclose()
 
-    def _requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
+    def requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
         """What each rank is sent, and how rows were divided over each group of axes."""
         members, shards, along = self.deployment.members, self.endpoint.shards, self.deployment.along
         try:
@@ -226,27 +246,6 @@ def each(
         return [await endpoint(*args, **kwargs)]
 
     return alone
-
-
-def parts(endpoint: Callable[..., object]) -> int:
-    """How many parts the rows of an endpoint's calls are divided into: 1 where it is not on a mesh or shards none."""
-    called = cast("object", endpoint)
-    if not isinstance(called, BoundEndpoint):
-        return 1
-    return max((called.deployment.along(axes).parts for axes in called.endpoint.shards.values()), default=1)
-
-
-def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
-    """Decide which part of its rows each rank gets: `routed(sampler.generate, owners)(prompts, sampling)`.
-
-    `owners`, int64[rows], has a number below `parts(endpoint)` for each row; a rank's number is its coordinate on the
-    axis that rows are sharded over. What is not on a mesh is given all rows. ContractError, of the call, where they do
-    not fit its rows.
-    """
-    called = cast("object", endpoint)
-    if not isinstance(called, BoundEndpoint):
-        return endpoint
-    return cast("Callable[P, R]", BoundEndpoint(called.deployment, called.endpoint, owners))
 
 
 def at(actor: A, **axes: int) -> A:

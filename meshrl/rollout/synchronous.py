@@ -21,8 +21,12 @@ _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versi
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
     """All rollouts of the prompts, in their order: the `sampling.n` completions of a prompt stand together."""
     tagged = prompts.part(np.arange(len(prompts)))
-    chunks = [chunk async for chunk in sampler.generate(tagged, sampling)]
-    done = Batch.join(chunks)
+
+    async def draw() -> list[Batch]:
+        return [chunk async for chunk in sampler.generate(tagged, sampling)]
+
+    stream = next((each for each in Rollouts.live if each.feeds_on(sampler)), None)
+    done = Batch.join(await (stream.outlive(draw) if stream else draw()))
     if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
         raise DataError(
             'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '
