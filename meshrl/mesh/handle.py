@@ -69,7 +69,7 @@ class Deployment:
 class Handle:
     """Stands for an actor on a mesh; typed as the actor itself."""
 
-    __slots__ = ("_meshrl",)
+    __slots__ = ("__weakref__", "_meshrl")
 
     def __init__(self, deployment: Deployment) -> None:
         self._meshrl = deployment

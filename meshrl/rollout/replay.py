@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import gauge
+from meshrl.mesh import least
 from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
@@ -228,12 +230,16 @@ schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 """The schedule of the current run, where it keeps one."""
 
 
+newest: Final[WeakKeyDictionary[Sampler, Weights]] = WeakKeyDictionary()
+"""Of samplers whose ranks come and go, the weights that they were given last: who comes is given them, too."""
 LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
 """Gives weights to those ranks of a sampler that are there; what its `load` returns, where any is."""
 
 
 async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
     """Load weights into a sampler, as the run's schedule says where it has one. `load`: in place of the sampler's."""
+    if least(sampler):
+        newest[sampler] = weights
     if kept := schedule.get():
         await kept.load(sampler, weights, load)
     else:

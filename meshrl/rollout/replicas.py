@@ -13,7 +13,7 @@ from meshrl.events import gauge
 from meshrl.mesh import Rows, is_away, least, leave_out, replicas, respawn, take_in
 from meshrl.roles import Sampler
 from meshrl.rollout.condition import Condition
-from meshrl.rollout.replay import load_alone
+from meshrl.rollout.replay import load_alone, newest
 from meshrl.weights import Weights
 
 T = TypeVar("T")
@@ -53,14 +53,14 @@ class Replicas:
         """Those that are not there, and what they died of, if they have ever been there."""
         self._idle = [0] * len(self.each)
         """Of each replica, how many lives ended one after the other without a row."""
-        self._weights: Weights | None = None
+        self._weights: Weights | None = newest.get(sampler) if self._least else None
         self._changing = asyncio.Lock()
         """Held by who gives weights, or takes a replica in."""
 
     def begin(self) -> None:
         """Wait for the replicas that are not there yet."""
         for number, replica in enumerate(self.each):
-            if is_away(replica):
+            if is_away(replica) and number not in self._away:
                 self._away[number] = None
                 self._start(self._return(number))
 
@@ -202,6 +202,20 @@ class Replicas:
                 if not died(error):
                     raise
                 self.failed(lives[error.rank if len(self.each) > 1 else 0], error)
+
+
+async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
+    """What a call on a sampler gives that feeds no stream: again without one that died, where `least` are left."""
+    each, enough = replicas(sampler), least(sampler)
+    while True:
+        try:
+            return await call()
+        except (RankDied, RankFailed) as error:
+            left = sum(not is_away(replica) for replica in each) - 1
+            if not died(error) or not enough or left < enough:
+                raise
+            log.warning("a replica of the sampler is away until a stream begins", error=str(error))
+            leave_out(each[error.rank])
 
 
 def died(error: BaseException) -> bool:
