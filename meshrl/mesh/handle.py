@@ -8,7 +8,6 @@ from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import sink
 from meshrl.mesh import scatter as rows
-from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
 from meshrl.mesh.contract import Contract, Endpoint, read_contract
 from meshrl.mesh.dealing import Along, deal
@@ -113,23 +112,18 @@ class BoundEndpoint:
     """One endpoint of a handle."""
 
     def __init__(self, deployment: Deployment, endpoint: Endpoint, owners: Rows | None = None) -> None:
-        self.deployment = deployment
+        self.whole = deployment
+        self.deployment = deployment.present
         self.endpoint = endpoint
         self.owners = owners
         """Which part takes each row, where the caller has decided it."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """A coroutine of the joined result, or the stream."""
-        here = self.present
-        return here.stream(args, kwargs) if self.endpoint.stream else here._call(args, kwargs)
+        return self.stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
 
     def __repr__(self) -> str:
         return f"<{self.where}{self.endpoint.signature}>"
-
-    @property
-    def present(self) -> "BoundEndpoint":
-        """The same on the ranks that are not away."""
-        return BoundEndpoint(self.deployment.present, self.endpoint, self.owners) if self.deployment.away else self
 
     @property
     def where(self) -> str:
@@ -138,9 +132,8 @@ class BoundEndpoint:
 
     async def each(self, *args: object, **kwargs: object) -> list[object]:
         """Every rank's own result, in the order of the ranks."""
-        here = self.present
-        with here._observed(args, kwargs) as seen:
-            return (await here._results(args, kwargs, seen))[0]
+        with self._observed(args, kwargs) as seen:
+            return (await self._results(args, kwargs, seen))[0]
 
     async def _call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         with self._observed(args, kwargs) as seen:
@@ -250,7 +243,7 @@ def each(
 
 def at(actor: A, **axes: int) -> A:
     """The ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`."""
-    deployment = _deployment(actor, "at")
+    deployment = deployment_of(actor, "at")
     for axis, index in axes.items():
         size = deployment.shape.get(axis)
         if size is None or not 0 <= index < size:
@@ -263,12 +256,7 @@ def at(actor: A, **axes: int) -> A:
 
 def limited(actor: A, timeout: float | None) -> A:
     """The same actor, whose calls, and a stream's next value, end as `CallTimeout` after so many seconds."""
-    return cast("A", Handle(replace(_deployment(actor, "limited"), timeout=timeout)))
-
-
-def ranks(actor: object) -> list[Rank]:
-    """Where the actor's ranks are on the mesh."""
-    return [member.rank for member in _deployment(actor, "ranks").members]
+    return cast("A", Handle(replace(deployment_of(actor, "limited"), timeout=timeout)))
 
 
 async def respawn(actor: object) -> None:
@@ -276,17 +264,18 @@ async def respawn(actor: object) -> None:
 
     What it had learnt is gone, and so are batches of which columns lie on a rank that died.
     """
-    deployment = _deployment(actor, "respawn")
+    deployment = deployment_of(actor, "respawn")
     await deployment.engine.restart(deployment.members)
 
 
 async def stop(actor: object) -> None:
     """Cancel the actor's calls and let its ranks go; a later call raises `MeshStopped`."""
-    deployment = _deployment(actor, "stop")
+    deployment = deployment_of(actor, "stop")
     await deployment.engine.stop(deployment.members)
 
 
-def _deployment(actor: object, verb: str) -> Deployment:
+def deployment_of(actor: object, verb: str) -> Deployment:
+    """What stands behind an actor on a mesh. ContractError, which names the function that asks, for any other."""
     if not isinstance(actor, Handle):
         raise ContractError(f"{verb}() needs an actor that was spawned on a mesh, not a {type(actor).__name__}")
     deployment: Deployment = object.__getattribute__(actor, "_meshrl")

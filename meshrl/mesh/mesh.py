@@ -25,7 +25,12 @@ class Mesh:
     """
 
     def __init__(
-        self, engine: Engine, slots: Sequence[Slot], axes: Mapping[str, int] | None = None, name: str = "mesh", least: int = 0
+        self,
+        engine: Engine,
+        slots: Sequence[Slot],
+        axes: Mapping[str, int] | None = None,
+        name: str = "mesh",
+        least: int = 0,
     ) -> None:
         self.name = name
         """What the events of a run call it."""

@@ -4,8 +4,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import ParamSpec, TypeVar, cast
 
-from meshrl.mesh.actor import CollectiveActor
-from meshrl.mesh.handle import BoundEndpoint, Deployment, Handle, at
+import numpy as np
+
+from meshrl.mesh.actor import CollectiveActor, Rank
+from meshrl.mesh.engine import Request
+from meshrl.mesh.handle import BoundEndpoint, Deployment, Handle, Plans, at, deployment_of
 from meshrl.mesh.sharding import Rows
 
 P = ParamSpec("P")
@@ -19,7 +22,7 @@ def parts(endpoint: Callable[..., object]) -> int:
     called = cast("object", endpoint)
     if not isinstance(called, BoundEndpoint):
         return 1
-    return max((called.deployment.along(axes).parts for axes in called.endpoint.shards.values()), default=1)
+    return max((called.whole.along(axes).parts for axes in called.endpoint.shards.values()), default=1)
 
 
 def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
@@ -32,7 +35,12 @@ def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
     called = cast("object", endpoint)
     if not isinstance(called, BoundEndpoint):
         return endpoint
-    return cast("Callable[P, R]", BoundEndpoint(called.deployment, called.endpoint, owners))
+    return cast("Callable[P, R]", BoundEndpoint(called.whole, called.endpoint, owners))
+
+
+def ranks(actor: object) -> list[Rank]:
+    """Where the actor's ranks are on the mesh."""
+    return [member.rank for member in deployment_of(actor, "ranks").members]
 
 
 def replicas(actor: A) -> list[A]:
@@ -46,9 +54,7 @@ def replicas(actor: A) -> list[A]:
     return [at(actor, dp=index) for index in range(len(deployment.members))]
 
 
-def streams(
-    endpoint: Callable[P, AsyncIterator[T]], owners: Rows
-) -> Callable[P, dict[int, AsyncIterator[T]]]:
+def streams(endpoint: Callable[P, AsyncIterator[T]], owners: Rows) -> Callable[P, dict[int, AsyncIterator[T]]]:
     """A call of a stream, taken apart: one of each of the `replicas` that is not away, by its number.
 
     `owners`: as of `routed`. Rows are numbered as if the call were one; one stream ends without the others.
@@ -56,20 +62,24 @@ def streams(
     called = cast("object", endpoint)
 
     def opened(*args: P.args, **kwargs: P.kwargs) -> dict[int, AsyncIterator[T]]:
-        if not isinstance(called, BoundEndpoint) or not _apart(called.deployment):
+        if not isinstance(called, BoundEndpoint) or not _apart(called.whole):
             return {0: routed(endpoint, owners)(*args, **kwargs)}
-        whole, opened = called.deployment, dict[int, AsyncIterator[T]]()
-        requests, plans = BoundEndpoint(whole, called.endpoint, owners).requests(args, kwargs)
-        for index, request in enumerate(requests):
-            if request.member.rank.index not in whole.away:
-                alone = replace(whole, members=[request.member], shape={**whole.shape, "dp": 1})
-                stream = BoundEndpoint(alone, called.endpoint).stream(
-                    request.arguments, request.keywords, ([request], plans)
-                )
-                opened[index] = cast("AsyncIterator[T]", stream)
-        return opened
+        there = called.whole.present
+        numbers = [member.rank.axes["dp"] for member in there.members]
+        bound = BoundEndpoint(there, called.endpoint, np.searchsorted(numbers, owners))
+        requests, plans = bound.requests(args, kwargs)
+        return {
+            number: cast("AsyncIterator[T]", _alone(bound, request, plans))
+            for number, request in zip(numbers, requests, strict=True)
+        }
 
     return opened
+
+
+def _alone(bound: BoundEndpoint, request: Request, plans: Plans) -> AsyncIterator[object]:
+    """The part of a call that one rank is asked for."""
+    alone = replace(bound.deployment, members=[request.member], shape={**bound.deployment.shape, "dp": 1})
+    return BoundEndpoint(alone, bound.endpoint).stream(request.arguments, request.keywords, ([request], plans))
 
 
 def least(actor: object) -> int:

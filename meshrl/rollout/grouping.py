@@ -45,10 +45,10 @@ class GroupBuffer:
         self._groups.update((label, _Group((prompts, row))) for row, label in enumerate(prompts.groups.tolist()))
 
     def add(self, call: int, batch: Batch, life: object = None) -> dict[int, int]:
-        """Take rows that one life of a replica drew; the groups that are complete now, each with the number of the weights of its oldest token.
+        """Take rows; the groups that are complete now, each with the number of the weights of its oldest token.
 
-        Needs `groups` and `oldest_version`. Rows of groups that are not expected any more are left out. DataError
-        where a group gets more rows than it has.
+        `life`: of the replica that drew them. Needs `groups` and `oldest_version`. Rows of groups that are not expected
+        any more are left out. DataError where a group gets more rows than it has.
         """
         complete: dict[int, int] = {}
         chunk, versions = _Chunk(call, batch), batch.row("oldest_version").tolist()

@@ -147,8 +147,14 @@ class Producer:
             self._halted -= 1
             self._state.condition.notify_all()
 
-    def came(self, call: GenerateRequest, replica: int, rows: Batch) -> Batch:
-        """Rows of a call have come, whose `groups` can be read; those that are wanted."""
+    async def read(self, call: GenerateRequest, replica: int, chunk: Batch) -> Batch:
+        """Rows of a call have come; those that are wanted, with what is to be known of them."""
+        own = ("max_tokens",) if "max_tokens" in chunk else ()
+        try:
+            rows = await chunk.load("groups", "aborted", "oldest_version", *own)
+        except Exception as error:  # noqa: BLE001 -- where they lay is gone: the call's end tells why, or raises this
+            call.unread[replica] = error
+            return chunk.select(np.zeros(0, np.int64))
         self._router.take(call.given, rows.groups.tolist())
         self.replicas.came(replica)
         return rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))) if call.lost else rows
@@ -177,7 +183,12 @@ class Producer:
     def _may_draw(self) -> bool:
         it = self._state
         # In the synchronous loop nothing is drawn ahead of the question, not even after the last step.
-        if self._halted or not self.replicas.are_enough or not it.decisions.is_turn("draw") or not (it.ledger.ahead or self.demand):
+        if (
+            self._halted
+            or not self.replicas.are_enough
+            or not it.decisions.is_turn("draw")
+            or not (it.ledger.ahead or self.demand)
+        ):
             return False
         decided = it.decisions.next("draw")
         least = decided.count if decided else max(1, it.ledger.size // _LOT) if self._running else 1
@@ -239,7 +250,7 @@ class Producer:
                 lost += self._state.buffer.incomplete(call.labels(life[0]))
         for rows, call in self._resumable.values():
             if rows.elsewhere and life in call.began:
-                lost += call.labels(life[0])
+                lost += [label for label in call.labels(life[0]) if label in rows.groups]
         self._lose(list(dict.fromkeys(lost)))
 
     def _lose(self, labels: list[int]) -> None:

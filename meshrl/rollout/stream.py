@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Final, Never, Self, TypeAlias, TypeVar, get_args
+from typing import Final, Never, Self, TypeAlias, get_args
 from weakref import WeakSet
 
 import numpy as np
@@ -35,8 +35,6 @@ from meshrl.rollout.replay import DecisionLog, Opened, schedule
 from meshrl.rollout.staleness import Late, StalenessLedger
 from meshrl.tasks import data_cursor
 from meshrl.weights import Weights
-
-T = TypeVar("T")
 
 Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 Keep: TypeAlias = Callable[[Batch], ArrayLike]
@@ -122,6 +120,8 @@ class Rollouts:
         self._decisions = kept.decisions(plan.sampler, opened) if kept else DecisionLog()
         state = StreamState(ledger, self._buffer, prompts, self._condition, self._decisions, self._start)
         self._producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
+        self.replicas = self._producer.replicas
+        """Of its sampler."""
         self._cursor = data_cursor.get()
         if self._cursor:
             ledger.floor = self._cursor.open(self, ledger.ahead)
@@ -180,10 +180,6 @@ class Rollouts:
         if labels:
             return self._deliver(labels)
         raise StopAsyncIteration("the prompts have ended")
-
-    async def outlive(self, draw: Callable[[], Awaitable[T]]) -> T:
-        """What a call on its sampler gives that is none of its own: again where a replica died, and others go on."""
-        return await self._producer.replicas.outlive(draw)
 
     def feeds_on(self, sampler: object) -> bool:
         """Whether its rollouts come from this sampler, and have begun."""
@@ -316,13 +312,9 @@ class Rollouts:
 
     async def _add(self, call: GenerateRequest, replica: int, chunk: Batch) -> dict[int, int]:
         """Put rows to their groups; those that are whole now."""
-        own = ("max_tokens",) if "max_tokens" in chunk else ()
-        try:
-            rows = await chunk.load("groups", "aborted", "oldest_version", *own)
-        except Exception as error:  # noqa: BLE001 -- where they lay is gone, as the call's end will say, or else raises
-            call.unread[replica] = error
+        rows = await self._producer.read(call, replica, chunk)
+        if not len(rows):
             return {}
-        rows = self._producer.came(call, replica, rows)
         aborted = np.asarray(rows.row("aborted"), np.bool_)
         if aborted.any():
             call.aborted.append(rows.select(aborted))

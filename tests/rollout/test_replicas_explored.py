@@ -1,7 +1,7 @@
 """Streams keep their promises where replicas of the sampler die, at whatever moment, and come back."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from random import Random
 from typing import TypeVar, cast
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from meshrl import (
-    Batch,
     CrossEntropy,
     LocalEngine,
     Mesh,
@@ -92,7 +91,8 @@ class FragileEngine(LocalEngine):
         deaths = {self._deaths[member.rank.index]: member for member in ours}
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, *deaths], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[T] | asyncio.Future[None]] = [task, *deaths]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for death, member in deaths.items():
                 if death.done():
                     raise RankDied("FakeSampler", member.rank.index, member.rank.axes, endpoint, 7, "here", "killed")
