@@ -1,9 +1,11 @@
 """Streams keep their promises where replicas of the sampler die, at whatever moment, and come back."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from random import Random
 from typing import TypeVar, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,13 +17,24 @@ from meshrl import (
     RankDied,
     Resources,
     Sampling,
+    Weights,
     publish,
     rollout,
     rollouts,
 )
 from meshrl.engines.local import LocalMember
 from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
-from meshrl.testing import FakePolicy, FakeReward, FakeSampler, Lognormal, Witness, delayed, explore
+from meshrl.testing import (
+    FakePolicy,
+    FakeReward,
+    FakeSampler,
+    Lognormal,
+    Scenario,
+    ScheduleFailed,
+    Witness,
+    delayed,
+    explore,
+)
 from tests.rollout.test_streams_explored import POLICY, REWARD, SAMPLER, TellingSampler, prompts
 
 T = TypeVar("T")
@@ -182,5 +195,28 @@ async def deaths(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("scenario", "seeds"), [(one_death, 400), (deaths, 300)], ids=["one", "many"])
-def test_each_prompt_is_trained_once_whenever_a_replica_dies(scenario, seeds: int) -> None:  # type: ignore[no-untyped-def]
+def test_each_prompt_is_trained_once_whenever_a_replica_dies(scenario: Scenario, seeds: int) -> None:
     explore(scenario, seeds=seeds, workers=2, time_limit=100_000)
+
+
+async def joins_with_old_weights(seed: int) -> None:
+    async def nothing(replica: FakeSampler, weights: Weights) -> None: ...
+
+    with patch("meshrl.rollout.replicas.load_alone", nothing):
+        await deaths(seed)
+
+
+async def forgets_what_was_lost(seed: int) -> None:
+    with patch("meshrl.rollout.producer.Producer._lose", lambda self, labels: None):
+        await one_death(seed)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "told"),
+    [(joins_with_old_weights, "weights of version 0|stale"), (forgets_what_was_lost, "trainer waits for a batch")],
+    ids=["weights", "rows"],
+)
+def test_the_explorer_finds_a_planted_bug(scenario: Scenario, told: str) -> None:
+    with pytest.raises(ScheduleFailed) as failure:
+        explore(scenario, seeds=200, time_limit=100_000)
+    assert re.search(told, repr(failure.value.__cause__))
