@@ -99,7 +99,7 @@ class RankFailed(MeshrlError):
 
 
 class RankDied(MeshrlError):
-    """The process of a rank is gone; the mesh refuses calls until `respawn`."""
+    """The process of a rank is gone; calls on it are refused until `respawn`."""
 
     def __init__(
         self, actor: str, rank: int, axes: Mapping[str, int], endpoint: str, pid: int, host: str, reason: str
@@ -114,7 +114,7 @@ class RankDied(MeshrlError):
         where = ", ".join(f"{axis}={index}" for axis, index in axes.items())
         super().__init__(
             f"{actor}.{endpoint} on rank {rank} ({where}) failed: its process {pid} on {host} died: {reason}; "
-            f"the mesh takes no calls until it is made again with `await respawn(...)`"
+            f"calls on it fail until it is made again with `await respawn(...)`"
         )
 
     def __reduce__(self) -> tuple[type["RankDied"], tuple[object, ...]]:

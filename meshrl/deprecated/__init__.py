@@ -41,7 +41,7 @@ MOVED: Final = {
     "episodes": "environments.episodes",
     "estimates": "evaluation.estimates",
     "generation": "rollout.producer",
-    "handle": "mesh.handle",
+    "handle": "mesh.handle mesh.parts",
     "held": "mesh.refs",
     "imports": "user_code",
     "judging": "evaluation.judge",

@@ -8,10 +8,11 @@ stay on their rank behind references. The room knows no batch, no model and no e
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context
 from meshrl.mesh.engine import INLINE_BYTES, PATIENCE, Engine, Member, OnSpan, Request, Resources, Slot
-from meshrl.mesh.handle import at, each, limited, parts, ranks, respawn, routed, stop
+from meshrl.mesh.handle import at, each, limited, respawn, stop
 from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import even_runs, lightest
+from meshrl.mesh.parts import is_away, least, leave_out, parts, ranks, replicas, routed, streams, take_in
 from meshrl.mesh.refs import HasRefs, Put, Ref, fetch, put_large, resolve, seal_arrays
 from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
@@ -58,12 +59,15 @@ __all__ = [
     "each",
     "empty",
     "endpoint",
+    "even_runs",
     "fetch",
     "free_cores",
     "in_transit",
+    "is_away",
     "is_in_place",
     "is_in_transit",
-    "even_runs",
+    "least",
+    "leave_out",
     "lightest",
     "limited",
     "note_transit",
@@ -74,11 +78,14 @@ __all__ = [
     "put_large",
     "rank_context",
     "ranks",
+    "replicas",
     "resolve",
     "respawn",
     "routed",
     "seal_arrays",
     "slow_calls",
     "stop",
+    "streams",
     "sweep",
+    "take_in",
 ]

@@ -30,6 +30,8 @@ class Resources:
     """What else of the cluster's own resources each rank needs."""
     placement: Literal["pack", "spread"] = "pack"
     """The ranks on as few nodes as can be, or on as many."""
+    least: int = 0
+    """Ranks that are enough for the mesh to begin, and to go on: others come and go; 0: all."""
 
     def __post_init__(self) -> None:
         if (self.cpus or 0) < 0 or (self.cpus or 0) % 1:
@@ -63,6 +65,11 @@ class Member(Protocol):
     @property
     def place(self) -> str:
         """Its process and host, for messages."""
+        ...
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it has been there: of a mesh that began with fewer ranks some have not."""
         ...
 
 

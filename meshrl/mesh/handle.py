@@ -8,7 +8,6 @@ from typing import Final, Never, ParamSpec, TypeAlias, TypeVar, cast
 from meshrl.errors import ContractError, MeshrlError, did_you_mean
 from meshrl.events import sink
 from meshrl.mesh import scatter as rows
-from meshrl.mesh.actor import Rank
 from meshrl.mesh.call_events import Observation
 from meshrl.mesh.contract import Contract, Endpoint, read_contract
 from meshrl.mesh.dealing import Along, deal
@@ -41,6 +40,10 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call may take, or a stream's next value."""
+    least: int = 0
+    """Ranks that are enough, where the others may come and go; 0: all."""
+    away: set[int] = field(default_factory=set[int], compare=False, repr=False)
+    """The ranks that are left out of calls, by number; the same set for every view of the actor."""
     _seen: dict[Axes, Along] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What `along` has found."""
 
@@ -48,6 +51,12 @@ class Deployment:
     def name(self) -> str:
         """The class's name, for messages."""
         return self.actor.__name__
+
+    @property
+    def present(self) -> "Deployment":
+        """It, without the ranks that are away; whole where none is left."""
+        here = [member for member in self.members if member.rank.index not in self.away]
+        return replace(self, members=here, shape={**self.shape, "dp": len(here)}) if self.away and here else self
 
     def along(self, axes: Axes) -> Along:
         """The ranks along these axes."""
@@ -59,7 +68,7 @@ class Deployment:
 class Handle:
     """Stands for an actor on a mesh; typed as the actor itself."""
 
-    __slots__ = ("_meshrl",)
+    __slots__ = ("__weakref__", "_meshrl")
 
     def __init__(self, deployment: Deployment) -> None:
         self._meshrl = deployment
@@ -103,14 +112,15 @@ class BoundEndpoint:
     """One endpoint of a handle."""
 
     def __init__(self, deployment: Deployment, endpoint: Endpoint, owners: Rows | None = None) -> None:
-        self.deployment = deployment
+        self.whole = deployment
+        self.deployment = deployment.present
         self.endpoint = endpoint
         self.owners = owners
         """Which part takes each row, where the caller has decided it."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """A coroutine of the joined result, or the stream."""
-        return self._stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
+        return self.stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
 
     def __repr__(self) -> str:
         return f"<{self.where}{self.endpoint.signature}>"
@@ -140,7 +150,7 @@ class BoundEndpoint:
     async def _results(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], seen: Observation | None
     ) -> tuple[list[object], Plans]:
-        requests, plans = self._requests(args, kwargs)
+        requests, plans = self.requests(args, kwargs)
         answer = self.deployment.engine.call(self.endpoint.name, requests, seen)
         return await self._answered(answer, seen), plans
 
@@ -172,9 +182,12 @@ class BoundEndpoint:
         except MeshrlError as error:
             raise type(error)(f"{self.where}: {error}") from error
 
-    async def _stream(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> AsyncGenerator[object]:
+    async def stream(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object], dealt: tuple[list[Request], Plans] | None = None
+    ) -> AsyncGenerator[object]:
+        """The values of a call; `dealt`: what `requests` gave, where that is done."""
         with self._observed(args, kwargs) as seen:
-            requests, plans = self._requests(args, kwargs)
+            requests, plans = dealt or self.requests(args, kwargs)
             axes = self.endpoint.result.axes
             plan = None if plans.get(axes) else rows.UNDIVIDED
             consumed = self.deployment.along(axes).replica if axes else [0]
@@ -185,7 +198,7 @@ class BoundEndpoint:
             finally:
                 await stream.aclose()
 
-    def _requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
+    def requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
         """What each rank is sent, and how rows were divided over each group of axes."""
         members, shards, along = self.deployment.members, self.endpoint.shards, self.deployment.along
         try:
@@ -228,30 +241,9 @@ def each(
     return alone
 
 
-def parts(endpoint: Callable[..., object]) -> int:
-    """How many parts the rows of an endpoint's calls are divided into: 1 where it is not on a mesh or shards none."""
-    called = cast("object", endpoint)
-    if not isinstance(called, BoundEndpoint):
-        return 1
-    return max((called.deployment.along(axes).parts for axes in called.endpoint.shards.values()), default=1)
-
-
-def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
-    """Decide which part of its rows each rank gets: `routed(sampler.generate, owners)(prompts, sampling)`.
-
-    `owners`, int64[rows], has a number below `parts(endpoint)` for each row; a rank's number is its coordinate on the
-    axis that rows are sharded over. What is not on a mesh is given all rows. ContractError, of the call, where they do
-    not fit its rows.
-    """
-    called = cast("object", endpoint)
-    if not isinstance(called, BoundEndpoint):
-        return endpoint
-    return cast("Callable[P, R]", BoundEndpoint(called.deployment, called.endpoint, owners))
-
-
 def at(actor: A, **axes: int) -> A:
     """The ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`."""
-    deployment = _deployment(actor, "at")
+    deployment = deployment_of(actor, "at")
     for axis, index in axes.items():
         size = deployment.shape.get(axis)
         if size is None or not 0 <= index < size:
@@ -264,12 +256,7 @@ def at(actor: A, **axes: int) -> A:
 
 def limited(actor: A, timeout: float | None) -> A:
     """The same actor, whose calls, and a stream's next value, end as `CallTimeout` after so many seconds."""
-    return cast("A", Handle(replace(_deployment(actor, "limited"), timeout=timeout)))
-
-
-def ranks(actor: object) -> list[Rank]:
-    """Where the actor's ranks are on the mesh."""
-    return [member.rank for member in _deployment(actor, "ranks").members]
+    return cast("A", Handle(replace(deployment_of(actor, "limited"), timeout=timeout)))
 
 
 async def respawn(actor: object) -> None:
@@ -277,17 +264,18 @@ async def respawn(actor: object) -> None:
 
     What it had learnt is gone, and so are batches of which columns lie on a rank that died.
     """
-    deployment = _deployment(actor, "respawn")
+    deployment = deployment_of(actor, "respawn")
     await deployment.engine.restart(deployment.members)
 
 
 async def stop(actor: object) -> None:
     """Cancel the actor's calls and let its ranks go; a later call raises `MeshStopped`."""
-    deployment = _deployment(actor, "stop")
+    deployment = deployment_of(actor, "stop")
     await deployment.engine.stop(deployment.members)
 
 
-def _deployment(actor: object, verb: str) -> Deployment:
+def deployment_of(actor: object, verb: str) -> Deployment:
+    """What stands behind an actor on a mesh. ContractError, which names the function that asks, for any other."""
     if not isinstance(actor, Handle):
         raise ContractError(f"{verb}() needs an actor that was spawned on a mesh, not a {type(actor).__name__}")
     deployment: Deployment = object.__getattribute__(actor, "_meshrl")

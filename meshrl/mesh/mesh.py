@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar, cast
 from meshrl.errors import ContractError
 from meshrl.mesh.actor import Rank
 from meshrl.mesh.contract import read_contract
+from meshrl.mesh.contract_checks import check_may_shrink
 from meshrl.mesh.engine import Engine, Resources, Slot
 from meshrl.mesh.handle import Deployment, Handle
 
@@ -24,12 +25,18 @@ class Mesh:
     """
 
     def __init__(
-        self, engine: Engine, slots: Sequence[Slot], axes: Mapping[str, int] | None = None, name: str = "mesh"
+        self,
+        engine: Engine,
+        slots: Sequence[Slot],
+        axes: Mapping[str, int] | None = None,
+        name: str = "mesh",
+        least: int = 0,
     ) -> None:
         self.name = name
         """What the events of a run call it."""
         self._engine = engine
         self._slots = slots
+        self._least = least
         self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
         """Each axis and its size, the last one fastest."""
 
@@ -38,7 +45,8 @@ class Mesh:
         cls, engine: Engine, count: int, resources: Resources | None = None, name: str = "mesh"
     ) -> "Mesh":
         """Reserve `count` ranks of an engine."""
-        return cls(engine, await engine.reserve(count, resources or Resources()), name=name)
+        asked = resources or Resources()
+        return cls(engine, await engine.reserve(count, asked), name=name, least=asked.least)
 
     def shape(self, **axes: int) -> "Mesh":
         """The same ranks under these axes, the last one fastest. The sizes multiply to the number of ranks."""
@@ -48,7 +56,7 @@ class Mesh:
                 f"mesh.shape({written}): the sizes multiply to {prod(axes.values())}, but the mesh has "
                 f"{len(self._slots)} ranks"
             )
-        return Mesh(self._engine, self._slots, axes, self.name)
+        return Mesh(self._engine, self._slots, axes, self.name, self._least)
 
     async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
         """Construct the actor on every rank and return what stands for all of them, typed as the actor.
@@ -69,8 +77,11 @@ class Mesh:
             inspect.signature(cls).bind(*args, **kwargs)
         except TypeError as error:
             raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
+        check_may_shrink(cls, self.axes, self._least)
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
-        return cast("A", Handle(Deployment(cls, contract, self.axes, members, self._engine, self.name)))
+        away = {member.rank.index for member in members if not member.is_made}
+        it = Deployment(cls, contract, self.axes, members, self._engine, self.name, least=self._least, away=away)
+        return cast("A", Handle(it))
 
     async def stop(self) -> None:
         """Stop every actor on the mesh and give its ranks back."""

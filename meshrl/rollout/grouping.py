@@ -28,6 +28,8 @@ class _Group:
     pieces: list[tuple[_Chunk, Rows]] = field(default_factory=list)
     rows: int = 0
     oldest: int = np.iinfo(np.int64).max
+    lives: set[object] = field(default_factory=set[object])
+    """Of the replicas that drew it."""
 
 
 class GroupBuffer:
@@ -42,11 +44,11 @@ class GroupBuffer:
         """Rows of these groups will come."""
         self._groups.update((label, _Group((prompts, row))) for row, label in enumerate(prompts.groups.tolist()))
 
-    def add(self, call: int, batch: Batch) -> dict[int, int]:
+    def add(self, call: int, batch: Batch, life: object = None) -> dict[int, int]:
         """Take rows; the groups that are complete now, each with the number of the weights of its oldest token.
 
-        Needs `groups` and `oldest_version`. Rows of groups that are not expected any more are left out. DataError
-        where a group gets more rows than it has.
+        `life`: of the replica that drew them. Needs `groups` and `oldest_version`. Rows of groups that are not expected
+        any more are left out. DataError where a group gets more rows than it has.
         """
         complete: dict[int, int] = {}
         chunk, versions = _Chunk(call, batch), batch.row("oldest_version").tolist()
@@ -56,6 +58,7 @@ class GroupBuffer:
                 continue
             group.pieces.append((chunk, rows))
             group.rows += len(rows)
+            group.lives.add(life)
             group.oldest = min(group.oldest, *[versions[row] for row in rows.tolist()])
             if group.rows > self._size:
                 raise DataError(
@@ -83,10 +86,12 @@ class GroupBuffer:
         expected = (label for label in dict.fromkeys(labels) if label in self._groups)
         return [label for label in expected if self._groups[label].rows < self._size]
 
-    def elsewhere(self) -> list[int]:
-        """The groups of which columns lie on the ranks that made them."""
+    def elsewhere(self, life: object) -> list[int]:
+        """The groups of this life of a replica of which columns lie on the ranks that made them."""
         return [
-            label for label, group in self._groups.items() if any(chunk.batch.elsewhere for chunk, _ in group.pieces)
+            label
+            for label, group in self._groups.items()
+            if life in group.lives and any(chunk.batch.elsewhere for chunk, _ in group.pieces)
         ]
 
     def attempts(self, labels: Iterable[int]) -> dict[int, object]:

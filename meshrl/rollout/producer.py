@@ -1,21 +1,20 @@
-"""What keeps a sampler busy: calls of `generate` as there is room for them, new weights, a new life where it died."""
+"""What keeps a sampler busy: calls of `generate` as there is room for them, and new weights."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Never, TypeAlias
 
 import numpy as np
 
-from meshrl import log
 from meshrl.data import Batch
-from meshrl.errors import DataError, EngineDied, RankDied, RankFailed
-from meshrl.mesh import Rows, parts, respawn, routed
+from meshrl.errors import DataError
+from meshrl.mesh import Rows, parts, streams
 from meshrl.roles import Sampler, Sampling
 from meshrl.rollout.condition import Condition
 from meshrl.rollout.grouping import GroupBuffer
 from meshrl.rollout.prompt_queue import PromptQueue
 from meshrl.rollout.replay import Decision, DecisionLog, load_into
+from meshrl.rollout.replicas import Life, Replicas
 from meshrl.rollout.routing import NOWHERE, Router, Share
 from meshrl.rollout.staleness import StalenessLedger
 from meshrl.weights import Weights
@@ -30,7 +29,7 @@ _LOT = 8
 
 @dataclass(eq=False)
 class GenerateRequest:
-    """One call of `generate`."""
+    """One call of `generate`, which each replica answers by itself."""
 
     number: int
     prompts: Batch
@@ -39,20 +38,35 @@ class GenerateRequest:
     """The replica that draws each of them."""
     given: Mapping[int, Share]
     """What the replicas still have of each group."""
-    life: int
-    """Which life of the sampler it runs in."""
-    rows: int = 0
-    """How many came."""
+    several: bool
+    """Whether there are several replicas; one may divide its rows by itself."""
+    lives: dict[int, Life] = field(default_factory=dict)
+    """Of each replica that has not ended it: the life in which it began."""
+    began: frozenset[Life] = frozenset()
+    """Those of all that it was sent to."""
     aborted: list[Batch] = field(default_factory=list)
     """What it did not finish."""
+    lost: set[int] = field(default_factory=set)
+    """Groups of which nothing more is wanted: they are drawn again."""
+    unread: dict[int, Exception] = field(default_factory=dict)
+    """Of replicas, why rows that came from there could not be read."""
 
-    def check(self) -> None:
-        """DataError where it ended well and lacks rows."""
-        wanted = len(self.prompts) * self.sampling.n
-        if self.rows != wanted:
+    def labels(self, replica: int) -> list[int]:
+        """The groups that it has on a replica, and that are wanted."""
+        return [label for label, _ in self.shares(replica) if label not in self.lost]
+
+    def shares(self, replica: int) -> list[tuple[int, Share]]:
+        """What a replica was given."""
+        return [each for each in self.given.items() if not self.several or each[1].replica == replica]
+
+    def check(self, replica: int) -> None:
+        """DataError where a replica ended well and rows lack, or are too many."""
+        missing = sum(share.rows for label, share in self.shares(replica) if label not in self.lost)
+        prompts = int((self.owners == replica).sum()) if self.several else len(self.prompts)
+        if missing:
             raise DataError(
-                f"the sampler returned {self.rows} rollouts for {len(self.prompts)} prompts x {self.sampling.n} "
-                "completions"
+                f"the sampler returned {prompts * self.sampling.n - missing} rollouts for {prompts} prompts x "
+                f"{self.sampling.n} completions"
             )
 
 
@@ -73,35 +87,33 @@ class Producer:
     """The side of a stream that faces the sampler."""
 
     def __init__(self, sampler: Sampler, sampling: Sampling, swap: SwapMode, retries: int, state: StreamState) -> None:
-        self.arrived: list[tuple[GenerateRequest, Batch | Exception | None]] = []
-        """Rows that came and, at the end of a call, None or what it raised."""
+        self.arrived: list[tuple[GenerateRequest, int, Batch | Exception | None]] = []
+        """Rows that came from a replica and, at the end of a call there, None or what it raised."""
         self.demand = False
         """Whether the trainer waits for a batch."""
         self.sampler = sampler
         self._sampling = sampling
         self._mode = swap
-        self._retries = retries
         self._state = state
+        self.replicas = Replicas(sampler, retries, state.condition, state.start, self._changed)
         self._router = Router(parts(sampler.generate))
-        self._resumable: dict[int, tuple[Batch, Mapping[int, Share]]] = {}
+        self._resumable: dict[int, tuple[Batch, GenerateRequest]] = {}
         """By the call that was aborted, so that they go on in one order, whichever ended first; and where they were."""
         self._running: dict[int, GenerateRequest] = {}
         self._calls = 0
         self._halted = 0
         """How many want that no call begins."""
-        self._changing = asyncio.Lock()
-        """Held by who changes the sampler: its weights, or its life."""
-        self._life = 0
-        self._weights: Weights | None = None
 
     async def run(self) -> None:
         """Begin a call whenever there is room."""
         it = self._state
+        self.replicas.begin()
         while True:
             await it.condition.wait_for(self._may_draw, "rollout", "capacity", self._why_not)
             decided, before = it.decisions.next("draw"), NOWHERE
             if self._resumable:
-                prompts, before = self._resumable.pop(min(self._resumable))
+                prompts, aborted = self._resumable.pop(min(self._resumable))
+                before = aborted.given
                 sampling = self._sampling.model_copy(update={"n": 1})
             else:
                 prompts, sampling = it.prompts.take(decided.count if decided else it.ledger.room), self._sampling
@@ -112,48 +124,71 @@ class Producer:
             it.decisions.note("draw", len(prompts), owners=call.owners.tolist() if self._router.replicas > 1 else [])
             if decided:
                 it.condition.notify_all()  # the trainer's turn may be next
-            it.start(self._generate(call))
+            chunks = streams(self.sampler.generate, call.owners)(prompts.part(np.arange(len(prompts))), sampling)
+            call.lives = {replica: self.replicas.life(replica) for replica in chunks}
+            call.began = frozenset(call.lives.values())
+            for replica, rows in chunks.items():
+                it.start(self._generate(call, replica, rows))
 
     async def swap(self, weights: Weights) -> None:
         """Give the sampler new weights, in this stream's way."""
-        self._weights = weights
         if self._mode == "in_flight":
-            await self._change(lambda: self._load(weights))
+            await load_into(self.sampler, weights, self.replicas.load)
             return
         self._halted += 1
         try:
             if self._mode == "abort":
-                await self._change(self.sampler.abort)
+                await self.replicas.abort()
             await self._state.condition.wait_for(
                 lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
             )
-            await self._change(lambda: self._load(weights))
+            await load_into(self.sampler, weights, self.replicas.load)
         finally:
             self._halted -= 1
             self._state.condition.notify_all()
 
-    def came(self, call: GenerateRequest, rows: Batch) -> None:
-        """Rows of a call have come; their `groups` can be read."""
-        call.rows += len(rows)
+    async def read(self, call: GenerateRequest, replica: int, chunk: Batch) -> Batch:
+        """Rows of a call have come; those that are wanted, with what is to be known of them."""
+        own = ("max_tokens",) if "max_tokens" in chunk else ()
+        try:
+            rows = await chunk.load("groups", "aborted", "oldest_version", *own)
+        except Exception as error:  # noqa: BLE001 -- where they lay is gone: the call's end tells why, or raises this
+            call.unread[replica] = error
+            return chunk.select(np.zeros(0, np.int64))
         self._router.take(call.given, rows.groups.tolist())
+        self.replicas.came(replica)
+        return rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))) if call.lost else rows
 
-    async def end(self, call: GenerateRequest, error: Exception | None) -> None:
-        """A call is over, and all that it yielded is counted: what it stopped goes on, what it lost is drawn again."""
-        self._router.end(call.given)
+    def end(self, call: GenerateRequest, replica: int, error: Exception | None) -> None:
+        """A call is over on a replica, and what it yielded is counted: what it lost is drawn again.
+
+        When it is over on all of them, what it stopped goes on.
+        """
         if error is not None:
-            self._lose(self._state.buffer.incomplete(call.prompts.groups.tolist()))
-            await self._recover(call.life, error)
+            self._lose(self._state.buffer.incomplete(call.labels(replica)))
+            self.replicas.failed(call.lives[replica], error)
+        elif replica in call.unread:
+            raise call.unread[replica]
         else:
-            call.check()
+            call.check(replica)
+        self._router.end(share for _, share in call.shares(replica))
+        del call.lives[replica]
+        if not call.lives:
+            del self._running[call.number]
             if call.aborted:
-                self._resumable[call.number] = Batch.join(call.aborted).drop("aborted"), call.given
-        del self._running[call.number]
+                rows = Batch.join(call.aborted).drop("aborted")
+                self._resume(rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))), call)
         self._state.condition.notify_all()
 
     def _may_draw(self) -> bool:
         it = self._state
         # In the synchronous loop nothing is drawn ahead of the question, not even after the last step.
-        if self._halted or not it.decisions.is_turn("draw") or not (it.ledger.ahead or self.demand):
+        if (
+            self._halted
+            or not self.replicas.are_enough
+            or not it.decisions.is_turn("draw")
+            or not (it.ledger.ahead or self.demand)
+        ):
             return False
         decided = it.decisions.next("draw")
         least = decided.count if decided else max(1, it.ledger.size // _LOT) if self._running else 1
@@ -163,6 +198,8 @@ class Producer:
         ledger = self._state.ledger
         if self._halted:
             return "new weights are on their way to the sampler"
+        if not self.replicas.are_enough:
+            return self.replicas.why_not()
         if not self._state.prompts:
             return "there are no more prompts"
         if not self.demand and not ledger.ahead:
@@ -176,96 +213,61 @@ class Producer:
     def _request(
         self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share], decided: Decision | None
     ) -> GenerateRequest:
-        if decided and decided.owners:
-            owners = np.array(decided.owners)
-        else:
-            owners = self._router.divide(prompts, sampling, before)
+        several = len(self.replicas.each) > 1
+        here = self.replicas.here if several else np.arange(self._router.replicas)
+        owners = np.array(decided.owners if decided else [], np.int64)
+        if not len(owners) or not np.isin(owners, here).all():
+            owners = self._router.divide(prompts, sampling, before, here)
         given = self._router.give(prompts, sampling, owners)
-        call = GenerateRequest(self._calls, prompts, sampling, owners, given, self._life)
+        call = GenerateRequest(self._calls, prompts, sampling, owners, given, several)
         self._calls += 1
         self._running[call.number] = call
         return call
 
-    async def _generate(self, call: GenerateRequest) -> None:
-        """Run a call to its end, whatever that is."""
+    async def _generate(self, call: GenerateRequest, replica: int, chunks: AsyncIterator[Batch]) -> None:
+        """Run a call to its end on a replica, whatever that is."""
         ended: Exception | None = None
-        generate = routed(self.sampler.generate, call.owners)
-        chunks = generate(call.prompts.part(np.arange(len(call.prompts))), call.sampling)
         try:
             async for chunk in chunks:
-                self.arrived.append((call, chunk))
+                self.arrived.append((call, replica, chunk))
                 self._state.condition.notify_all()
         except Exception as error:  # noqa: BLE001 -- whatever a sampler raises may be tried again
             ended = error
         finally:
             if isinstance(chunks, AsyncGenerator):
                 await chunks.aclose()
-        self.arrived.append((call, ended))
+        self.arrived.append((call, replica, ended))
         self._state.condition.notify_all()
 
-    async def _load(self, weights: Weights) -> None:
-        await load_into(self.sampler, weights)
-
-    async def _change(self, change: Callable[[], Coroutine[Never, Never, None]]) -> None:
-        """Change the sampler; one that dies of it, or had died, is given a new life with the newest weights."""
-        async with self._changing:
-            try:
-                await change()
-            except (RankDied, RankFailed) as error:
-                if not _died(error):
-                    raise
-                await self._revive(error)
-
-    async def _recover(self, life: int, error: Exception) -> None:
-        """After a call has failed."""
-        self._halted += 1
-        try:
-            async with self._changing:
-                if life == self._life:  # else what ended that life has been seen to
-                    await self._revive(error)
-        finally:
-            self._halted -= 1
-            self._state.condition.notify_all()
-
-    async def _revive(self, error: Exception) -> None:
-        """Begin a new life: of a sampler that died with the weights that were published last, as often as it takes."""
-        self._halted += 1
-        try:
-            while (again := await self._new_life(error)) is not None:
-                error = again
-        finally:
-            self._halted -= 1
-            self._state.condition.notify_all()
-
-    async def _new_life(self, error: Exception) -> Exception | None:
-        """What ended the new life before it had its weights, or None."""
-        died = _died(error)
-        if not self._retries or (died and self._weights is None):
-            raise error  # also where nobody here knows the weights that it had
-        self._retries -= 1
-        self._life += 1
-        log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
-        if not died or self._weights is None:
-            return None
-        self._lose(self._state.buffer.elsewhere())
-        try:
-            await respawn(self.sampler)
-            await load_into(self.sampler, self._weights)
-        except (RankDied, RankFailed) as again:
-            if not _died(again):
-                raise
-            return again
-        return None
+    def _changed(self, life: Life | None, why: str) -> None:
+        """The replicas are not what they were: what a life that has ended leaves undone, or held, is lost."""
+        self._state.decisions.break_off(why)
+        if life is None:
+            return
+        lost = self._state.buffer.elsewhere(life)
+        for call in self._running.values():
+            if call.lives.get(life[0]) == life:
+                lost += self._state.buffer.incomplete(call.labels(life[0]))
+        for rows, call in self._resumable.values():
+            if rows.elsewhere and life in call.began:
+                lost += [label for label in call.labels(life[0]) if label in rows.groups]
+        self._lose(list(dict.fromkeys(lost)))
 
     def _lose(self, labels: list[int]) -> None:
-        """Draw groups again, from their prompts."""
+        """Draw groups again, from their prompts. What is still to come of them is not wanted."""
         it = self._state
-        if labels:
-            for label in labels:
-                it.ledger.restart(label)
-            it.prompts.put_back(it.buffer.lose(labels))
+        if not labels:
+            return
+        for label in labels:
+            it.ledger.restart(label)
+        it.prompts.put_back(it.buffer.lose(labels))
+        for call in self._running.values():
+            call.lost.update(call.given.keys() & set(labels))
+        for number, (rows, call) in list(self._resumable.items()):
+            del self._resumable[number]
+            self._resume(rows.select(np.logical_not(np.isin(rows.groups, labels))), call)
 
-
-def _died(error: Exception) -> bool:
-    """Whether a sampler can do nothing more until it is respawned."""
-    return isinstance(error, RankDied) or (isinstance(error, RankFailed) and isinstance(error.__cause__, EngineDied))
+    def _resume(self, rows: Batch, call: GenerateRequest) -> None:
+        """These rows of a call are to go on."""
+        if len(rows):
+            self._resumable[call.number] = rows, call

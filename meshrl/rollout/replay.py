@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import gauge
+from meshrl.mesh import least
 from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
@@ -52,6 +54,13 @@ class Load(msgspec.Struct, tag_field="kind", tag="load", frozen=True):
     places: Mapping[str, list[int]]
 
 
+class Broken(msgspec.Struct, tag_field="kind", tag="broken", frozen=True):
+    """From here on a stream cannot be followed: where its rows were drawn hung on when a replica died or came."""
+
+    stream: int
+    why: str
+
+
 class Loop(msgspec.Struct, tag_field="kind", tag="loop", frozen=True):
     """A loop of `run.steps`: what decides, beside streams, how often the sampler is given weights."""
 
@@ -66,7 +75,7 @@ class Ended(msgspec.Struct, tag_field="kind", tag="ended", frozen=True):
     loop: int
 
 
-Entry: TypeAlias = Decision | Opened | Load | Loop | Ended
+Entry: TypeAlias = Decision | Opened | Load | Broken | Loop | Ended
 _decoder = msgspec.json.Decoder(Entry)
 
 
@@ -75,7 +84,7 @@ class DecisionLog:
 
     def __init__(
         self,
-        write: Callable[[Decision], None] | None = None,
+        write: Callable[[Decision | Broken], None] | None = None,
         number: int = 0,
         decided: Iterable[Decision] = (),
         begin: Callable[[], Awaitable[None]] | None = None,
@@ -84,6 +93,7 @@ class DecisionLog:
         self._number = number
         self._decided = deque(decided)
         self._begin = begin
+        self._is_broken = False
         self._delivered = {label for each in self._decided if each.what == "deliver" for label in each.groups}
 
     async def begin(self) -> None:
@@ -111,6 +121,17 @@ class DecisionLog:
                 f"`keep` drops group {min(lost)}, which the run whose schedule is replayed trained on: its rewards or "
                 f"what `keep` wants of them were others. {_REMEDY}"
             )
+
+    def break_off(self, why: str) -> None:
+        """Nobody can follow from here on. DataError where this run follows another: it cannot, either."""
+        if self._decided:
+            raise DataError(
+                f"the schedule that is replayed cannot be followed any more: {why}. Replay it again, with a sampler "
+                "that lasts"
+            )
+        if self._write is not None and not self._is_broken:
+            self._write(Broken(self._number, why))
+        self._is_broken = True
 
     def note(self, what: Kind, count: int = 0, groups: Sequence[int] = (), owners: Sequence[int] = ()) -> None:
         """A decision was taken."""
@@ -140,6 +161,9 @@ class Schedule:
                 "the schedule that is replayed is of another stream of rollouts: "
                 f"{_differing(before[0], opened) if before else 'there it was never opened'}. {_REMEDY}"
             )
+        for each in self._replayed or ():
+            if isinstance(each, Broken) and each.stream == number:
+                raise DataError(f"the schedule cannot be replayed: {each.why}. Take one of a run without that")
         self.write(opened)
         decided = [each for each in self._replayed or () if isinstance(each, Decision) and each.stream == number]
         return DecisionLog(self.write, number, decided, lambda: self._number(sampler))
@@ -164,11 +188,12 @@ class Schedule:
         """The loop that began last came to its end."""
         self.write(Ended(self._loops - 1))
 
-    async def load(self, sampler: Sampler, weights: Weights) -> None:
+    async def load(self, sampler: Sampler, weights: Weights, load: "LoadAll | None" = None) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
         await self._number(sampler)
-        places = await _load(sampler, weights)
-        self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
+        places = _told(await (load or sampler.load)(weights))
+        if places is not None:
+            self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
 
     async def _number(self, sampler: Sampler) -> None:
         """Know the sampler; in a replay tell it, before anything else, where its weights came."""
@@ -205,18 +230,31 @@ schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 """The schedule of the current run, where it keeps one."""
 
 
-async def load_into(sampler: Sampler, weights: Weights) -> None:
-    """Load weights into a sampler, as the run's schedule says where it has one."""
+newest: Final[WeakKeyDictionary[Sampler, Weights]] = WeakKeyDictionary()
+"""Of samplers whose ranks come and go, the weights that they were given last: who comes is given them, too."""
+LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
+"""Gives weights to those ranks of a sampler that are there; what its `load` returns, where any is."""
+
+
+async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
+    """Load weights into a sampler, as the run's schedule says where it has one. `load`: in place of the sampler's."""
+    if least(sampler):
+        newest[sampler] = weights
     if kept := schedule.get():
-        await kept.load(sampler, weights)
+        await kept.load(sampler, weights, load)
     else:
-        await _load(sampler, weights)
+        _told(await (load or sampler.load)(weights))
 
 
-async def _load(sampler: Sampler, weights: Weights) -> Batch:
-    places = await sampler.load(weights)
+async def load_alone(replica: Sampler, weights: Weights) -> None:
+    """Load weights into one replica of a sampler that the others have, which no schedule repeats."""
+    _told(await replica.load(weights))
+
+
+def _told(places: Batch | None) -> Batch | None:
+    """What a load returned; what it found is noted."""
     for column, name in (("difference", DIFFERENCE), ("pause", PAUSE)):
-        if column in places:
+        if places is not None and column in places:
             gauge(name, float(places.row(column).max()))
     return places
 

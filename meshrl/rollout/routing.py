@@ -47,27 +47,36 @@ class Router:
         """How many there are."""
         return len(self.outstanding)
 
-    def divide(self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share] = NOWHERE) -> Rows:
+    def divide(
+        self, prompts: Batch, sampling: Sampling, before: Mapping[int, Share] = NOWHERE, here: Rows | None = None
+    ) -> Rows:
         """The replica of each row, int64[rows]: the costliest group first, each to the one with the least outstanding.
+
+        `here`: the numbers of those that may be given rows; without it all.
 
         Of the replicas that are given rows none then exceeds the lightest by more than a group. A group of `before`
         goes where it was, unless that exceeds the lightest by more than the costliest group, or an eighth of the mean.
         Where nothing is outstanding, rows that begin are divided as those of any call: by the tokens that they have.
         """
-        owners = np.zeros(len(prompts), np.int64)
-        if self.replicas == 1:
+        here = np.arange(self.replicas) if here is None else here
+        outstanding = self.outstanding[here]
+        owners = np.full(len(prompts), here[0])
+        if len(here) == 1:
             return owners
-        if not before and not self.outstanding.any():
-            for replica, rows in enumerate(prompts.plan(self.replicas)):
+        if not before and not outstanding.any():
+            for replica, rows in zip(here.tolist(), prompts.plan(len(here)), strict=True):
                 owners[rows] = replica
             return owners
         numbers: dict[int, int] = {}
         group = np.array([numbers.setdefault(label, len(numbers)) for label in prompts.groups.tolist()], np.int64)
         costs = np.zeros(len(numbers), np.int64)
         np.add.at(costs, group, _limits(prompts, sampling) * sampling.n)
-        homes = np.array([before[label].replica if label in before else -1 for label in numbers], np.int64)
-        mean = int(self.outstanding.sum() + costs.sum()) // self.replicas
-        return lightest(costs, self.outstanding, homes, max(int(costs.max(initial=0)), mean // _LEEWAY))[group]
+        place = {replica: number for number, replica in enumerate(here.tolist())}
+        homes = [place.get(before[label].replica, -1) if label in before else -1 for label in numbers]
+        mean = int(outstanding.sum() + costs.sum()) // len(here)
+        slack = max(int(costs.max(initial=0)), mean // _LEEWAY)
+        taken: Rows = here[lightest(costs, outstanding, np.array(homes, np.int64), slack)[group]]
+        return taken
 
     def give(self, prompts: Batch, sampling: Sampling, owners: Rows) -> dict[int, Share]:
         """Count the rows of a call, each on its replica; what was given of each group."""
@@ -91,9 +100,9 @@ class Router:
             share.rows -= 1
             self.outstanding[share.replica] -= share.tokens
 
-    def end(self, given: Mapping[int, Share]) -> None:
-        """The call has ended: nothing more will come of it."""
-        for share in given.values():
+    def end(self, shares: Iterable[Share]) -> None:
+        """Nothing more will come of these."""
+        for share in shares:
             self.outstanding[share.replica] -= share.rows * share.tokens
             share.rows = 0
 

@@ -11,7 +11,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -41,6 +41,8 @@ Keep: TypeAlias = Callable[[Batch], ArrayLike]
 
 _MOST_FILTERED: Final = 100
 """Batches of groups that `keep` may drop between two batches."""
+_NEWS: Final = 5.0
+"""Seconds, at most, from when a column cannot be fetched to the news that the rank that held it has died."""
 _PATIENCE: Final = 60.0
 """Seconds that a batch is waited for before who waits for whom is logged."""
 
@@ -80,7 +82,8 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     another prompt drawn for it (`keep=has_signal`).
     `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
     `swap`: what publishing does to the rollouts that run.
-    `retries`: how often rollouts that a failing sampler lost are drawn again. A sampler that died is respawned.
+    `retries`: how often rollouts that a failing sampler lost are drawn again. A replica of it that died is respawned
+    while the others go on. On a mesh with `least` deaths do not count.
     """
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
@@ -117,6 +120,8 @@ class Rollouts:
         self._decisions = kept.decisions(plan.sampler, opened) if kept else DecisionLog()
         state = StreamState(ledger, self._buffer, prompts, self._condition, self._decisions, self._start)
         self._producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
+        self.replicas = self._producer.replicas
+        """Of its sampler."""
         self._cursor = data_cursor.get()
         if self._cursor:
             ledger.floor = self._cursor.open(self, ledger.ahead)
@@ -294,27 +299,27 @@ class Rollouts:
             await self._condition.wait_quietly_for(lambda: bool(producer.arrived))
             arrived, producer.arrived = producer.arrived, []
             whole: dict[int, int] = {}
-            for call, rows in arrived:
+            for call, replica, rows in arrived:
                 if isinstance(rows, Batch) and len(rows):
-                    whole |= await self._add(call, rows)
+                    whole |= await self._add(call, replica, rows)
             if whole:
                 self._start(self._finish(whole, self._buffer.batch(list(whole)), self._buffer.attempts(whole)))
-            for call, ended in arrived:
+            for call, replica, ended in arrived:
                 if not isinstance(ended, Batch):
-                    await producer.end(call, ended)
+                    producer.end(call, replica, ended)
             self._note_gauges()
             self._condition.notify_all()
 
-    async def _add(self, call: GenerateRequest, chunk: Batch) -> dict[int, int]:
+    async def _add(self, call: GenerateRequest, replica: int, chunk: Batch) -> dict[int, int]:
         """Put rows to their groups; those that are whole now."""
-        own = ("max_tokens",) if "max_tokens" in chunk else ()
-        rows = await chunk.load("groups", "aborted", "oldest_version", *own)
-        self._producer.came(call, rows)
+        rows = await self._producer.read(call, replica, chunk)
+        if not len(rows):
+            return {}
         aborted = np.asarray(rows.row("aborted"), np.bool_)
         if aborted.any():
             call.aborted.append(rows.select(aborted))
             rows = rows.select(np.logical_not(aborted))
-        return self._buffer.add(call.number, rows.drop("aborted"))
+        return self._buffer.add(call.number, rows.drop("aborted"), call.lives[replica])
 
     async def _finish(self, whole: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
         """Score groups, drop those that are not wanted, and have the others ready."""
@@ -328,9 +333,15 @@ class Rollouts:
             scored = await self._scored(groups)
             unwanted = await self._unwanted(scored)
         except Exception:
-            if lost():  # perhaps because of that
-                return
-            raise
+            if groups.elsewhere and not lost():  # where a column lay on a rank that died, that may not be known yet
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_NEWS):
+                        await self._condition.wait_quietly_for(lambda: bool(lost()))
+            if not (gone := lost()):
+                raise
+            if rest := {label: oldest for label, oldest in whole.items() if label not in gone}:
+                self._start(self._finish(rest, self._buffer.batch(list(rest)), self._buffer.attempts(rest)))
+            return
         gone = lost()
         here = np.logical_not(np.isin(scored.groups, list(gone)))
         self._buffer.put(scored.select(here))

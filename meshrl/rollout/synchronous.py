@@ -1,6 +1,7 @@
 """What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -11,6 +12,7 @@ from meshrl.errors import DataError
 from meshrl.events import Swap, sink
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.rollout.replay import load_into
+from meshrl.rollout.replicas import outlive
 from meshrl.rollout.stream import Rollouts, Score
 from meshrl.weights import Weights
 
@@ -21,8 +23,12 @@ _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versi
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
     """All rollouts of the prompts, in their order: the `sampling.n` completions of a prompt stand together."""
     tagged = prompts.part(np.arange(len(prompts)))
-    chunks = [chunk async for chunk in sampler.generate(tagged, sampling)]
-    done = Batch.join(chunks)
+
+    async def draw() -> list[Batch]:
+        return [chunk async for chunk in sampler.generate(tagged, sampling)]
+
+    stream = next((each for each in Rollouts.live if each.feeds_on(sampler)), None)
+    done = Batch.join(await (stream.replicas.outlive(draw) if stream else outlive(sampler, draw)))
     if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
         raise DataError(
             'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '
@@ -56,7 +62,7 @@ async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
             if isinstance(sampler, Rollouts):
                 await sampler.load(weights)
             else:
-                await load_into(sampler, weights)
+                await outlive(sampler, partial(load_into, sampler, weights))
             if to:
                 to.emit(Swap(weights.version, asked, began, to.now(), weights.nbytes))
     return weights

@@ -96,6 +96,12 @@ def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
         if mesh not in named:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
             yield f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}"
+    for path, table in _tables(config):
+        if isinstance(table, RoleConfig) and table.mesh in run.meshes:
+            try:
+                run.meshes[table.mesh].check_takes(table)
+            except ConfigError as error:
+                yield f"{dotted(path)}: {error}"
     for name in run.trackers:
         try:
             make_tracker(name)

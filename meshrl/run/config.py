@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from meshrl.config import Config, PathIn
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, PATIENCE, Resources
-from meshrl.roles import Shape
+from meshrl.roles import RoleConfig, SamplerConfig, Shape
 from meshrl.user_code import CODE
 
 
@@ -17,6 +17,8 @@ class MeshConfig(Config):
     """One named mesh: how many ranks, and what each may use."""
 
     ranks: int = Field(default=1, ge=1, le=65_536)
+    least: int | None = Field(default=None, ge=1)
+    """Ranks with which a run begins and goes on, where others are lost, or not there yet: of a mesh of samplers."""
     axes: Shape = Field(default={})
     """The axes, the last one fastest; nothing means `dp = ranks`."""
     cpus: int | None = Field(default=None, ge=0)
@@ -28,7 +30,15 @@ class MeshConfig(Config):
     @property
     def resources(self) -> Resources:
         """What each rank may use."""
-        return Resources(self.cpus, self.gpus, self.custom, self.placement)
+        return Resources(self.cpus, self.gpus, self.custom, self.placement, self.least or 0)
+
+    def check_takes(self, role: RoleConfig) -> None:
+        """ConfigError where ranks may come and go, and the role is none that goes on without some."""
+        if self.least and not isinstance(role, SamplerConfig):
+            raise ConfigError(
+                f"the mesh {role.mesh!r} has least = {self.least}, and ranks that are lost would take a part of the "
+                f"{role.role or type(role).__name__} along: such a mesh is for samplers alone"
+            )
 
     @model_validator(mode="after")
     def _resources_exist(self) -> Self:
@@ -43,6 +53,17 @@ class MeshConfig(Config):
         if self.axes and prod(self.axes.values()) != self.ranks:
             raise ValueError(
                 f"the axes {self.axes} multiply to {prod(self.axes.values())}, not to ranks = {self.ranks}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _may_shrink(self) -> Self:
+        if self.least and self.least > self.ranks:
+            raise ValueError(f"least = {self.least}, and there are ranks = {self.ranks} at most")
+        if self.least and self.axes.get("dp", self.ranks) != self.ranks:
+            raise ValueError(
+                f"least = {self.least} lets ranks come and go one by one, and with the axes {self.axes} some work "
+                "together: take dp alone"
             )
         return self
 

@@ -135,6 +135,7 @@ class Run:
             config = config.model_copy(update={"seed": self.seed})
         cls = implementation(role, config.backend)
         check_axes(config, self._mesh_config(config.mesh).ranks)
+        self._mesh_config(config.mesh).check_takes(config)
         stateful = isinstance(cls, type) and issubclass(cls, Stateful)
         # Before anything is awaited: of roles spawned at the same time the first to be asked for is the first.
         place = self._checkpoints.place(getattr(role, "__name__", cls.__name__)) if stateful else ""

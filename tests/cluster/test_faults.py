@@ -1,12 +1,13 @@
 """Hosts that die while a mesh has ranks there. Ray is told to find that out in seconds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from subprocess import PIPE, STDOUT
 
 import pytest
 
 from meshrl.testing.cluster import Cluster
 from tests.cluster.jobs import answer, begin, revived
+from tests.cluster.stream_jobs import streamed
 
 QUICKLY = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -42,3 +43,22 @@ def test_a_mesh_is_made_again_on_a_host_that_has_come_back(two: Cluster, cause: 
     host.boot()
     said = controller.communicate(timeout=100)[0]
     assert answer(said) == [host.name], said
+
+
+def test_samplers_shrink_and_grow_with_the_hosts_that_are_there() -> None:
+    """The run begins with one of two; a host joins, and one dies and comes back."""
+    resources = [{}, {"rollout": 1}, {"rollout": 1}]
+    steps = ["node2", "node2 node3", "node3", "node2 node3"]
+    with Cluster(2, resources=resources, environment=QUICKLY) as cluster:
+        head, second = cluster.hosts
+        controller = head.start(begin(cluster, streamed, *steps), stdout=PIPE, stderr=STDOUT)
+        assert controller.stdout
+        changes: list[Callable[[], object]] = [cluster.add, second.kill, second.boot]
+        for step, change in zip(steps, changes, strict=False):
+            said: list[str] = []
+            while (line := controller.stdout.readline()) != f"{step}\n":
+                said.append(line)
+                assert line, "".join(said)
+            change()
+        rest = controller.communicate(timeout=100)[0]
+        assert answer(rest) > 4, rest

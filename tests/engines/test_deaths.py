@@ -132,7 +132,8 @@ async def test_a_killed_rank_fails_its_call_and_the_mesh(mesh: Mesh, tmp_path: P
     assert error.host
     while not note.exists():  # noqa: ASYNC110 -- the rank that lives writes it
         await asyncio.sleep(0.01)
-    for refusing in (probe, other, at(probe, dp=0)):
+    assert await at(probe, dp=0).add() == 2, "its own process lives"
+    for refusing in (probe, other, at(other, dp=1)):
         with pytest.raises(RankDied) as refused:
             await refusing.add()
         assert (refused.value.pid, refused.value.rank, refused.value.reason) == (pids[1], 1, error.reason)

@@ -44,7 +44,8 @@ async def test_a_rank_finds_what_torch_distributed_needs(engine: RayEngine) -> N
 
 def test_local_ranks_are_counted_by_node() -> None:
     places = [Place(1, "one", "10.0.0.1", "a", 5000, "boot"), Place(2, "two", "10.0.0.2", "b", 6000, "boot")]
-    made = environments([places[1], places[0], places[1]], threads=3)
+    told = environments({0: places[1], 1: places[0], 2: places[1]}, 3, threads=3)
+    made = [told[rank] for rank in range(3)]
     assert [each["LOCAL_RANK"] for each in made] == ["0", "0", "1"]
     assert [each["LOCAL_WORLD_SIZE"] for each in made] == ["2", "1", "2"]
     assert {(each["MASTER_ADDR"], each["MASTER_PORT"], each["WORLD_SIZE"]) for each in made} == {

@@ -34,7 +34,7 @@ REPLICAS, SLOTS, BATCHES, GROUPS, N = 2, 2, 30, 3, 4
 """Three groups a batch: an even split of a call gives the first of two replicas two of them, each time."""
 
 
-def evenly(router: Router, prompts: Batch, sampling: Sampling, before: Mapping[int, Share]) -> Rows:
+def evenly(router: Router, prompts: Batch, sampling: Sampling, before: Mapping[int, Share], here: Rows) -> Rows:
     """Whatever is outstanding."""
     return np.arange(len(prompts)) % router.replicas
 

@@ -73,9 +73,9 @@ def test_what_is_outstanding_is_what_has_not_come_back(rows: list[tuple[int, int
     (first, labels, _), (second, _, others) = calls
     router.take(first, data.draw(st.permutations(labels)))
     assert router.outstanding.sum() == others
-    router.end(first)
+    router.end(first.values())
     assert router.outstanding.sum() == others
-    router.end(second)
+    router.end(second.values())
     assert router.outstanding.tolist() == [0, 0, 0]
 
 
@@ -98,7 +98,7 @@ def test_where_nothing_is_outstanding_a_call_is_divided_as_any_call() -> None:
     prompts = asked([1, 2, 3], max_tokens=[1, 5, 9])
     plan = [rows.tolist() for rows in prompts.plan(2)]
     assert [rows.tolist() for rows in plan_of(router.divide(prompts, one), 2)] == plan
-    router.end(router.give(prompts, one, np.array([0, 0, 0])))
+    router.end(router.give(prompts, one, np.array([0, 0, 0])).values())
     assert [rows.tolist() for rows in plan_of(router.divide(prompts, one), 2)] == plan
     router.give(asked([4]), one, np.array([0]))
     assert router.divide(prompts, one).tolist() == [1, 1, 1]  # 16 tokens are with the other

@@ -10,6 +10,7 @@ from meshrl import AlgorithmConfig, CriticConfig, RewardConfig, RewardModelConfi
 from meshrl import PolicyConfig as PolicyTable
 from meshrl.config import Config, PathIn, load_toml, validate
 from meshrl.errors import ConfigError, nearest
+from meshrl.run.config import MeshConfig
 
 
 class Optimizer(Config):
@@ -364,3 +365,17 @@ def test_a_marked_key_holds_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["\0", "x" * 5000, "x/" * 3000])
 def test_what_no_disk_can_hold_is_told_by_who_reads_it(tmp_path: Path, name: str) -> None:
     assert validate(Located, {"words": name}, "x.toml", folder=tmp_path).words.endswith(name.rstrip("/"))
+
+
+def test_a_mesh_that_may_shrink_is_one_of_samplers() -> None:
+    for table, told in (
+        ({"ranks": 2, "least": 3}, "least = 3, and there are ranks = 2 at most"),
+        ({"ranks": 4, "least": 2, "axes": {"dp": 2, "tp": 2}}, "take dp alone"),
+    ):
+        with pytest.raises(ValidationError, match=told):
+            MeshConfig.model_validate(table)
+    mesh = MeshConfig(ranks=4, least=2)
+    assert mesh.resources.least == 2
+    mesh.check_takes(SamplerConfig(model="none"))
+    with pytest.raises(ConfigError, match=r"the mesh 'main' has least = 2, and .* part of the Policy along"):
+        mesh.check_takes(PolicyTable(model="none"))

@@ -44,6 +44,7 @@ class Caller(ABC):
         """Call each member and wait for all results."""
         sent: list[Sent] = []
         answers: list[asyncio.Task[object]] = []
+        check_members(endpoint, requests)
         check_sendable(endpoint, requests)
         try:
             for index, request in enumerate(requests):  # one by one: what was sent is cancelled
@@ -54,7 +55,7 @@ class Caller(ABC):
             return await asyncio.gather(*answers)
         except RankFailed as error:
             cancel(sent)
-            raise await first_cause(error, sent[0].member, answers)  # noqa: B904 -- it has its cause
+            raise await first_cause(error, [each.member for each in sent], answers)  # noqa: B904 -- it has its cause
         finally:
             cancel(sent)
             abandon(answers)
@@ -66,6 +67,7 @@ class Caller(ABC):
         sent: list[Sent] = []
         readers: list[asyncio.Task[None]] = []
         arrivals: asyncio.Queue[_Value | Exception | None] = asyncio.Queue()
+        check_members(endpoint, requests)
         try:
             for index, request in enumerate(requests):
                 noted = seen and partial(seen, index)
@@ -81,7 +83,7 @@ class Caller(ABC):
                     running -= 1
                 else:
                     cancel(sent)
-                    raise await first_cause(arrival, sent[0].member, readers)
+                    raise await first_cause(arrival, [each.member for each in sent], readers)
         finally:
             arrival = None  # see `abandon`
             cancel(sent)
@@ -111,6 +113,12 @@ async def _all_well(sent: Sequence[Sent]) -> bool:
     for each in sent:
         each.reply.tell(partial(arrived, each))
     return await over
+
+
+def check_members(endpoint: str, requests: Sequence[Request]) -> None:
+    """Raise `MeshStopped` or `RankDied`, before any rank is asked, where one of them takes no call."""
+    for request in requests:
+        cast("RankMember", request.member).check(endpoint)
 
 
 def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
@@ -152,9 +160,11 @@ def abandon(tasks: list[asyncio.Task[T]]) -> None:
 
 
 async def first_cause(
-    error: Exception, member: RankMember, others: "Iterable[asyncio.Task[object]] | Iterable[asyncio.Task[None]]"
+    error: Exception,
+    members: Sequence[RankMember],
+    others: "Iterable[asyncio.Task[object]] | Iterable[asyncio.Task[None]]",
 ) -> Exception:
-    """The failure itself, or the death of another rank that is heard of while the `others` end.
+    """The failure itself, or the death of another of these ranks that is heard of while the `others` end.
 
     A rank whose peer dies in a collective often fails before the death is known.
     """
@@ -162,8 +172,8 @@ async def first_cause(
         waiting = [other for other in others if not other.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=_NEWS)
-        if member.spawn.dead is not None:
-            died = member.obituary(error.endpoint, member.spawn.dead)
+        if (dead := next((each for each in members if each.process.death), None)) is not None:
+            died = dead.obituary(error.endpoint, dead.process)
             if isinstance(died, RankDied):
                 died.__cause__ = error
                 return died

@@ -3,6 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -69,7 +70,7 @@ class HostingEngine(Caller):
         if reservation not in self._reservations:
             raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
         if reservation.has_died and not reservation.members:
-            reservation.revive()
+            reservation.revive(reservation.slots)
             await reservation.settle()
         processes = [slot.process for slot in places]
         spawn = Spawn(token_hex(8), create.__name__, ranks, processes, together=issubclass(create, CollectiveActor))
@@ -77,21 +78,28 @@ class HostingEngine(Caller):
         members = [RankMember(spawn, index) for index in range(len(places))]
         # Where ranks meet as they are made, two actors must not be made in another order on another rank.
         async with reservation.meeting:
-            await self._construct(members, origin)
+            await self._construct([member for member in members if member.process.is_there], origin)
         return members
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Construct the actors again, in new processes where the old ones died. If one fails, all are stopped."""
+        """Construct the actors again, in new processes where the old ones died. If one fails, all are stopped.
+
+        What is not there yet is waited for. Other ranks of the mesh are left as they are.
+        """
         again = cast("Sequence[RankMember]", members)
         spawn = again[0].spawn
         origin = self._origins[spawn]
         reservation = origin.reservation
-        async with reservation.restarting:
+        slots = [reservation.slots[member.index] for member in again]
+        async with AsyncExitStack() as held:
+            for slot in slots:
+                await held.enter_async_context(slot.remaking)
             self._check_held(reservation, again[0])
             await reservation.end(again)
             self._check_held(reservation, again[0])  # it may have been stopped meanwhile
-            reservation.revive()
-            await reservation.settle()
+            reservation.revive(slots)
+            await reservation.settle(slots)
+            self._check_held(reservation, again[0])
             for member in again:
                 member.again(reservation.processes[member.index])
             await self._construct(again, origin)
@@ -104,7 +112,7 @@ class HostingEngine(Caller):
             )
 
     async def _construct(self, members: Sequence[RankMember], origin: _Origin) -> None:
-        reservation, name = origin.reservation, members[0].spawn.name
+        reservation, name = origin.reservation, origin.recipe[0].__name__
         reservation.members += [member for member in members if member not in reservation.members]
         running: list[asyncio.Task[None]] = []
 
@@ -120,7 +128,7 @@ class HostingEngine(Caller):
                 running.append(asyncio.create_task(made))
             await patiently(all_or_first(running), say)
         except BaseException as error:  # noqa: BLE001 -- it is raised again
-            cause = await first_cause(error, members[0], running) if isinstance(error, RankFailed) else error
+            cause = await first_cause(error, members, running) if isinstance(error, RankFailed) else error
             abandon(running)
             await reservation.end(members, failed=True)
             reservation.forget(members)

@@ -43,6 +43,11 @@ class Process:
         self.sent = 0
         _processes[key] = self
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it has started, and lives."""
+        return self.death is None and self.known is not None
+
     def __reduce__(self) -> tuple[Callable[..., "Process"], tuple[object, ...]]:
         return _process, (self.key, self.channel, self.known)
 
@@ -80,7 +85,7 @@ class Spawn:
         self.together = together
         self.processes = list(processes)
         self.dead: Process | None = None
-        """One that is gone; then no rank takes a call."""
+        """One that is gone; where the ranks wait for each other, none takes a call then."""
         for process in self.processes:
             process.spawns.add(self)
 
@@ -102,6 +107,7 @@ class RankMember:
         self.index = index
         self.attempt = attempt
         self.stopped = False
+        self.is_made = False
 
     def __reduce__(self) -> tuple[type["RankMember"], tuple[object, ...]]:
         return RankMember, (self.spawn, self.index, self.attempt)
@@ -126,8 +132,9 @@ class RankMember:
         """Raise `MeshStopped` or `RankDied` where no call can be taken."""
         if self.stopped:
             raise self.refusal(endpoint)
-        if self.spawn.dead is not None:
-            raise self.obituary(endpoint, self.spawn.dead)
+        dead = self.spawn.dead if self.spawn.together else self.process if self.process.death else None
+        if dead is not None:
+            raise self.obituary(endpoint, dead)
 
     def refusal(self, endpoint: str) -> MeshStopped:
         """What a stopped actor answers."""
@@ -180,12 +187,13 @@ class RankMember:
         reply = process.channel.request("construct", wanted)
         await reply.here()
         self.opened("__init__", self.delivered(process, "__init__", reply))
+        self.is_made = True
 
     async def stop(self) -> None:
         """Cancel the actor's calls, wait for their end, and let it go."""
         self.stopped = True
         process = self.process
-        if process.death is None:
+        if process.is_there:
             try:
                 await process.channel.request("stop", self.spawn.key, self.attempt)
             except Gone as gone:
@@ -209,7 +217,6 @@ class Sent:
         self._timed = seen is not None
         self._began = clock() if seen else 0.0
         self.member = cast("RankMember", request.member)
-        self.member.check(endpoint)
         self.endpoint = endpoint
         self.consumed = consumed
         self.process = self.member.process

@@ -6,15 +6,19 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from meshrl import log
 from meshrl.engines.hosting.messages import Place
+from meshrl.engines.hosting.patience import patiently
 from meshrl.engines.hosting.process import Process, RankMember
 
 GRACE: Final = 5.0
 """Seconds that a process has to end its calls when its mesh goes. One that computes without a pause is killed then."""
+_LATECOMERS: Final = 10.0
+"""Seconds that a mesh which may begin with fewer ranks waits for the next of the others."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class ProcessSlot:
     reservation: "Reservation"
     index: int
     threads: int
+    remaking: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
+    """Held while what is there is made again."""
 
     @property
     def process(self) -> Process:
@@ -34,22 +40,48 @@ class ProcessSlot:
 class Reservation(ABC):
     """What one mesh holds of its engine."""
 
-    def __init__(self, count: int, threads: int, cpus: float) -> None:
-        """`threads`: of each rank; `cpus`: cores that it has for itself."""
+    def __init__(self, count: int, threads: int, cpus: float, least: int = 0) -> None:
+        """`threads`: of each rank; `cpus`: cores that it has for itself; `least`: ranks that are enough to begin."""
+        self.least = least or count
         self.cpus = cpus * count
         """Cores that are reserved in all."""
         self.members: list[RankMember] = []
-        self.environments: Sequence[Mapping[str, str]] = []
+        self.environments: dict[int, Mapping[str, str]] = {}
+        """What each rank finds there, by its number."""
         self.slots = [ProcessSlot(self, index, threads) for index in range(count)]
-        self.restarting = asyncio.Lock()
         self.meeting = asyncio.Lock()
         """Held while an actor is made: its ranks may wait for each other."""
         self.released = False
         self.processes: list[Process] = []
 
+    async def settle(self, slots: Sequence[ProcessSlot] | None = None) -> None:
+        """Wait until processes run, and make the environment of these ranks anew. Says what it waits for.
+
+        Without `slots` all of them, or `least`: what has come a little later than these is taken, too.
+        """
+        for slot in self.slots[len(self.processes) :]:
+            self.processes.append(self.begin(slot))
+        wanted = self.slots if slots is None else slots
+        places: dict[int, Place] = {}
+
+        async def put(slot: ProcessSlot) -> None:
+            places[slot.index] = await self.place(slot)
+
+        async def say() -> None:
+            await self.say_missing(len(wanted) - len(places))
+
+        least = self.least if slots is None else len(slots)
+        # All are asked anew: each names a port that is free now.
+        await patiently(enough([put(slot) for slot in wanted], least), say)
+        self.environments.update(environments(places, len(self.slots), self.slots[0].threads))
+
     @abstractmethod
-    async def settle(self) -> None:
-        """Wait until every process runs, and make the environment of the ranks anew."""
+    async def place(self, slot: ProcessSlot) -> Place:
+        """Where a slot's process is, when it runs. ConfigError where it does not start."""
+
+    async def say_missing(self, missing: int) -> None:
+        """Say that so many processes have not started yet."""
+        log.info("waiting for ranks to start", missing=missing, of=len(self.slots))
 
     @abstractmethod
     def begin(self, slot: ProcessSlot) -> Process:
@@ -64,9 +96,9 @@ class Reservation(ABC):
         """Whether a process is gone."""
         return any(process.death for process in self.processes)
 
-    def revive(self) -> None:
+    def revive(self, slots: Sequence[ProcessSlot]) -> None:
         """Begin a new process where one has died."""
-        for slot in self.slots:
+        for slot in slots:
             if slot.process.death is not None:
                 self.kill(slot.process)  # perhaps it was only out of reach; its place must be free
                 self.processes[slot.index] = self.begin(slot)
@@ -99,7 +131,7 @@ class Reservation(ABC):
         try:
             if stops:
                 await asyncio.wait(stops, timeout=GRACE)
-            leaves = [process.channel.request("leave") for process in self.processes if process.death is None]
+            leaves = [process.channel.request("leave") for process in self.processes if process.is_there]
             await asyncio.wait_for(asyncio.gather(*leaves, return_exceptions=True), GRACE)
         except TimeoutError:
             pass  # one that computes without a pause: what it leaves is swept by the next process that shares memory
@@ -110,23 +142,47 @@ class Reservation(ABC):
                 self.kill(process)
 
 
-def environments(places: Sequence[Place], threads: int) -> list[dict[str, str]]:
-    """What each rank finds in `os.environ`, so that `torch.distributed` needs nothing else."""
-    ranks_on = Counter(place.node for place in places)
+async def enough(waits: Sequence[Coroutine[object, object, None]], least: int) -> None:
+    """Wait for all, or for `least` of them and a moment more. Raises the first failure where too few are left."""
+    tasks = {asyncio.ensure_future(wait) for wait in waits}
+    waiting, failed = set(tasks), list[BaseException]()
+    try:
+        while waiting:
+            came = len(tasks) - len(waiting) - len(failed)
+            done, waiting = await asyncio.wait(
+                waiting,
+                timeout=_LATECOMERS if came >= least else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not done:
+                return
+            failed += [error for each in done if (error := each.exception()) is not None]
+            if len(tasks) - len(failed) < least:
+                raise failed[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def environments(places: Mapping[int, Place], ranks: int, threads: int) -> dict[int, dict[str, str]]:
+    """What each rank finds in `os.environ`, so that `torch.distributed` needs nothing else.
+
+    `places`: of those that begin together, by their number among all the `ranks` of the mesh.
+    """
+    ranks_on = Counter(place.node for place in places.values())
+    first = places[min(places)]
     seen: Counter[str] = Counter()
-    made = []
-    for index, place in enumerate(places):
-        made.append(
-            {
-                "MASTER_ADDR": places[0].ip,
-                "MASTER_PORT": str(places[0].port),
-                "WORLD_SIZE": str(len(places)),
-                "RANK": str(index),
-                "LOCAL_RANK": str(seen[place.node]),
-                "LOCAL_WORLD_SIZE": str(ranks_on[place.node]),
-                "OMP_NUM_THREADS": str(threads),
-                "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "5000"),  # as for `meshrl run` in one process
-            }
-        )
+    made: dict[int, dict[str, str]] = {}
+    for index, place in sorted(places.items()):
+        made[index] = {
+            "MASTER_ADDR": first.ip,
+            "MASTER_PORT": str(first.port),
+            "WORLD_SIZE": str(ranks),
+            "RANK": str(index),
+            "LOCAL_RANK": str(seen[place.node]),
+            "LOCAL_WORLD_SIZE": str(ranks_on[place.node]),
+            "OMP_NUM_THREADS": str(threads),
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "5000"),  # as for `meshrl run` in one process
+        }
         seen[place.node] += 1
     return made

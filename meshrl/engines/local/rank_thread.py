@@ -79,6 +79,7 @@ class LocalMember:
         self.rank = rank
         self.place = own_place()
         self.stopped = False
+        self.is_made = True
         self.attempt = 0
         """How many times it was stopped."""
         self.loop = slot.enter()

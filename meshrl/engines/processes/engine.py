@@ -1,13 +1,11 @@
 """The engine of one machine: a rank is a process, made of a warm template, and reached through a socket."""
 
-import asyncio
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import Final, cast
 
-from meshrl import log
 from meshrl.engines.hosting import (
     Caller,
     Gone,
@@ -16,8 +14,6 @@ from meshrl.engines.hosting import (
     Process,
     ProcessSlot,
     Reservation,
-    environments,
-    patiently,
 )
 from meshrl.engines.processes.launcher import Launcher
 from meshrl.engines.processes.machine import Machine
@@ -83,24 +79,11 @@ class _Processes(Reservation):
         self._launcher, self._machine, self._resources = launcher, machine, resources
         self._shares = machine.take(count, resources)
         threads = self._shares[0].threads
-        super().__init__(count, threads, len(self._shares[0].cores))
+        super().__init__(count, threads, len(self._shares[0].cores), resources.least)
 
-    async def settle(self) -> None:
-        """Wait until every process runs, and make the environment of the ranks anew. Says what it waits for."""
-        for slot in self.slots[len(self.processes) :]:
-            self.processes.append(self.begin(slot))
-
-        async def say() -> None:
-            missing = sum(process.known is None for process in self.processes)
-            log.info("waiting for ranks to start", missing=missing, of=len(self.slots))
-
-        places = await patiently(self._places(), say)
-        self.environments = environments(places, self.slots[0].threads)
-
-    async def _places(self) -> list[Place]:
-        return await asyncio.gather(*(self._place(process) for process in self.processes))
-
-    async def _place(self, process: Process) -> Place:
+    async def place(self, slot: ProcessSlot) -> Place:
+        """Where a slot's process is, when it runs. ConfigError where it does not start."""
+        process = slot.process
         try:
             place = process.known = cast("Place", await process.channel.request("place"))
         except Gone as gone:

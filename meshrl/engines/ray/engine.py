@@ -65,7 +65,7 @@ class RayEngine(HostingEngine, RayCaller):
         async with self._planning:
             nodes = await self._cluster.nodes()
             asked = amounts(resources, resources.cpus or 0)
-            check_room(count, asked, nodes)
+            check_room(resources.least or count, asked, nodes)
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:
                 most = max(0, share)
@@ -77,7 +77,7 @@ class RayEngine(HostingEngine, RayCaller):
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
             keeps = self.inline_bytes, self.shares_memory, self._share
-            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources.placement, keeps)
+            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources, keeps)
             self._reservations.append(reservation)
         return await self._settled(reservation)
 

@@ -1,6 +1,5 @@
 """The processes of one mesh on Ray: a placement group, and one actor a rank."""
 
-import asyncio
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,14 +21,12 @@ from meshrl.engines.hosting import (
     Reservation,
     boot,
     clock_ahead,
-    environments,
-    patiently,
 )
 from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.cluster import Amounts, Cluster, written
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.errors import ConfigError, MeshStopped
-from meshrl.mesh import Share
+from meshrl.mesh import Resources, Share
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -42,33 +39,33 @@ class RayReservation(Reservation):
     """What one mesh holds of the cluster."""
 
     def __init__(
-        self, cluster: Cluster, count: int, asked: Amounts, threads: int, placement: str, keeps: tuple[int, bool, Share]
+        self,
+        cluster: Cluster,
+        count: int,
+        asked: Amounts,
+        threads: int,
+        resources: Resources,
+        keeps: tuple[int, bool, Share],
     ) -> None:
-        """`asked`: what each rank reserves; `placement`: pack or spread; `keeps`: as a `RankProcess` is given."""
-        super().__init__(count, threads, asked.get("CPU", 0))
+        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given."""
+        super().__init__(count, threads, asked.get("CPU", 0), resources.least)
         self.asked = asked
         self._cluster = cluster
         self._keeps = keeps
-        self._group: PlacementGroup = placement_group([dict(asked)] * count, strategy=placement.upper())
+        # A group is there whole or not at all: ranks that come and go have one each.
+        groups, each = (count, 1) if resources.least else (1, count)
+        strategy = resources.placement.upper()
+        self._groups: list[PlacementGroup] = [
+            placement_group([dict(asked)] * each, strategy=strategy) for _ in range(groups)
+        ]
         self.processes = [self.begin(slot) for slot in self.slots]
 
-    async def settle(self) -> None:
-        """Wait until every process runs, and make the environment of the ranks anew. Says what it waits for."""
+    async def say_missing(self, missing: int) -> None:
+        """Say that so many processes have not started yet, what each asks for, and what is free."""
+        free, asks = written(await self._cluster.free()), written(self.asked)
+        log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
 
-        async def say() -> None:
-            missing = sum(process.known is None for process in self.processes)
-            free = written(await self._cluster.free())
-            asks = written(self.asked)
-            log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
-
-        # All are asked anew: each names a port that is free now.
-        places = await patiently(self._places(), say)
-        self.environments = environments(places, self.slots[0].threads)
-
-    async def _places(self) -> list[Place]:
-        return await asyncio.gather(*map(self._place, self.slots))
-
-    async def _place(self, slot: ProcessSlot) -> Place:
+    async def place(self, slot: ProcessSlot) -> Place:
         """Where a rank's process is. One that never ran is asked for once more.
 
         Ray may have sought it on a node of which it finds out only now that it has died.
@@ -113,11 +110,13 @@ class RayReservation(Reservation):
             await super().release()
         finally:
             if not self._cluster.lost:
-                remove_placement_group(self._group)
+                for group in self._groups:
+                    remove_placement_group(group)
 
     def begin(self, slot: ProcessSlot) -> Process:
         """Ask Ray for a process. It comes when its resources are free."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.index)
+        group, bundle = divmod(slot.index, len(self.slots) // len(self._groups))
+        strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
         custom = {name: amount for name, amount in self.asked.items() if name not in ("CPU", "GPU", "memory")}
         actor = _rank_process().options(
             num_cpus=self.asked.get("CPU", 0),

@@ -1,0 +1,223 @@
+"""The replicas of a sampler: which of them are there, and how one that died comes back with the newest weights."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Final, Never, TypeAlias, TypeVar
+
+import numpy as np
+
+from meshrl import log
+from meshrl.data import Batch
+from meshrl.errors import ConfigError, EngineDied, MeshStopped, RankDied, RankFailed
+from meshrl.events import gauge
+from meshrl.mesh import Rows, is_away, least, leave_out, replicas, respawn, take_in
+from meshrl.roles import Sampler
+from meshrl.rollout.condition import Condition
+from meshrl.rollout.replay import load_alone, newest
+from meshrl.weights import Weights
+
+T = TypeVar("T")
+
+Life: TypeAlias = tuple[int, int]
+"""A replica's number, and how many of its lives had ended before."""
+
+_LONGEST: Final = 60.0
+"""Seconds, at most, between two attempts to make a replica again that keeps dying."""
+
+
+class Replicas:
+    """A sampler whose ranks are replicas is one of these for each; any other is one replica.
+
+    One that dies is left out of every call on the sampler from then on, made again beside those that go on, and given
+    the newest weights before it is given rows. A death uses one of the `retries`; on a mesh with `least` it does not.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        retries: int,
+        condition: Condition,
+        start: Callable[[Coroutine[Never, Never, None]], None],
+        changed: Callable[[Life | None, str], None],
+    ) -> None:
+        """`start`: as in `StreamState`. `changed` is told what happened, and which life of a replica has died of it."""
+        self.each = replicas(sampler)
+        self._least = least(sampler)
+        self._retries = retries
+        self._condition = condition
+        self._start = start
+        self._changed = changed
+        self._ended = [0] * len(self.each)
+        """Of each replica, how many lives."""
+        self._away: dict[int, Exception | None] = {}
+        """Those that are not there, and what they died of, if they have ever been there."""
+        self._idle = [0] * len(self.each)
+        """Of each replica, how many lives ended one after the other without a row."""
+        self._weights: Weights | None = newest.get(sampler) if self._least else None
+        self._changing = asyncio.Lock()
+        """Held by who gives weights, or takes a replica in."""
+
+    def begin(self) -> None:
+        """Wait for the replicas that are not there yet."""
+        for number, replica in enumerate(self.each):
+            if is_away(replica) and number not in self._away:
+                self._away[number] = None
+                self._start(self._return(number))
+
+    @property
+    def here(self) -> Rows:
+        """The numbers of those that may be given rows, int64."""
+        return np.array([number for number in range(len(self.each)) if number not in self._away], np.int64)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether rows may be drawn."""
+        return len(self.each) - len(self._away) >= max(1, self._least)
+
+    def why_not(self) -> str:
+        """Which are waited for."""
+        wanted = max(1, self._least)
+        told = "; ".join(f"replica {number}: {error or 'not there yet'}" for number, error in self._away.items())
+        count = len(self.each)
+        return f"{count - len(self._away)} of {count} replicas of the sampler are there, and {wanted} wanted: {told}"
+
+    def life(self, number: int) -> Life:
+        """The life that a replica is in."""
+        return number, self._ended[number]
+
+    def is_over(self, life: Life) -> bool:
+        """Whether what ended it has been seen to."""
+        return self._ended[life[0]] > life[1]
+
+    def came(self, number: int) -> None:
+        """Rows have come from a replica."""
+        self._idle[number] = 0
+
+    async def load(self, weights: Weights) -> Batch | None:
+        """Give all that are there new weights, and from now on each that comes; what they return, if there are any."""
+        async with self._changing:
+            self._weights = weights
+            places = await self._on_each(lambda replica: replica.load(weights))
+            return Batch.concat(places) if places else None
+
+    async def abort(self) -> None:
+        """End the running calls."""
+        async with self._changing:
+            await self._on_each(lambda replica: replica.abort())
+
+    def failed(self, life: Life, error: Exception) -> None:
+        """A call has failed in this life of a replica. Raises the error where that is not to be survived."""
+        number = life[0]
+        if self.is_over(life):
+            return
+        self._pay(number, error)
+        self._ended[number] += 1
+        if died(error):
+            leave_out(self.each[number])
+            self._away[number] = error
+            self._start(self._return(number))
+            self._tell()
+        dead = life if died(error) else None
+        self._changed(dead, f"rows were lost with replica {number} of its sampler and drawn again")
+        self._condition.notify_all()
+
+    def _pay(self, number: int, error: Exception) -> None:
+        """Raise the error, or count it: what was lost is drawn again."""
+        alone = len(self._away.keys() | {number}) == len(self.each)
+        unknown = self._weights is None and alone  # nobody knows the weights that it had
+        if self._least and not unknown and (died(error) or number in self._away):
+            log.warning("a replica of the sampler is away, and its rows are drawn again elsewhere", error=str(error))
+            return
+        if not self._retries or (died(error) and unknown):
+            raise error
+        self._retries -= 1
+        log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
+
+    async def _return(self, number: int) -> None:
+        """Make a replica again, however long that takes, and take it in."""
+        while True:
+            if self._idle[number] > 1:
+                await asyncio.sleep(min(_LONGEST, 2.0 ** (self._idle[number] - 2)))
+            self._idle[number] += 1
+            try:
+                await respawn(self.each[number])
+                await self._condition.wait_quietly_for(lambda: self._weights is not None)
+                async with self._changing:
+                    if self._weights is not None:
+                        await load_alone(self.each[number], self._weights)
+                    self._take_in(number)
+                return
+            except (RankDied, RankFailed, ConfigError) as again:
+                if not died(again) and not (self._least and self.are_enough):
+                    raise
+                self._pay(number, again)
+                self._ended[number] += 1
+                self._away[number] = again
+
+    def _take_in(self, number: int) -> None:
+        del self._away[number]
+        take_in(self.each[number])
+        self._changed(None, f"replica {number} of its sampler came while it ran")
+        log.info("a replica of the sampler is there", replica=number, of=len(self.each))
+        self._tell()
+        self._condition.notify_all()
+
+    def _tell(self) -> None:
+        gauge("sampler replicas", len(self.each) - len(self._away))
+
+    async def _on_each(self, change: Callable[[Sampler], Awaitable[T]]) -> list[T]:
+        """Change those that are there; what that gave, of those that it did not end."""
+        lives = [self.life(number) for number in self.here.tolist()]
+        tasks = [asyncio.ensure_future(change(self.each[number])) for number, _ in lives]
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        results: list[T] = []
+        for life, task in zip(lives, tasks, strict=True):
+            try:
+                results.append(task.result())
+            except Exception as error:
+                if not died(error) and not self.is_over(life):
+                    raise
+                self.failed(life, error)
+        return results
+
+    async def outlive(self, draw: Callable[[], Awaitable[T]]) -> T:
+        """What a call on the sampler beside the stream gives: of those that are there, again where one has died."""
+        while True:
+            there = self._condition.wait_for(
+                lambda: len(self._away) < len(self.each), "a call beside the stream", "a replica", self.why_not
+            )
+            await there
+            lives = [self.life(number) for number in range(len(self.each))]
+            try:
+                return await draw()
+            except MeshStopped:  # one was made again meanwhile, because it had died
+                if not any(map(self.is_over, lives)):
+                    raise
+            except (RankDied, RankFailed) as error:
+                if not died(error):
+                    raise
+                self.failed(lives[error.rank if len(self.each) > 1 else 0], error)
+
+
+async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
+    """What a call on a sampler gives that feeds no stream: again without one that died, where `least` are left."""
+    each, enough = replicas(sampler), least(sampler)
+    while True:
+        try:
+            return await call()
+        except (RankDied, RankFailed) as error:
+            left = sum(not is_away(replica) for replica in each) - 1
+            if not died(error) or not enough or left < enough:
+                raise
+            log.warning("a replica of the sampler is away until a stream begins", error=str(error))
+            leave_out(each[error.rank])
+
+
+def died(error: BaseException) -> bool:
+    """Whether a sampler can do nothing more until it is respawned."""
+    return isinstance(error, RankDied) or (isinstance(error, RankFailed) and isinstance(error.__cause__, EngineDied))

@@ -1,0 +1,96 @@
+"""A stream of rollouts goes on with the processes of a sampler that are left, and then with a new one."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from meshrl import (
+    Batch,
+    CrossEntropy,
+    Gather,
+    Mesh,
+    PolicyConfig,
+    RankDied,
+    Resources,
+    SamplerConfig,
+    Sampling,
+    Weights,
+    at,
+    endpoint,
+    publish,
+    respawn,
+    rollout,
+    rollouts,
+)
+from meshrl.mesh import Engine, is_away
+from meshrl.testing import FakePolicy, FakeSampler, Witness
+from tests.rollout.test_streams_explored import prompts
+
+POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+
+pytestmark = pytest.mark.parametrize("engine", ["processes", "ray"], indirect=True)
+
+
+class SlowSampler(FakeSampler):
+    """Takes its time, and says in which process."""
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        async for chunk in super().generate(prompts, sampling):
+            yield chunk.assign(pid=np.full(len(chunk), os.getpid()))
+            await asyncio.sleep(0.02)
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        return np.array([os.getpid()])
+
+
+@pytest.mark.parametrize("least", [0, 1], ids=["all are wanted", "one is enough"])
+async def test_a_stream_outlives_a_killed_replica(engine: Engine, least: int) -> None:
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=least))
+    sampler, witness = await mesh.spawn(SlowSampler, SAMPLER), Witness(FakePolicy(POLICY))
+    pids = (await sampler.pid()).tolist()
+    drawn_by: set[int] = set()
+    steps = 0
+    await publish(witness, sampler)
+    stream = rollouts(sampler, witness.prompts(prompts(200, 4)), Sampling(n=2), ahead=1, retries=0 if least else 1)
+    async with stream:
+        async for drawn in stream:
+            batch = await drawn.load()
+            drawn_by.update(batch.row("pid").tolist())
+            await witness.update(batch, CrossEntropy())
+            await publish(witness, stream)
+            steps += 1
+            if steps == 2:
+                os.kill(pids[1], signal.SIGKILL)
+                assert len(await rollout(sampler, next(prompts(1, 3)), Sampling())) == 3  # an evaluation beside it
+            if len(drawn_by) == 3:
+                break
+    witness.check(ahead=1, n=2, dropped=None)
+    assert pids[0] in drawn_by
+    assert not is_away(sampler)
+    again = (await sampler.pid()).tolist()
+    assert again[0] == pids[0]
+    assert again[1] not in pids
+    assert {*pids, again[1]} == drawn_by
+
+
+async def test_a_replica_is_respawned_alone(engine: Engine) -> None:
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+    sampler = await mesh.spawn(SlowSampler, SAMPLER)
+    pids = (await sampler.pid()).tolist()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankDied):
+        await asyncio.gather(*(sampler.pid() for _ in range(1000)))
+    first = at(sampler, dp=0)
+    assert (await first.pid()).tolist() == pids[:1]
+    await first.load(Weights(7, {"skill": np.array([0.5])}))
+    await respawn(at(sampler, dp=1))
+    again = (await sampler.pid()).tolist()
+    assert again[0] == pids[0]
+    assert again[1] not in pids
+    drawn = await rollout(sampler, next(prompts(1, 2)), Sampling())
+    assert sorted(drawn.row("oldest_version").tolist()) == [0, 7], "what one had learnt it has still"

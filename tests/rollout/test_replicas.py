@@ -1,0 +1,132 @@
+"""What a stream says of replicas that do not come back, and of schedules in which they died."""
+
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl import (
+    Batch,
+    ContractError,
+    CrossEntropy,
+    DataError,
+    LocalEngine,
+    Mesh,
+    PolicyConfig,
+    RankFailed,
+    Resources,
+    SamplerConfig,
+    Sampling,
+    publish,
+    rollouts,
+)
+from meshrl.mesh import CollectiveActor, parts, replicas
+from meshrl.rollout import Schedule, read_schedule, schedule
+from meshrl.rollout.routing import Router, Share
+from meshrl.simulation import delayed, simulate
+from meshrl.testing import FakePolicy, FakeSampler
+from tests.rollout.test_replicas_explored import FragileEngine
+from tests.rollout.test_streams_explored import prompts
+
+POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+
+
+async def trained(sampler: FakeSampler, engine: FragileEngine, steps: int = 6, *, kill: bool = True) -> list[Batch]:
+    """Batches of a stream; after the second a replica dies."""
+    policy, batches = FakePolicy(POLICY), list[Batch]()
+    await publish(policy, sampler)
+    async with rollouts(sampler, prompts(steps, 4), Sampling(n=2), ahead=1, retries=1) as stream:
+        async for batch in stream:
+            batches.append(batch)
+            await policy.update(batch, CrossEntropy())
+            await publish(policy, stream)
+            if kill and len(batches) == 2:
+                engine.kill(1)
+    return batches
+
+
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(least: int) -> None:
+    lives = count()
+
+    class Once(FakeSampler):
+        """Can be made twice."""
+
+        def __init__(self, config: SamplerConfig) -> None:
+            super().__init__(config)
+            if next(lives) > 1:
+                raise ValueError("no room on this GPU")
+
+    async def script() -> list[Batch]:
+        engine = FragileEngine(0)
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=least))
+        return await trained(await mesh.spawn(delayed(Once, generate=1.0), SAMPLER), engine)
+
+    if least == 1:
+        assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+    else:
+        with pytest.raises(RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
+            simulate(script)
+
+
+def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> None:
+    def run(name: str, replayed: str | None = None, *, kill: bool = True) -> list[Batch]:
+        async def script() -> list[Batch]:
+            engine = FragileEngine(0)
+            mesh = await Mesh.reserve(engine, 2, Resources(cpus=0))
+            sampler = await mesh.spawn(FakeSampler, SAMPLER)
+            (tmp_path / name).mkdir()
+            kept = Schedule(
+                tmp_path / name / "schedule.jsonl", None if replayed is None else read_schedule(tmp_path / replayed)
+            )
+            schedule.set(kept)
+            try:
+                return await trained(sampler, engine, kill=kill)
+            finally:
+                kept.close()
+
+        return simulate(script)
+
+    run("broken")
+    with pytest.raises(DataError, match="cannot be replayed: rows were lost with replica 1 of its sampler"):
+        run("again", "broken")
+    whole = run("whole", kill=False)
+    assert all(one == other for one, other in zip(whole, run("same", "whole", kill=False), strict=True))
+    with pytest.raises(DataError, match="cannot be followed any more: rows were lost with replica 1"):
+        run("dies", "whole")
+
+
+class Together(FakeSampler, CollectiveActor):
+    """Its ranks wait for each other."""
+
+    def agree(self, work: object) -> list[object]:  # type: ignore[override]
+        return []
+
+
+async def test_replicas_are_ranks_that_work_alone() -> None:
+    engine = LocalEngine()
+    mesh = await Mesh.reserve(engine, 4, Resources(cpus=0))
+    alone = await mesh.spawn(FakeSampler, SAMPLER)
+    assert len(replicas(alone)) == parts(alone.generate) == 4
+    pairs = await mesh.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
+    assert replicas(pairs) == [pairs]
+    together = await mesh.spawn(Together, SAMPLER)
+    assert replicas(together) == [together]
+    plain = FakeSampler(SAMPLER)
+    assert replicas(plain) == [plain]
+    shrinking = await Mesh.reserve(engine, 4, Resources(cpus=0, least=2))
+    with pytest.raises(ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(least = 2\)"):
+        await shrinking.spawn(Together, SAMPLER)
+    with pytest.raises(ContractError, match="takes the axis dp alone"):
+        await shrinking.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
+    await engine.close()
+
+
+def test_rows_are_divided_among_those_that_are_there() -> None:
+    router, one = Router(3), Sampling(max_tokens=10)
+    rows = Batch.of(prompt=["?"] * 4, groups=np.arange(4))
+    here = np.array([0, 2])
+    assert sorted(router.divide(rows, one, here=here).tolist()) == [0, 0, 2, 2]
+    router.give(rows.select([0]), one, np.array([0]))
+    assert router.divide(rows.select([1]), one, {1: Share(1, 0, 10)}, here).tolist() == [2]

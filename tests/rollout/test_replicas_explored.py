@@ -1,0 +1,222 @@
+"""Streams keep their promises where replicas of the sampler die, at whatever moment, and come back."""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from random import Random
+from typing import TypeVar, cast
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from meshrl import (
+    CrossEntropy,
+    LocalEngine,
+    Mesh,
+    RankDied,
+    Resources,
+    Sampling,
+    Weights,
+    publish,
+    rollout,
+    rollouts,
+)
+from meshrl.engines.local import LocalMember
+from meshrl.mesh import Member, OnSpan, Rank, Request, Slot
+from meshrl.testing import (
+    FakePolicy,
+    FakeReward,
+    FakeSampler,
+    Lognormal,
+    Scenario,
+    ScheduleFailed,
+    Witness,
+    delayed,
+    explore,
+)
+from tests.rollout.test_streams_explored import POLICY, REWARD, SAMPLER, TellingSampler, prompts
+
+T = TypeVar("T")
+
+
+class FragileEngine(LocalEngine):
+    """Samplers on it die when they are told to, as processes do: all of their calls end, and they take no more."""
+
+    def __init__(self, seed: int, *, missing: int = 0, inline_bytes: int = 65536) -> None:
+        """`missing`: how many are not there at first. What is made again takes its time, drawn by the seed."""
+        super().__init__(inline_bytes=inline_bytes)
+        self.samplers: Sequence[LocalMember] = ()
+        self.kill_at = -1
+        """The number of the operation before which one dies; below 0 none."""
+        self.operations = 0
+        self._missing = missing
+        self._random = Random(f"fragile {seed}")
+        self._deaths: dict[int, asyncio.Future[None]] = {}
+
+    def kill(self, number: int) -> None:
+        """A sampler's process ends."""
+        if not self._deaths[number].done():
+            self._deaths[number].set_result(None)
+
+    async def start(
+        self,
+        slots: Sequence[Slot],
+        ranks: Sequence[Rank],
+        create: type,
+        arguments: tuple[object, ...],
+        keywords: Mapping[str, object],
+    ) -> Sequence[LocalMember]:
+        members = await super().start(slots, ranks, create, arguments, keywords)
+        if issubclass(create, FakeSampler):
+            self.samplers = members
+            self._deaths = {number: asyncio.get_running_loop().create_future() for number in range(len(members))}
+            for member in members[len(members) - self._missing :]:
+                member.is_made = False
+                self.kill(member.rank.index)
+        return members
+
+    async def restart(self, members: Sequence[Member]) -> None:
+        await asyncio.sleep(self._random.expovariate(0.3))
+        await super().restart(members)
+        for member in members:
+            self._deaths[member.rank.index] = asyncio.get_running_loop().create_future()
+
+    async def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> list[object]:
+        return await self._unless_dead(endpoint, requests, super().call(endpoint, requests, seen))
+
+    async def stream(
+        self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
+    ) -> AsyncGenerator[object]:
+        values = super().stream(endpoint, requests, consumed, seen)
+        try:
+            while (value := await self._unless_dead(endpoint, requests, anext(values, None))) is not None:
+                yield value
+        finally:
+            await values.aclose()
+
+    async def _unless_dead(self, endpoint: str, requests: Sequence[Request], work: Awaitable[T]) -> T:
+        ours = [cast("LocalMember", each.member) for each in requests if each.member in self.samplers]
+        if ours:
+            if self.operations == self.kill_at:
+                self.kill(ours[0].rank.index)
+            self.operations += 1
+        deaths = {self._deaths[member.rank.index]: member for member in ours}
+        task = asyncio.ensure_future(work)
+        try:
+            ends: list[asyncio.Future[T] | asyncio.Future[None]] = [task, *deaths]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for death, member in deaths.items():
+                if death.done():
+                    raise RankDied("FakeSampler", member.rank.index, member.rank.axes, endpoint, 7, "here", "killed")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class World:
+    """A policy, replicas of a sampler that may die, and a stream, all drawn by a seed."""
+
+    def __init__(self, seed: int, *, least: int, missing: int = 0) -> None:
+        self.random = random = Random(seed)
+        self.seed, self.least = seed, least
+        self.replicas = random.randint(2, 4)
+        self.ahead = random.randrange(4)
+        self.n = random.randint(1, 3)
+        self.may_die = False
+        self.size = random.randint(1, 4)
+        self.engine = FragileEngine(
+            seed, missing=min(missing, self.replicas - 1), inline_bytes=random.choice([0, 65536])
+        )
+
+    async def run(self, steps: int) -> None:
+        """Train to the last prompt; each is trained once, under the bound."""
+        random, seed, short = self.random, self.seed, Lognormal(0.1, 1)
+        witness = Witness(delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=short)(POLICY))
+        role = delayed(TellingSampler, seed=seed, generate=Lognormal(0.3, 1), load=short)
+        mesh = await Mesh.reserve(self.engine, self.replicas, Resources(cpus=0, least=self.least))
+        sampler = await mesh.spawn(role, SAMPLER)
+        judges = await Mesh.reserve(self.engine, 1, Resources(cpus=0))
+        reward = await judges.spawn(delayed(FakeReward, seed=seed, score=short), REWARD)
+        await publish(witness, sampler)
+        stream = rollouts(
+            sampler,
+            witness.prompts(prompts(steps, self.size)),
+            Sampling(n=self.n),
+            ahead=self.ahead,
+            score=reward.score,
+            late="wait",
+            swap=random.choice(["in_flight", "drain", "abort"]),
+            retries=0 if self.least else 1000,
+        )
+        async with stream:
+            self.may_die = bool(self.least)  # else nobody knows the first weights, if all die
+            async for batch in stream:
+                told = await batch.load()
+                assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by")))
+                await witness.update(told, CrossEntropy())
+                await publish(witness, stream)
+                self.may_die = True
+                if random.random() < 0.3:  # beside the stream, as an evaluation
+                    assert len(await rollout(sampler, next(prompts(1, 3)), Beside(n=2))) == 6
+        assert not stream.dropped.get("stale")
+        witness.check(ahead=self.ahead, n=self.n, dropped=0)
+
+
+class Beside(Sampling):
+    """Of a call that is none of training's."""
+
+    beside = True
+
+
+async def one_death(seed: int) -> None:
+    """One of the replicas dies before the operation of this number: a call on it, or a value of a stream."""
+    world = World(seed % 7, least=1)
+    world.engine.kill_at = seed
+    await world.run(steps=3)
+
+
+async def deaths(seed: int) -> None:
+    """Any of them die, now and then, also several at once, or while they are made again; some come late."""
+    random = Random(f"deaths {seed}")
+    world = World(seed, least=random.randint(0, 2), missing=random.randint(0, 2))
+    if not world.least:  # only where ranks may come and go does a mesh begin with fewer, and are weights kept for all
+        world = World(seed, least=0)
+    running = asyncio.ensure_future(world.run(steps=5))
+    while not running.done():
+        await asyncio.wait([running], timeout=random.expovariate(0.3))
+        for number in range(world.replicas):
+            if world.may_die and random.random() < 0.4:
+                world.engine.kill(number)
+    await running
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("scenario", "seeds"), [(one_death, 400), (deaths, 300)], ids=["one", "many"])
+def test_each_prompt_is_trained_once_whenever_a_replica_dies(scenario: Scenario, seeds: int) -> None:
+    explore(scenario, seeds=seeds, workers=2, time_limit=100_000)
+
+
+async def joins_with_old_weights(seed: int) -> None:
+    async def nothing(replica: FakeSampler, weights: Weights) -> None: ...
+
+    with patch("meshrl.rollout.replicas.load_alone", nothing):
+        await deaths(seed)
+
+
+async def forgets_what_was_lost(seed: int) -> None:
+    with patch("meshrl.rollout.producer.Producer._lose", lambda self, labels: None):
+        await one_death(seed)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "told"),
+    [(joins_with_old_weights, "weights of version 0|stale"), (forgets_what_was_lost, "trainer waits for a batch")],
+    ids=["weights", "rows"],
+)
+def test_the_explorer_finds_a_planted_bug(scenario: Scenario, told: str) -> None:
+    with pytest.raises(ScheduleFailed) as failure:
+        explore(scenario, seeds=200, time_limit=100_000)
+    assert re.search(told, repr(failure.value.__cause__))
