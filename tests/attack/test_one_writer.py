@@ -1,6 +1,7 @@
 """Two runs of one name, on one host and over a file system that tells nobody of locks."""
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from meshrl.run.lock import FolderLock, Owner
 HOLDS = """
 import asyncio, sys
 from meshrl import Metrics, Run, RunConfig
+from meshrl.run import lock
+
+lock._LEASE = 1.0  # so it shows often that it lives
 
 async def main():
     async with Run(RunConfig(name="mine", folder=sys.argv[1], resume=True)) as run:
@@ -79,6 +83,58 @@ def test_a_run_that_does_not_open_holds_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError):
             Run(config(tmp_path, replay=str(tmp_path / "nothing.jsonl")))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is another host's, on a file system that tells hosts of no locks."""
+    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "another")
+    monkeypatch.setattr("meshrl.run.lock._lock", lambda _: True)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_run_of_another_host_is_refused_that_no_lock_tells_of(tmp_path: Path) -> None:
+    with holder(tmp_path) as process:
+        before = files(tmp_path)
+        with capture_logs() as logged, pytest.raises(ConfigError, match=rf"written by process {process.pid} on "):
+            Run(config(tmp_path, resume=True))
+        assert files(tmp_path) == before
+        assert "has not let go of it: watching for 30 s whether it still runs" in logged[0]["event"]
+        process.communicate("\n\n", timeout=60)
+        assert process.returncode == 0
+
+
+@pytest.mark.usefixtures("elsewhere")
+async def test_the_lease_of_a_host_that_died_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.run.lock._LEASE", 0.5)
+    with holder(tmp_path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with capture_logs() as logged:
+        async with Run(config(tmp_path, resume=True)) as run:
+            await run.record(Metrics.of(loss=(1.0, 1.0)))
+    assert f"process {process.pid} on " in logged[0]["event"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_folder_that_is_let_go_of_is_taken_at_once(tmp_path: Path) -> None:
+    """Its owner ends while another host watches whether it lives."""
+    first = FolderLock(tmp_path / "mine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshrl.run.lock._machine", lambda: "a third")
+        patch.setattr("meshrl.run.lock.time.sleep", lambda _: first.release())
+        FolderLock(tmp_path / "mine").release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_has_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(descriptor: int, _: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    with holder(tmp_path) as process, pytest.raises(ConfigError, match=rf"written by process {process.pid} on "):
+        Run(config(tmp_path, resume=True))
 
 
 async def test_a_run_whose_folder_another_host_took_writes_no_more(tmp_path: Path) -> None:
