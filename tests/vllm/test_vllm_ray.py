@@ -39,7 +39,7 @@ def only(found: list[psutil.Process]) -> psutil.Process:
 
 
 def engine_of(rank: psutil.Process) -> psutil.Process:
-    return only([child for child in rank.children() if "meshrl_vllm.worker" in child.cmdline()])
+    return only([child for child in rank.children() if "meshrl_inference.worker" in child.cmdline()])
 
 
 def rank_here() -> psutil.Process:
