@@ -44,7 +44,7 @@ ROOMS = {
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
-HEAVY = {"torch", "transformers", "ray", "vllm", "megatron"}
+HEAVY = {"torch", "transformers", "ray", "sglang", "vllm", "megatron"}
 """Libraries of backends and engines: they may not be imported by the core."""
 
 
@@ -220,7 +220,7 @@ def test_files_and_functions_are_small(path: Path) -> None:
             assert lines < 60, f"{node.name} in line {node.lineno} has {lines} lines"
 
 
-WORDS = re.compile("fsdp|megatron|vllm", re.IGNORECASE)
+WORDS = re.compile("fsdp|megatron|sglang|vllm", re.IGNORECASE)
 """Backends whose names mean nothing else, but that an error tells of the program `vllm serve`."""
 
 NAMED = {
