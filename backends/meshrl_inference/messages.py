@@ -26,6 +26,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     eager: bool
     sleep: bool
     """Whether to hold no memory of the GPU while no row is decoded."""
+    own: dict[str, bool]
+    """Options that this engine has alone."""
 
 
 class Row(msgspec.Struct, frozen=True):

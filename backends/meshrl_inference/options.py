@@ -31,6 +31,11 @@ class EngineOptions(BackendOptions):
         """The key `sleep`, where it is set."""
         return "sleep" if self.sleep else ""
 
+    @property
+    def own(self) -> dict[str, bool]:
+        """The options that this engine has alone."""
+        return self.model_dump(exclude=set(EngineOptions.model_fields))
+
 
 def check_here(package: str, key: str) -> None:
     """BackendError where this environment has not an engine's package; `key` names another interpreter."""

@@ -84,6 +84,7 @@ class EngineSampler(Sampler):
         start = Start(
             str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
             group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
+            options.own,
         )  # fmt: skip
         self._engine = EngineProcess(self.kind, start, options.python)
         self._close = weakref.finalize(self, self._engine.close)

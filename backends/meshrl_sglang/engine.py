@@ -5,6 +5,7 @@
 
 import asyncio
 import os
+import runpy
 import signal
 import sys
 from importlib.util import find_spec
@@ -57,7 +58,7 @@ def _compute_without_gpu(tp: int) -> None:
         standins = str(Path(__file__).parent / "standins")
         os.environ["PYTHONPATH"] = os.pathsep.join([standins, os.environ.get("PYTHONPATH", "")])
         sys.path.insert(0, standins)
-        import sitecustomize  # noqa: F401, PLC0415 -- that of the folder, as in the processes that this one makes
+        runpy.run_path(f"{standins}/sitecustomize.py")  # as the processes that this one makes do when they begin
 
 
 class SglangEngine:
@@ -66,11 +67,12 @@ class SglangEngine:
     def __init__(self, asked: Start, *, gpu: bool) -> None:
         import sglang  # noqa: PLC0415 -- `start` has set its environment
 
-        from meshrl_sglang import scheduler, transfer  # noqa: PLC0415
+        from meshrl_sglang import proof, scheduler, transfer  # noqa: PLC0415
 
         self._folder = asked.model
         self._tp = asked.tp
-        self._places = transfer
+        self._reads_back = asked.own["read_back"]
+        self._transfer, self._proof = transfer, proof
         self._engine = scheduler.Processes(**_arguments(asked, gpu))
         self._manager = self._engine.tokenizer_manager
         self._manager.tokenizer = scheduler.Texts(asked.model)
@@ -134,7 +136,8 @@ class SglangEngine:
 
     def read(self, probe: list[list[int]], salt: str) -> list[float]:
         """Let the engine read sequences, before all rows that wait; where there is no slot, a row gives up its own."""
-        return self._loop.run_until_complete(self._read(probe, salt))
+        values: list[float] = self._loop.run_until_complete(self._read(probe, salt))
+        return values
 
     def sleep(self) -> None:
         """Keep nothing in a GPU's memory: the weights go to the host's."""
@@ -213,17 +216,19 @@ class SglangEngine:
 
         manager = self._manager
         await self._all_sent()
-        sent = self._places.told(self._folder, order.places)
+        sent = self._transfer.told(self._folder, order.places)
         await manager.pause_generation(io.PauseGenerationReqInput(mode="retract" if order.recompute else "in_place"))
         _check(await manager.begin_weight_update(io.BeginWeightUpdateReqInput()))
         update = io.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[MultiprocessingSerializer.serialize(sent) for _ in range(self._tp)],
-            load_format=self._places.FORMAT,
+            load_format=self._transfer.FORMAT,
             flush_cache=order.recompute,
             weight_version=str(order.version),
         )
         _check(await manager.update_weights_from_tensor(update))
         _check(await manager.end_weight_update(io.EndWeightUpdateReqInput()))
+        if self._reads_back:
+            await self._proof.read_back(manager, order.places)
         await manager.continue_generation(io.ContinueGenerationReqInput())
 
     async def _read(self, probe: list[list[int]], salt: str) -> list[float]:

@@ -110,7 +110,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sleeps: bool) -> It
     monkeypatch.setattr(
         "meshrl_inference.naming.Naming", MagicMock(return_value=SimpleNamespace(held=lambda dtype: {}))
     )
-    start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=sleeps)
+    start = Start(str(tmp_path), "float32", 8, 4, 1, 1, [], None, 0.5, eager=False, sleep=sleeps, own={})
 
     def run() -> None:
         with pytest.raises(EOFError):

@@ -111,6 +111,15 @@ def test_one_loop_after_another_draws_from_it_and_tokens_that_it_does_not_know_a
     sampler.close()
 
 
+@pytest.mark.sglang
+@pytest.mark.parametrize("backend", ["sglang"], indirect=True)
+async def test_tensors_that_are_asked_for_by_name_are_those_that_were_sent(backend: Any) -> None:
+    sampler = SglangSampler(backend.config(model=NEW, slots=4, keys={"read_back": True}))
+    for seed in (1, 2):
+        await sampler.load((await TorchPolicy(PolicyConfig(model=NEW, seed=seed)).weights()).with_version(seed))
+    sampler.close()
+
+
 def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(backend: Any) -> None:
     made = backend.sampler
     script = (
