@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-vllm lint check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-vllm test-sglang lint check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,7 +35,7 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup  ## the tests
-	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/vllm
+	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/vllm
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
 	$(TESTS) tests/attack
@@ -57,7 +57,10 @@ test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
 
 test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in an environment of its own
-	$(BIN)/pytest -m vllm tests/vllm
+	$(BIN)/pytest -m vllm tests/inference tests/vllm
+
+test-sglang: setup .venv-sglang/.done  ## the tests of the SGLang backend, on SGLang in an environment of its own, on a CPU
+	$(BIN)/pytest -m sglang tests/inference
 
 lint: setup  ## formatting, lint, both type checkers
 	$(BIN)/ruff format --check
@@ -65,7 +68,7 @@ lint: setup  ## formatting, lint, both type checkers
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint test test-attack test-bits test-lowest test-vllm  ## all of it: what CI runs
+check: lint test test-attack test-bits test-lowest test-vllm test-sglang  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
@@ -88,7 +91,7 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv-vllm/.done: requirements-vllm.txt
+.venv-vllm/.done .venv-sglang/.done: .venv-%/.done: requirements-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<

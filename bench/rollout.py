@@ -1,6 +1,6 @@
-"""Samples per second of rollouts: the samplers torch and vllm, against vLLM alone and against transformers.
+"""Samples per second of rollouts: the samplers torch, vllm and sglang, against these engines alone and transformers.
 
-    python bench/rollout.py --json F [--completions 1,8] [--rounds N]
+    python bench/rollout.py --json F [--completions 1,8] [--rounds N] [--engines vllm,sglang]
 
 A model of the quickstart's size with heads of 32 dims, which vLLM's kernels for CPUs need, 64 prompts x 1 or 8
 completions, whose lengths are forced to be log-uniform from 8 to 256. Each contestant is a process of its own with one
@@ -8,11 +8,13 @@ thread on the first core, under the same allocator settings, and they take turns
 
 torch          the sampler torch, called through its handle as a script calls it
 vllm           the sampler vllm, likewise; its engine's process has the same core, so that all its work counts
+sglang         the sampler sglang, likewise
 vLLM alone     vLLM's engine in a loop of ten lines (bench/peers/vllm_rollout.py); the same arguments and seeds
+SGLang alone   SGLang's own Engine, asked once for all rows (bench/peers/sglang_rollout.py); it reads no seeds
 transformers   `generate` on one padded batch, and its continuous batching (bench/peers/hf_rollout.py)
 
-Ours return log-probs, versions and texts; vLLM alone returns tokens and log-probs, transformers tokens. CPU is of all
-processes of a contestant. vLLM needs `make test-vllm`. A few minutes.
+Ours return log-probs, versions and texts; engines alone return tokens and log-probs, transformers tokens. CPU is of all
+processes of a contestant. The engines need `make test-vllm` and `make test-sglang`. A few minutes.
 """
 
 import asyncio
@@ -22,11 +24,11 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -37,16 +39,50 @@ from meshrl_hf import checkpoint
 from meshrl_hf.loading import load
 from meshrl_hf.seeds import key
 from meshrl_hf.text import encode_prompts
+from meshrl_inference.options import EngineOptions
+from meshrl_sglang.options import SglangConfig
 from meshrl_vllm.options import VllmConfig
 
-VLLM: Final = ROOT / ".venv-vllm/bin/python"
 CHARACTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXY"
 MODEL: Final = NewModel(characters=CHARACTERS, heads=2, max_tokens=288)
 PROMPTS: Final = 64
 TARGET: Final = 0.9
-"""Of the speed of vLLM alone."""
-OURS: Final = ("vllm", "torch")
+"""Of the speed of an engine alone."""
 SEEDS: Final = (1 << 63) - 1
+
+
+class Engine(NamedTuple):
+    """An engine, and how it is started alone."""
+
+    alone: str
+    """What it is called then."""
+    options: type[EngineOptions]
+    path: str
+    """Modules that it needs besides."""
+
+    @property
+    def name(self) -> str:
+        """Of its backend."""
+        return self.alone.split()[0].lower()
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that has it."""
+        return ROOT / f".venv-{self.name}/bin/python"
+
+    def command(self, model: Path, job: Path) -> Sequence[str | Path]:
+        """Starts it alone."""
+        peer = ROOT / f"bench/peers/{self.name}_rollout.py"
+        return ["env", f"PYTHONPATH={self.path}", self.python, peer, model, job]
+
+
+ENGINES: Final = {
+    each.name: each
+    for each in (
+        Engine("vLLM alone", VllmConfig, ""),
+        Engine("SGLang alone", SglangConfig, str(ROOT / "backends/meshrl_sglang/standins")),
+    )
+}
 
 
 class Job(Config):
@@ -67,6 +103,7 @@ class Job(Config):
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--completions", default="1,8", help="completions a prompt (default: 1,8)")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="of these (default: vllm,sglang)")
     parser.add_argument("--worker", nargs=3, metavar=("BACKEND", "MODEL", "JOB"), help="be one of our contestants")
     options = parser.parse_args()
     if options.worker:
@@ -74,8 +111,10 @@ def main() -> None:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             runner.run(contest(backend, model, Job.model_validate_json(Path(job).read_bytes())))
         return
-    if not VLLM.exists():
-        raise SystemExit(f"{VLLM.relative_to(ROOT)} is not there: run `make test-vllm` first")
+    engines = [ENGINES[name] for name in options.engines.split(",")]
+    for engine in engines:
+        if not engine.python.exists():
+            raise SystemExit(f"{engine.python.relative_to(ROOT)} is not there: run `make test-{engine.name}` first")
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
         language = load(SamplerConfig(model=MODEL))
@@ -85,7 +124,7 @@ def main() -> None:
             job = make_job(partial(encode_prompts, language.tokenizer, chat=None), completions)
             path = Path(folder, f"{completions}.json")
             path.write_text(job.model_dump_json())
-            figures += compare(job, f"64 x {completions}", model, path, options.rounds)
+            figures += compare(engines, job, f"64 x {completions}", (model, path), options.rounds)
     report("rollout", figures, options.json)
 
 
@@ -105,47 +144,46 @@ def make_job(encode: Callable[[Sequence[str]], list[list[int]]], completions: in
     )
 
 
-def compare(job: Job, label: str, model: Path, path: Path, rounds: int) -> list[Figure]:
-    """Let all take turns; ours against each of the others."""
+def compare(engines: Sequence[Engine], job: Job, label: str, files: tuple[Path, Path], rounds: int) -> list[Figure]:
+    """Let all take turns; ours against each of the others. `files`: the model and the job."""
+    ours = [*(engine.name for engine in engines), "torch"]
     hf: list[str | Path] = [sys.executable, ROOT / "bench/peers/hf_rollout.py"]
     commands: dict[str, Sequence[str | Path]] = {
-        "torch": [sys.executable, __file__, "--worker", "torch", model, path],
-        "vllm": [sys.executable, __file__, "--worker", "vllm", model, path],
-        "vLLM alone": [VLLM, ROOT / "bench/peers/vllm_rollout.py", model, path],
-        "transformers' generate": [*hf, "generate", model, path],
-        "transformers' continuous batching": [*hf, "batching", model, path],
+        **{name: [sys.executable, __file__, "--worker", name, *files] for name in ours},
+        **{engine.alone: engine.command(*files) for engine in engines},
+        "transformers' generate": [*hf, "generate", *files],
+        "transformers' continuous batching": [*hf, "batching", *files],
     }
-    turns = count()
     with contextlib.ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(command, threads=1)) for name, command in commands.items()}
-        alone = workers["vLLM alone"]
         questions: dict[str, Callable[[], dict[str, float]]] = {
             name: partial(turn, worker, rows=True) for name, worker in workers.items()
         }
-        questions["vLLM alone"] = lambda: turn(alone, seeds=seeds(next(turns), len(job.rows)))
+        for engine in engines:
+            alone = workers[engine.alone]
+            questions[engine.alone] = partial(seeded_turn, alone, count(), len(job.rows))
         answers = {name: each[1:] for name, each in take_turns(questions, rounds + 1).items()}
     wanted = {name: {sum(job.limits)} for name in answers}
     made = {name: {answer["tokens"] for answer in each} for name, each in answers.items()}
     assert made == wanted, f"the contestants made other numbers of tokens than {sum(job.limits)}: {made}"
-    pairs = zip(answers["vllm"], answers["vLLM alone"], strict=True)
-    alike = float(np.mean([ours["checksum"] == theirs["checksum"] for ours, theirs in pairs]))
     speed = {name: median([answer["rows"] / answer["wall"] for answer in each]) for name, each in answers.items()}
     cpu = {name: median([answer["cpu"] for answer in each]) for name, each in answers.items()}
-    others = [name for name in commands if name not in OURS]
+    others = [name for name in commands if name not in ours]
+    own = {(engine.name, engine.alone) for engine in engines}
+    pairs = [(mine, name) for mine in ours for name in others]
+    figures = [
+        at_least(f"{mine} against {name}, {label}", speed[mine], "samples/s", speed[name], TARGET)
+        if (mine, name) in own
+        else figure(f"{mine} against {name}, {label}", speed[mine], "samples/s", speed[name])
+        for mine, name in pairs
+    ]
+    if "vllm" in answers:
+        both = zip(answers["vllm"], answers["vLLM alone"], strict=True)
+        alike = float(np.mean([mine["checksum"] == theirs["checksum"] for mine, theirs in both]))
+        figures.append(figure(f"the same tokens as vLLM alone, {label}", alike, "of the turns"))
     return [
-        at_least(f"vllm against vLLM alone, {label}", speed["vllm"], "samples/s", speed["vLLM alone"], TARGET),
-        figure(f"the same tokens as vLLM alone, {label}", alike, "of the turns"),
-        *(
-            figure(f"{ours} against {name}, {label}", speed[ours], "samples/s", speed[name])
-            for ours in OURS
-            for name in others
-            if (ours, name) != ("vllm", "vLLM alone")
-        ),
-        *(
-            figure(f"CPU, {ours} against {name}, {label}", cpu[ours], "s/turn", cpu[name])
-            for ours in OURS
-            for name in others
-        ),
+        *figures,
+        *(figure(f"CPU, {mine} against {name}, {label}", cpu[mine], "s/turn", cpu[name]) for mine, name in pairs),
     ]
 
 
@@ -156,8 +194,13 @@ def turn(worker: Worker, **question: object) -> dict[str, float]:
     return {**answer, "cpu": worker.cpu_seconds() - before}
 
 
+def seeded_turn(worker: Worker, turns: Iterator[int], rows: int) -> dict[str, float]:
+    """One turn of an engine alone, by the seeds that ours has."""
+    return turn(worker, seeds=seeds(next(turns), rows))
+
+
 def seeds(turn: int, rows: int) -> list[int]:
-    """What the sampler vllm gives its engine in a call, of weights of version 0."""
+    """What a sampler gives its engine in a call, of weights of version 0."""
     call = int(key(SamplerConfig(model="").seed, Sampling().seed, 0, turn))
     sent = Batch.of(row=np.arange(rows)).part(np.arange(rows)).repeat(1)
     return [int(key(call, number)) & SEEDS for number in sent.origins[0].tolist()]
@@ -165,8 +208,9 @@ def seeds(turn: int, rows: int) -> list[int]:
 
 async def contest(backend: str, model: str, job: Job) -> None:
     """One of our contestants: a batch of rollouts for each line on standard input."""
-    vllm = VllmConfig(python=str(VLLM), kv_cache_mib=job.kv_cache_mib)
-    config = with_options(SamplerConfig(backend=backend, model=model, slots=job.slots), vllm)
+    config = SamplerConfig(backend=backend, model=model, slots=job.slots)
+    if engine := ENGINES.get(backend):
+        config = with_options(config, engine.options(python=str(engine.python), kv_cache_mib=job.kv_cache_mib))
     prompts = Batch.of(prompt=[job.prompts[row] for row in job.rows], max_tokens=np.array(job.limits))
     async with Run(RunConfig(folder=str(Path(model).parent), name=f"contest-{backend}")) as run:
         sampler = await run.spawn(Sampler, config)

@@ -44,7 +44,7 @@ ROOMS = {
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
-HEAVY = {"torch", "transformers", "ray", "vllm", "megatron"}
+HEAVY = {"torch", "transformers", "ray", "sglang", "vllm", "megatron"}
 """Libraries of backends and engines: they may not be imported by the core."""
 
 
@@ -170,20 +170,31 @@ def test_the_core_imports_no_library_of_a_backend(module: str) -> None:
     assert as_types - found <= own | ({"torch"} if library(module) == "losses" else set())
 
 
-SHARED = "meshrl_hf"
-"""What backends have in common: no backend itself."""
+SHARED = {"meshrl_hf": set[str](), "meshrl_inference": {"meshrl_hf"}}
+"""What backends have in common, no backends themselves, and what each may see of the others."""
+
+IN_ANOTHER_ENVIRONMENT = ("worker", "engine", "arrival", "mapped", "messages", "naming", "tensors")
+"""Modules of `meshrl_inference` that the process of an engine imports, where there is no meshrl."""
 
 
 @pytest.mark.parametrize("module", sorted(modules("backends")))
 def test_a_backend_sees_the_core_itself_and_what_is_shared(module: str) -> None:
     path = modules("backends")[module]
-    seen = {library(module), "meshrl"} | ({SHARED} if library(module) != SHARED else set())
+    seen = {library(module), "meshrl"} | SHARED.get(library(module), set(SHARED))
     for name in imports(path):
         assert library(name) in seen or not library(name).startswith("meshrl"), name
         assert library(core_module(name) or "") not in ("cli", "run"), name
         assert not is_private(name), f"{path.name}: {name} is private"
         if (other := core_module(name)) and other != "__init__":
             assert is_exported(name, door(other)), f"{path.name}: meshrl.{door(other)} does not export {name}"
+
+
+@pytest.mark.parametrize("module", IN_ANOTHER_ENVIRONMENT)
+def test_the_process_of_an_engine_needs_nothing_of_meshrl(module: str) -> None:
+    path = modules("backends")[f"meshrl_inference.{module}"]
+    own = {f"meshrl_inference.{each}" for each in IN_ANOTHER_ENVIRONMENT}
+    for name in imports(path):
+        assert not library(name).startswith("meshrl") or name.rpartition(".")[0] in own, name
 
 
 @pytest.mark.parametrize("module", sorted(modules("algorithms")))
@@ -209,7 +220,7 @@ def test_files_and_functions_are_small(path: Path) -> None:
             assert lines < 60, f"{node.name} in line {node.lineno} has {lines} lines"
 
 
-WORDS = re.compile("fsdp|megatron|vllm", re.IGNORECASE)
+WORDS = re.compile("fsdp|megatron|sglang|vllm", re.IGNORECASE)
 """Backends whose names mean nothing else, but that an error tells of the program `vllm serve`."""
 
 NAMED = {

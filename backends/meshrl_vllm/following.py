@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from meshrl_inference.naming import Naming
 from meshrl_vllm import transfer
-from meshrl_vllm.naming import Naming
 
 NAME = transfer.NAME
 """What vLLM knows the engine as that begins and ends an update; to import it is to register it."""

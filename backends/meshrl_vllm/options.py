@@ -1,47 +1,14 @@
 """The table `[sampler.vllm]`, of which a server takes the environment and the memory."""
 
-from importlib.util import find_spec
-from typing import Annotated, Literal
-
-from pydantic import Field
-
-from meshrl.config import PathIn
-from meshrl.errors import BackendError
-from meshrl.roles import BackendOptions, RoleConfig, options_of
+from meshrl.roles import RoleConfig, options_of
+from meshrl_inference.options import EngineOptions, check_here
 
 
-class VllmConfig(BackendOptions):
-    """How the backend `vllm` runs its engines: one for each place along `dp`, over the ranks along `tp`."""
-
-    python: Annotated[str | None, PathIn("(.*/.*)")] = None
-    """The interpreter of an environment that has vLLM, whose pins need not be those of this one; nothing means this."""
-    kv_cache_mib: int | None = Field(default=None, gt=0)
-    """Memory for keys and values; nothing means what `memory_share` leaves, and on a CPU 512."""
-    memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Of a GPU's memory, how much the engine may take."""
-    eager: bool = False
-    """No CUDA graphs: quicker to start, slower to decode."""
-    sleep: bool = False
-    """Give the GPU's memory back while no row is decoded: for a sampler on the mesh of what trains, and `ahead` = 0."""
-    after_load: Literal["recompute", "keep"] = "recompute"
-    """What running rows have of tokens before new weights: read again with these, or kept as the old ones left it."""
-
-    @property
-    def lends_memory(self) -> str:
-        """The key `sleep`, where it is set."""
-        return "sleep" if self.sleep else ""
+class VllmConfig(EngineOptions):
+    """How the backend `vllm` runs its engines."""
 
 
 def check_installed(config: RoleConfig) -> None:
     """BackendError where vLLM is to run in this environment, which has none."""
     if options_of(config, VllmConfig).python is None:
-        check_here("sampler.vllm.python")
-
-
-def check_here(key: str) -> None:
-    """BackendError where this environment has no vLLM; `key` names another interpreter."""
-    if find_spec("vllm") is None:
-        raise BackendError(
-            "backend 'vllm' needs the package 'vllm', which is not installed: pip install 'meshrl[vllm]', or name the "
-            f"interpreter of an environment that has it: {key}"
-        )
+        check_here("vllm", "sampler.vllm.python")

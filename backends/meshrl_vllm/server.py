@@ -18,9 +18,10 @@ from typing import Final
 
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Server, ServerConfig, options_of
-from meshrl_vllm.environment import environment
+from meshrl_inference.environment import environment
+from meshrl_inference.options import check_here
 from meshrl_vllm.guard import HEADER
-from meshrl_vllm.options import VllmConfig, check_here
+from meshrl_vllm.options import VllmConfig
 
 _PATIENCE: Final = 600.0
 """Seconds that the server has to start, and an answer to come."""
@@ -39,12 +40,12 @@ class VllmServer(Server):
         """ConfigError where the address cannot be used, BackendError where vLLM is not here and not named."""
         _check_address(config)
         if config.python is None:
-            check_here("--python")
+            check_here("vllm", "--python")
         self._config = config
         self._key = secrets.token_urlsafe(32)
         self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
         self._log = Path(self._folder.name, "log")
-        variables = environment(Path(self._folder.name))
+        variables = environment(Path(self._folder.name), "meshrl_vllm")
         variables.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         options = {
             "--model": config.model,

@@ -3,9 +3,7 @@
 # vLLM may be in another environment than this one.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Final
 
 import torch
@@ -18,8 +16,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from meshrl_vllm.mapped import mapped
-from meshrl_vllm.naming import Naming
+from meshrl_inference.naming import Naming
+from meshrl_inference.tensors import Places, tensors
 from meshrl_vllm.whole import tell_whole
 
 NAME: Final = "meshrl"
@@ -35,7 +33,7 @@ class NoInfo(WeightTransferInitInfo):
 class Buckets(WeightTransferUpdateInfo):
     """Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
 
-    buckets: list[tuple[str, list[tuple[str, str, list[int], int]]]]
+    buckets: Places
 
 
 class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
@@ -56,7 +54,7 @@ class SharedMemory(WeightTransferEngine[NoInfo, Buckets]):
 
     def receive_weights(self, update_info: Buckets) -> None:
         """Load each tensor."""
-        self.model.load_weights(self._naming.in_files(_tensors(update_info)))
+        self.model.load_weights(self._naming.in_files(tensors(update_info.buckets)))
 
     def finish_weight_update(self) -> None:
         """Put the weights where the kernels read them."""
@@ -75,14 +73,6 @@ class Extension:
     def tell_whole(self) -> None:
         """Log-probs are to be of the whole distribution, as a trainer's are."""
         tell_whole(self.model_runner.sampler)
-
-
-def _tensors(sent: Buckets) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, parts in sent.buckets:
-        whole = torch.frombuffer(mapped(path), dtype=torch.uint8)
-        for name, dtype, shape, start in parts:
-            kind: torch.dtype = getattr(torch, dtype)
-            yield name, whole[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

@@ -18,14 +18,15 @@ class Counterpart(msgspec.Struct, frozen=True):
     """What a key of another project's is here."""
 
     keys: tuple[str, ...] = ()
-    """Ours, the first that an algorithm has; `*` is the backend that has the option. None: there is no such setting."""
+    """Ours, the first that an algorithm has; `*` is each backend with the option. None: there is no such setting."""
     say: str = ""
     """What one needs to know beside it."""
 
     def told(self, name: str, known: Collection[str] | None) -> str:
         """An answer to who wrote `name`; `known`: the keys of the configuration that it stands in, if one can tell."""
-        found = [key for each in self.keys for key in known or () if fnmatchcase(key, each)]
-        ours = next(iter(found or self.keys), "")
+        there = ([key for key in known or () if fnmatchcase(key, each)] for each in self.keys)
+        found = sorted(next(filter(None, there), ()))
+        ours = "` or `".join(found or self.keys[:1])
         beside = name.rpartition(".")[0] + "." + ours.rpartition(".")[2]
         ours = beside if known is not None and beside in known else ours  # of the table that it stands in
         answer = f"`{name}` is `{ours}` here" if ours else f"there is no `{name}` here"

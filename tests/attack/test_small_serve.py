@@ -55,7 +55,7 @@ async def test_an_interpreter_that_a_folder_names_is_not_run(
     own.write_text(STANDIN)
     own.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(own))
-    monkeypatch.setattr("meshrl_vllm.options.find_spec", lambda _: True)  # it has vLLM
+    monkeypatch.setattr("meshrl_inference.options.find_spec", lambda _: True)  # it has vLLM
     said = await served(run)
     assert "it was run with" in said
     assert f"config.toml names the interpreter {program}, which is not run without --python {program}" in said

@@ -162,7 +162,7 @@ def test_an_evaluation_of_no_prompts(mine: Path, terminal: Terminal) -> None:
 def test_a_sampler_whose_engine_is_not_installed(
     mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshrl_vllm.options.find_spec", lambda _: None)
+    monkeypatch.setattr("meshrl_inference.options.find_spec", lambda _: None)
     missing = "backend 'vllm' needs the package 'vllm', which is not installed: pip install 'meshrl[vllm]'"
     for command in ("check", "run"):
         assert missing in told(terminal, command, "mine.toml", "sampler.backend=vllm")

@@ -72,7 +72,10 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
         ("trainer.logger=wandb", "`trainer.logger` is `run.log` here"),
         ("trainer.project_name=mine", "`trainer.project_name` is `run.project` here"),
         ("trainer.experiment_name=mine", "`trainer.experiment_name` is `run.name` here"),
-        ("gpu_memory_utilization=.5", "`gpu_memory_utilization` is `sampler.vllm.memory_share` here"),
+        (
+            "gpu_memory_utilization=.5",
+            "`gpu_memory_utilization` is `sampler.sglang.memory_share` or `sampler.vllm.memory_share` here",
+        ),
         (
             "max_prompt_length=512",
             "`max_prompt_length` is `task.longest` here: longer prompts are left out, none is cut",

@@ -1,20 +1,17 @@
 """What arrived in the engine's process: whether it is what was sent, and what the model makes of it."""
 
-# vLLM may be in another environment than this one.
-# pyright: reportMissingImports=false
-
 import mmap
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from meshrl_vllm.mapped import mapped
-from meshrl_vllm.messages import Load, Part
+from meshrl_inference.mapped import mapped
+from meshrl_inference.messages import Load, Part
 
 _threads: Final = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "meshrl-fingerprint")
 """One does not fill the memory's bandwidth."""
@@ -36,12 +33,6 @@ def wrong(load: Load, known: Known) -> str | None:
     if damaged:
         return f"{len(damaged)} tensors did not arrive as they were sent: {', '.join(damaged[:3])}. Publish them again"
     return None
-
-
-def logprobs(output: Any) -> list[float]:
-    """The log-probability of each token of a prompt but the first, as vLLM tells it of a request that has ended."""
-    tokens = list(output.prompt_token_ids)[1:]
-    return [told[token].logprob for token, told in zip(tokens, output.prompt_logprobs[1:], strict=True)]
 
 
 def _damaged(path: str, parts: Sequence[Part]) -> list[str]:

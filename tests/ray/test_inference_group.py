@@ -1,11 +1,11 @@
-"""The ranks of a vLLM engine tell each other their GPUs; no GPU and no vLLM is needed for it."""
+"""The ranks of an engine tell each other their GPUs; no GPU and no engine is needed for it."""
 
 import asyncio
 import os
 
 from meshrl import Actor, Mesh, Resources, Same, current_rank, each, endpoint
 from meshrl.engines.ray import RayEngine
-from meshrl_vllm.group import gather_gpus
+from meshrl_inference.group import gather_gpus
 
 NO_CORE = Resources(cpus=0)
 

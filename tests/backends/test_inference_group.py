@@ -1,10 +1,10 @@
-"""Which GPUs a vLLM engine is given, and which ranks may share one."""
+"""Which GPUs an engine is given, and which ranks may share one."""
 
 import pytest
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
-from meshrl_vllm.group import Place, gather_gpus, together
+from meshrl_inference.group import Place, gather_gpus, together
 
 
 def test_an_engine_has_the_gpus_of_its_ranks_in_their_order() -> None:

@@ -1,10 +1,7 @@
-"""Tensors as a policy has them, which is as transformers holds them, and as files and vLLM do.
+"""Tensors as a policy has them, which is as transformers holds them, and as files and engines do.
 
 They differ in a mixture of experts: a policy holds those of all experts of a layer as one.
 """
-
-# vLLM may be in another environment than this one.
-# pyright: reportMissingImports=false
 
 import re
 from collections.abc import Iterable, Iterator

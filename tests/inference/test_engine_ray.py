@@ -1,7 +1,8 @@
-"""The vLLM sampler on Ray: an engine that is killed."""
+"""The sampler of an engine on Ray: the engine is killed."""
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -12,19 +13,15 @@ from meshrl import (
     PolicyConfig,
     RankFailed,
     Resources,
-    SamplerConfig,
     Sampling,
     respawn,
     rollout,
-    with_options,
 )
 from meshrl.data import Batch
 from meshrl.engines.ray import RayEngine
 from meshrl_torch.policy import TorchPolicy
-from meshrl_vllm.options import VllmConfig
-from meshrl_vllm.sampler import VllmSampler
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
@@ -39,7 +36,7 @@ def only(found: list[psutil.Process]) -> psutil.Process:
 
 
 def engine_of(rank: psutil.Process) -> psutil.Process:
-    return only([child for child in rank.children() if "meshrl_vllm.worker" in child.cmdline()])
+    return only([child for child in rank.children() if "meshrl_inference.worker" in child.cmdline()])
 
 
 def rank_here() -> psutil.Process:
@@ -53,16 +50,14 @@ def rank_here() -> psutil.Process:
 
 
 async def test_a_killed_engine_is_told_and_respawn_starts_another(
-    ray_cluster: None, tmp_path: Path, python: str | None
+    ray_cluster: None, tmp_path: Path, backend: Any
 ) -> None:
     models = [TorchPolicy(PolicyConfig(model=NEW, seed=seed)) for seed in range(2)]
     await models[0].save(str(tmp_path / "model"))
     weights = (await models[1].weights()).with_version(3)
     ray = RayEngine()
     mesh = await Mesh.reserve(ray, 1, Resources(cpus=0))
-    options = VllmConfig(python=python, kv_cache_mib=32)
-    table = SamplerConfig(backend="vllm", model=str(tmp_path / "model"), slots=4)
-    sampler = await mesh.spawn(VllmSampler, with_options(table, options))
+    sampler = await mesh.spawn(backend.sampler, backend.config(model=str(tmp_path / "model"), slots=4))
     await sampler.load(weights)
     before = await rollout(sampler, PROMPTS, GREEDY)
 
@@ -70,7 +65,8 @@ async def test_a_killed_engine_is_told_and_respawn_starts_another(
     stream = aiter(sampler.generate(PROMPTS, ENDLESS))
     await anext(stream)
     engine_of(rank).kill()
-    with pytest.raises(RankFailed, match=r"vLLM's process \d+ has died \(signal SIGKILL\): respawn the sampler"):
+    died = rf"{backend.title}'s process \d+ has died \(signal SIGKILL\): respawn the sampler"
+    with pytest.raises(RankFailed, match=died):
         [batch async for batch in stream]
     with pytest.raises(RankFailed, match="has died"):
         await sampler.load(weights)

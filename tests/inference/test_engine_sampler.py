@@ -1,4 +1,4 @@
-"""What the vLLM sampler promises beside what all samplers do: its engine's process, and what it refuses."""
+"""What the samplers of engines promise beside what all samplers do: the engine's process, and what they refuse."""
 
 import asyncio
 import gc
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -25,22 +26,21 @@ from meshrl import (
     SequenceLoss,
     rollout,
     stop,
-    with_options,
 )
 from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl_inference.sampler import EngineSampler
+from meshrl_sglang.sampler import SglangSampler
 from meshrl_torch.policy import TorchPolicy
-from meshrl_vllm.options import VllmConfig
 from meshrl_vllm.sampler import VllmSampler
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 
 
-def config(python: str | None) -> SamplerConfig:
-    options = VllmConfig(python=python, kv_cache_mib=32)
-    return with_options(SamplerConfig(backend="vllm", model=NEW, slots=32), options)
+def config(backend: Any) -> SamplerConfig:
+    return cast("SamplerConfig", backend.config(model=NEW, slots=32))
 
 
 def ended(pid: int) -> bool:
@@ -59,7 +59,7 @@ def ends(pid: int) -> bool:
     return ended(pid)
 
 
-class Told(VllmSampler):
+class Told(EngineSampler):
     """Leaves a note of its engine's process."""
 
     def __init__(self, config: SamplerConfig, note: Path) -> None:
@@ -67,15 +67,26 @@ class Told(VllmSampler):
         note.write_text(str(self.engine_pid))
 
 
+class ToldVllm(Told, VllmSampler):
+    """vLLM's."""
+
+
+class ToldSglang(Told, SglangSampler):
+    """SGLang's."""
+
+
+TOLD: dict[str, type[Told]] = {"vllm": ToldVllm, "sglang": ToldSglang}
+
+
 async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_long_and_ends_with_its_engine(
-    python: str | None, tmp_path: Path
+    backend: Any, tmp_path: Path
 ) -> None:
     engine = LocalEngine()
     mesh = await Mesh.reserve(engine, 1)
-    sampler = await mesh.spawn(Told, config(python), tmp_path / "pid")
+    sampler = await mesh.spawn(TOLD[backend.name], config(backend), tmp_path / "pid")
     with pytest.raises(RankFailed, match=r"DataError: .*at most 256"):
         await rollout(sampler, PROMPTS, Sampling(max_tokens=1000))
-    long = Batch.of(prompt=["abcdefgh" * 25 + ">"] * 32)  # more tokens than vLLM reads in a step
+    long = Batch.of(prompt=["abcdefgh" * 25 + ">"] * 32)  # more tokens than an engine reads in a step
     assert len(await rollout(sampler, long, Sampling(max_tokens=4, ignore_eos=True))) == 32
     pid = int((tmp_path / "pid").read_text())
     assert not ended(pid)
@@ -85,8 +96,8 @@ async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_l
     await engine.close()
 
 
-def test_one_loop_after_another_draws_from_it_and_tokens_that_it_does_not_know_are_refused(python: str | None) -> None:
-    sampler = VllmSampler(config(python))
+def test_one_loop_after_another_draws_from_it_and_tokens_that_it_does_not_know_are_refused(backend: Any) -> None:
+    sampler = backend.sampler(config(backend))
 
     async def draw(prompts: Batch = PROMPTS, most: int = 3) -> Batch:
         return await rollout(sampler, prompts, Sampling(max_tokens=most, temperature=0, ignore_eos=True))
@@ -100,13 +111,23 @@ def test_one_loop_after_another_draws_from_it_and_tokens_that_it_does_not_know_a
     sampler.close()
 
 
-def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(python: str | None) -> None:
+@pytest.mark.sglang
+@pytest.mark.parametrize("backend", ["sglang"], indirect=True)
+async def test_tensors_that_are_asked_for_by_name_are_those_that_were_sent(backend: Any) -> None:
+    sampler = SglangSampler(backend.config(model=NEW, slots=4, keys={"read_back": True}))
+    for seed in (1, 2):
+        await sampler.load((await TorchPolicy(PolicyConfig(model=NEW, seed=seed)).weights()).with_version(seed))
+    sampler.close()
+
+
+def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(backend: Any) -> None:
+    made = backend.sampler
     script = (
-        "import sys, time; from meshrl import SamplerConfig; from meshrl_vllm.sampler import VllmSampler; "
-        "made = VllmSampler(SamplerConfig.model_validate_json(sys.argv[1])); "
+        f"import sys, time; from meshrl import SamplerConfig; from {made.__module__} import {made.__name__}; "
+        f"made = {made.__name__}(SamplerConfig.model_validate_json(sys.argv[1])); "
         "print('engine', made.engine_pid, flush=True); time.sleep(1000)"
     )
-    command = [sys.executable, "-c", script, config(python).model_dump_json()]
+    command = [sys.executable, "-c", script, config(backend).model_dump_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         pid = next(int(line.split()[1]) for line in rank.stdout if line.startswith("engine"))
@@ -115,18 +136,18 @@ def test_an_engine_ends_when_the_process_of_its_sampler_is_killed(python: str | 
     assert ends(pid)
 
 
-def test_an_environment_without_vllm_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"cannot be started.*sampler\.vllm\.python"):
-        VllmSampler(config(str(tmp_path / "python")))
+def test_an_environment_without_the_engine_is_said(backend: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"cannot be started.*sampler\.{backend.name}\.python"):
+        backend.sampler(backend.config(model=NEW, keys={"python": str(tmp_path / "python")}))
     with pytest.raises(ConfigError, match="whole weights"):
-        VllmSampler(SamplerConfig.model_validate({"model": NEW, "lora": {}}))
+        backend.sampler(SamplerConfig.model_validate({"model": NEW, "lora": {}}))
 
 
 @pytest.mark.parametrize("loss", [ClippedLoss(), SequenceLoss(clip=3e-4, clip_high=4e-4)])
 async def test_with_top_p_the_ratio_of_a_first_update_is_1_and_nothing_is_clipped(
-    python: str | None, loss: ClippedLoss | SequenceLoss
+    backend: Any, loss: ClippedLoss | SequenceLoss
 ) -> None:
-    sampler = await (await Mesh.reserve(LocalEngine(), 1)).spawn(VllmSampler, config(python))
+    sampler = await (await Mesh.reserve(LocalEngine(), 1)).spawn(backend.sampler, config(backend))
     rows = await (await rollout(sampler, PROMPTS, Sampling(n=16, max_tokens=32, top_p=0.9))).load()
     await stop(sampler)
     batch = rows.assign(advantages=np.where(np.arange(len(rows)) % 2, 1, -1).astype(np.float32))

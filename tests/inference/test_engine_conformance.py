@@ -1,14 +1,14 @@
-"""The vLLM sampler, on the real engine, against the suite that each sampler must pass."""
+"""The samplers of inference engines, on the real ones, against the suite that each sampler must pass."""
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, interruptions, name_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
-
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 CASES = {
     "recompute": SAMPLER,
@@ -19,10 +19,17 @@ CASES = {
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def harness(
-    request: pytest.FixtureRequest, python: str | None, harness_of: Callable[[Subject], Awaitable[Harness]]
+    request: pytest.FixtureRequest, backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]]
 ) -> Harness:
-    keys = {"vllm": {"python": python, "kv_cache_mib": 32, "after_load": request.param}}
-    return await harness_of(Subject("vllm", keys=keys, seconds=240, temperatures=(0.01, 2), replays=False))
+    options = {"python": backend.python, "kv_cache_mib": 32, "after_load": request.param}
+    subject = Subject(
+        backend.name,
+        keys={backend.name: options},
+        seconds=240,
+        temperatures=backend.sampler.temperatures,
+        replays=False,
+    )
+    return await harness_of(subject)
 
 
 @pytest.mark.parametrize(

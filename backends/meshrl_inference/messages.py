@@ -3,6 +3,7 @@
 from typing import Final
 
 import msgspec
+import numpy as np
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -25,6 +26,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     eager: bool
     sleep: bool
     """Whether to hold no memory of the GPU while no row is decoded."""
+    own: dict[str, bool]
+    """Options that this engine has alone."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -86,12 +89,20 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     probe: list[list[int]]
     """Sequences of tokens, to tell what the new weights make of them."""
 
+    @property
+    def places(self) -> list[tuple[str, list[tuple[str, str, list[int], int]]]]:
+        """Files in shared memory, and what lies where: name, dtype, shape, start in bytes."""
+        return [
+            (bucket.path, [(part.name, part.dtype, part.shape, part.start) for part in bucket.parts])
+            for bucket in self.buckets
+        ]
+
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The engine can be used."""
 
-    vllm: str
-    """Its version."""
+    version: str
+    """Of its package."""
     tokens: int
     """How many different ones the model knows."""
 
@@ -107,6 +118,14 @@ class Done(msgspec.Struct, frozen=True):
     """Versions, and the new token from which on each was used."""
     reason: str
     """`stop`, `length` or `abort`."""
+
+    @classmethod
+    def of(
+        cls, number: int, tokens: list[int], logprobs: list[float], spans: list[tuple[int, int]], reason: str
+    ) -> "Done":
+        """The same, of numbers."""
+        drawn, values = np.array(tokens, np.int32), np.array(logprobs, np.float32)
+        return cls(number, drawn.tobytes(), values.tobytes(), spans, reason)
 
 
 class Rows(msgspec.Struct, frozen=True, tag=True):

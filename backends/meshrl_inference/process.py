@@ -8,6 +8,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -17,8 +18,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from meshrl.errors import EngineDied, ModelError
-from meshrl_vllm.environment import environment
-from meshrl_vllm.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
+from meshrl_inference.environment import environment
+from meshrl_inference.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
 
 T = TypeVar("T")
 
@@ -30,30 +31,48 @@ _LINES: Final = 20
 """Of its output, in an error."""
 
 
-class EngineProcess:
-    """vLLM in a process of its own."""
+@dataclass(frozen=True)
+class Kind:
+    """Which engine it is."""
 
-    def __init__(self, start: Start, python: str | None) -> None:
+    backend: str
+    """The name of its backend, which is that of its package."""
+    title: str
+    """As people write it."""
+
+    @property
+    def package(self) -> str:
+        """The backend's own."""
+        return f"meshrl_{self.backend}"
+
+
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    def __init__(self, kind: Kind, start: Start, python: str | None) -> None:
         """EngineDied where it does not start."""
-        self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
+        self._title = kind.title
+        self._folder = tempfile.TemporaryDirectory(prefix=f"meshrl-{kind.backend}-")
         self._log = Path(self._folder.name, "log")
         self._connection, theirs = Pipe()
-        command = [python or sys.executable, "-m", "meshrl_vllm.worker", str(theirs.fileno())]
+        command = [python or sys.executable, "-m", "meshrl_inference.worker"]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the configuration names
-                    command,
+                    [*command, f"{kind.package}.engine", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # it ends when this process is gone, and then in good order
-                    env=environment(Path(self._folder.name)),
+                    env=environment(Path(self._folder.name), kind.package),
                 )
         except OSError as error:
             self._folder.cleanup()
-            raise ModelError(f"vLLM's process cannot be started: {error}. Set sampler.vllm.python to an interpreter "
-                             "of an environment that has vLLM") from error  # fmt: skip
+            raise ModelError(
+                f"{kind.title}'s process cannot be started: {error}. Set sampler.{kind.backend}.python to an "
+                f"interpreter of an environment that has {kind.title}"
+            ) from error
         theirs.close()
         self._sending = threading.Lock()
         self._listener: threading.Thread | None = None
@@ -65,8 +84,8 @@ class EngineProcess:
             self.close()
             raise
 
-        self.version: Final = ready.vllm
-        """vLLM's."""
+        self.version: Final = ready.version
+        """The engine's."""
         self.tokens: Final = ready.tokens
         """How many different ones the model knows."""
 
@@ -84,7 +103,7 @@ class EngineProcess:
         if self._listener is None:
             hear, end = _while_it_lives(heard), _while_it_lives(ended)
             arguments = (self._connection, self._loop, hear, lambda why: end(self._ended(why)))
-            self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-vllm", daemon=True)
+            self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-engine", daemon=True)
             self._listener.start()
 
     def send(self, order: Start | Order) -> None:
@@ -104,7 +123,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process. Who still waits for it is told so."""
-        self._end = self._end or ModelError(f"vLLM's process {self._process.pid} was stopped with its sampler")
+        self._end = self._end or ModelError(f"{self._title}'s process {self._process.pid} was stopped with its sampler")
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -140,8 +159,8 @@ class EngineProcess:
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             lines = self._log.read_text(errors="replace").splitlines()[-_LINES:]
             self._end = EngineDied(
-                f"vLLM's process {self._process.pid} {why} ({how}): respawn the sampler, or mend what its last lines "
-                "say:\n" + "\n".join(f"  {line}" for line in lines)
+                f"{self._title}'s process {self._process.pid} {why} ({how}): respawn the sampler, or mend what its "
+                "last lines say:\n" + "\n".join(f"  {line}" for line in lines)
             )
         return self._end
 

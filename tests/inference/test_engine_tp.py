@@ -1,7 +1,7 @@
-"""The vLLM sampler over two ranks along tp, on a CPU: its numbers are transformers', before new weights and after."""
+"""Engines over two ranks along tp, on a CPU: their numbers are transformers', before new weights and after."""
 
 from collections.abc import AsyncIterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import psutil
@@ -17,21 +17,20 @@ from meshrl import (
     Mesh,
     RankFailed,
     Resources,
-    SamplerConfig,
     Sampling,
     Weights,
     endpoint,
     rollout,
-    with_options,
 )
 from meshrl.engines.ray import RayEngine
 from meshrl.errors import ModelError
 from meshrl.mesh import Rank, rank_context
 from meshrl_hf.text import character_tokenizer
-from meshrl_vllm.options import VllmConfig
+from meshrl_inference.sampler import EngineSampler
+from meshrl_sglang.sampler import SglangSampler
 from meshrl_vllm.sampler import VllmSampler
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 Model: TypeAlias = "tuple[PreTrainedModel, str]"
@@ -42,7 +41,7 @@ ENDLESS = Sampling(max_tokens=100, n=1000, ignore_eos=True)
 
 
 def network(tied: bool, seed: int = 0) -> PreTrainedModel:
-    """A Llama of heads that vLLM's kernels for CPUs know, far from its initialisation."""
+    """A Llama of heads that engines' kernels for CPUs know, far from its initialisation."""
     config = LlamaConfig(
         vocab_size=11,
         hidden_size=64,
@@ -125,12 +124,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return made, str(folder)
 
 
-def config(folder: str, python: str | None, *, sleep: bool = False) -> SamplerConfig:
-    options = VllmConfig(python=python, kv_cache_mib=32, sleep=sleep)
-    return with_options(SamplerConfig(backend="vllm", model=folder, slots=16), options)
-
-
-class Shared(VllmSampler):
+class Shared(EngineSampler):
     """Tells where its engine is."""
 
     @endpoint
@@ -138,12 +132,25 @@ class Shared(VllmSampler):
         return np.array([self.engine_pid])
 
 
+class SharedVllm(Shared, VllmSampler):
+    """vLLM's."""
+
+
+class SharedSglang(Shared, SglangSampler):
+    """SGLang's."""
+
+
+SHARED: dict[str, type[Shared]] = {"vllm": SharedVllm, "sglang": SharedSglang}
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(model: Model, python: str | None, ray_cluster: None) -> AsyncIterator[Shared]:
+async def shared(model: Model, backend: Any, ray_cluster: None) -> AsyncIterator[Shared]:
     """Over two ranks. It sleeps when it has no rows, which frees nothing on a CPU, and must change nothing either."""
     engine = RayEngine()
     mesh = await Mesh.reserve(engine, 2, Resources(cpus=1))
-    yield await mesh.shape(dp=1, tp=2).spawn(Shared, config(model[1], python, sleep=True))
+    yield await mesh.shape(dp=1, tp=2).spawn(
+        SHARED[backend.name], backend.config(model=model[1], slots=16, keys={"sleep": True})
+    )
     await engine.close()
 
 
@@ -174,7 +181,8 @@ async def test_two_ranks_along_tp_compute_what_one_does(shared: Shared, model: M
 async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: Shared) -> None:
     """The last test that can use this engine."""
     engine = psutil.Process(int((await shared.pids())[0]))
-    own = [each for each in engine.children() if "resource_tracker" not in " ".join(each.cmdline())]
+    helpers = ("resource_tracker", "detokenizer")
+    own = [each for each in engine.children() if not any(name in " ".join(each.cmdline()) for name in helpers)]
     assert len(own) == 2
     _, others = await begun(shared)
     died = f"of the 2 that its matrices are split over, process {own[1].pid}, at tp=1, has died \\(signal SIGKILL\\)"
@@ -187,7 +195,11 @@ async def test_a_process_of_an_engine_that_dies_ends_it_and_the_others(shared: S
     assert not any(each.is_running() for each in own)
 
 
-async def test_heads_that_tp_does_not_divide_are_an_error_in_words(model: Model, python: str | None) -> None:
+async def test_heads_that_tp_does_not_divide_are_an_error_in_words(model: Model, backend: Any) -> None:
     rank_context.set(Rank(0, 3, {"dp": 0, "tp": 0}, {"dp": 1, "tp": 3}, 1))
-    with pytest.raises(ModelError, match=r"started: Total number of attention heads \(2\) must be divisible by.*\(3\)"):
-        VllmSampler(config(model[1], python))
+    said = {
+        "vllm": r"started: Total number of attention heads \(2\) must be divisible by.*\(3\)",
+        "sglang": r"started: .*2 attention heads cannot be split over 3 ranks",
+    }
+    with pytest.raises(ModelError, match=said[backend.name]):
+        backend.sampler(backend.config(model=model[1], slots=16))

@@ -71,7 +71,7 @@ def together(places: Mapping[int, Place]) -> list[str]:
     told = "; ".join(f"rank {index} is on {place.machine.split()[0]}" for index, place in places.items())
     if len({place.machine for place in places.values()}) > 1:
         raise ConfigError(
-            f"an engine of the backend 'vllm' needs its {len(places)} ranks along tp on one machine, and {told}: "
+            f"an engine needs its {len(places)} ranks along tp on one machine, and {told}: "
             'take a smaller tp, or lay the mesh out with tp as its last axis and placement = "pack"'
         )
     gpus = [gpu for place in places.values() for gpu in place.gpus]
@@ -93,4 +93,4 @@ def _members(rank: Rank) -> Sequence[int]:
 
 
 def _key(index: int) -> str:
-    return f"vllm/{index}"
+    return f"engine/{index}"

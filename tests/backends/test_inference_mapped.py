@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-import meshrl_vllm.mapped
-from meshrl_vllm.mapped import mapped
+import meshrl_inference.mapped
+from meshrl_inference.mapped import mapped
 
 
 def test_a_file_that_is_written_again_under_another_name_is_mapped_once(tmp_path: Path) -> None:
@@ -19,10 +19,10 @@ def test_a_file_that_is_written_again_under_another_name_is_mapped_once(tmp_path
 
 
 def test_memory_that_its_writer_removed_is_let_go(tmp_path: Path) -> None:
-    before = set(meshrl_vllm.mapped._kept)
+    before = set(meshrl_inference.mapped._kept)
     for name in ("one", "two", "three"):
         file = tmp_path / name
         file.write_bytes(b"bytes")
         mapped(str(file))
         file.unlink()
-    assert len(set(meshrl_vllm.mapped._kept) - before) == 1
+    assert len(set(meshrl_inference.mapped._kept) - before) == 1

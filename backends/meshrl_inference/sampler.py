@@ -1,0 +1,295 @@
+"""The sampler of an engine: rows into orders to its process, and what comes back into rollouts."""
+
+import asyncio
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+
+from meshrl import log
+from meshrl.data import Batch
+from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl.mesh import current_rank
+from meshrl.roles import NewModel, Sampler, SamplerConfig, Sampling, options_of, places_of
+from meshrl.weights import Entry, Weights
+from meshrl_hf import checkpoint
+from meshrl_hf.files import folder_of
+from meshrl_hf.loading import load, read_words
+from meshrl_hf.probe import apart, check
+from meshrl_hf.rollouts import Request, Rollouts
+from meshrl_hf.seeds import key
+from meshrl_inference import group, messages
+from meshrl_inference.messages import Answer, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
+from meshrl_inference.options import EngineOptions
+from meshrl_inference.process import EngineProcess, Kind
+from meshrl_inference.rows import Call, finished
+
+_SEEDS: Final = (1 << 63) - 1
+
+
+class _Arriving:
+    """Weights on their way into the engine, in memory that stays as it is meanwhile."""
+
+    def __init__(self, weights: Weights, places: asyncio.Future[Batch]) -> None:
+        self.weights = weights
+        self.places = places
+
+    def end(self, places: Batch) -> None:
+        """They are in use."""
+        if not self.places.done():  # else nobody waits any more
+            self.places.set_result(places)
+
+    def fail(self, error: ModelError) -> None:
+        """They are not."""
+        if not self.places.done():
+            self.places.set_exception(error)
+
+
+class EngineSampler(Sampler):
+    """Continuous batching by an engine over all calls of `generate`; it decodes on while nobody looks.
+
+    What is drawn hangs on the seeds, the weights' version, how many calls began since they were loaded, and the row's
+    number in the call. Float sums hang on which rows are decoded together, so a draw on the edge may differ.
+
+    A backend says which engine it is, and how its table of options is read.
+    """
+
+    kind: ClassVar[Kind]
+    options: ClassVar[type[EngineOptions]]
+    temperatures: ClassVar[tuple[float, float]]
+    """The lowest above 0 and the highest that the engine draws at."""
+
+    def __init__(self, config: SamplerConfig) -> None:
+        rank = current_rank()
+        if config.lora is not None:
+            raise ConfigError(f'the backend {self.kind.backend!r} takes whole weights: set policy.lora.sync = "merged"')
+        if unknown := {axis: size for axis, size in rank.shape.items() if axis not in ("dp", "tp") and size > 1}:
+            raise ConfigError(f"the backend {self.kind.backend!r} knows the axes dp and tp, and its mesh has {unknown}")
+        self._config = config
+        gpus = group.gather_gpus(rank)
+        self._lends = not group.first(rank)
+        """Whether the first rank along tp runs the engine, which computes in this rank's place too."""
+        if self._lends:
+            return
+        folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
+        self._words = read_words(config, folder)
+        options = options_of(config, self.options)
+        start = Start(
+            str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
+            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
+            options.own,
+        )  # fmt: skip
+        self._engine = EngineProcess(self.kind, start, options.python)
+        self._close = weakref.finalize(self, self._engine.close)
+        log.info(f"{self.kind.title} runs", version=self._engine.version, process=self._engine.pid)
+        self._version = 0
+        self._numbers = count()
+        self._calls: dict[int, Call] = {}
+        self._begun = 0
+        self._begun_at_load = 0
+        self._beside = 0
+        """How many calls began beside training since the last load."""
+        self._loads = 0
+        self._loading = asyncio.Lock()
+        self._arriving: deque[_Arriving] = deque()
+        """Weights that the engine has not spoken of yet."""
+        self._ways: frozenset[str] = frozenset()
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process; 0 on a rank that lends its place."""
+        return 0 if self._lends else self._engine.pid
+
+    def close(self) -> None:
+        """End the engine, which ends with this object too."""
+        if not self._lends:
+            self._close()
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        """Finished rollouts, all that finished in a step at a time; no rows give one batch of none.
+
+        DataError for a temperature that the engine does not draw at, and tokens that the model does not know.
+        """
+        if self._lends:
+            return
+        coldest, hottest = self.temperatures
+        if sampling.temperature and not coldest <= sampling.temperature <= hottest:
+            raise DataError(
+                f"{self.kind.title} cannot draw at the temperature {sampling.temperature:g}: give 0, or {coldest:g} to "
+                f"{hottest:g}"
+            )
+        rollouts = Rollouts(self._words, prompts, sampling)
+        request = rollouts.request
+        self._check_known(request)
+        if len(rollouts.ended.rows) or not len(rollouts.rows):
+            yield rollouts.batch(rollouts.ended, self._version)
+        if not len(request.rows):
+            self._next_turn(sampling)  # what is drawn hangs on how many calls began, on whichever ranks they had rows
+            return
+        version, call = self._version, self._begin(request, sampling)
+        try:
+            while call.left:
+                arrived = await call.arrived.get()
+                if isinstance(arrived, ModelError):
+                    raise arrived
+                call.left.difference_update(done.number for done in arrived)
+                yield rollouts.batch(finished(call, self._words, arrived), version)
+        finally:
+            del self._calls[call.number]
+            if call.left:
+                with suppress(ModelError):  # the engine has ended, and they with it
+                    self._engine.send(Leave(sorted(call.left), told=False))
+
+    async def load(self, weights: Weights) -> Batch:
+        """Put the weights into shared memory while the engine decodes on, and let it take them between two steps.
+
+        ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
+        Where they arrived and the engine computes something else than the policy, it is ended.
+        """
+        if self._lends:
+            return places_of({}, 0)
+        async with self._loading:
+            began = time.monotonic()
+            self._listen()
+            arriving = _Arriving(await asyncio.to_thread(weights.shared), asyncio.get_running_loop().create_future())
+            buckets = [
+                messages.Bucket(bucket.segment.path, [_part(name, entry) for name, entry in bucket.index.items()])
+                for bucket in arriving.weights.buckets
+                if bucket.segment
+            ]
+            recompute = options_of(self._config, self.options).after_load == "recompute"
+            probe = weights.probe.tokens.tolist() if weights.probe else []
+            self._engine.send(Load(weights.version, buckets, recompute, probe))
+            self._arriving.append(arriving)
+            places = await arriving.places
+            self._tell_way(weights, time.monotonic() - began)
+        return places
+
+    async def replay(self, record: Batch) -> None:
+        """DataError: when a row is decoded hangs on the machine's time."""
+        raise DataError(
+            f"the {self.kind.title} sampler cannot repeat a record of {len(record)} places: its engine decodes by its "
+            "own time. "
+            'Replay with sampler.backend = "torch"'
+        )
+
+    async def abort(self) -> None:
+        """The rows of all running calls come back as they are."""
+        if self._lends:
+            return
+        for call in self._calls.values():
+            if call.number >= 0:
+                self._engine.send(Leave(sorted(call.left), told=True))
+
+    def _check_known(self, request: Request) -> None:
+        for number in np.unique(request.prefix).tolist():
+            least, most = min(request.prefixes[number]), max(request.prefixes[number])
+            if not 0 <= least <= most < self._engine.tokens:
+                row = request.rows[request.prefix == number][0]
+                raise DataError(
+                    f"row {row} has tokens from {least} to {most}, and the model knows those from 0 to "
+                    f"{self._engine.tokens - 1}: give it rows of its own tokenizer"
+                )
+
+    def _begin(self, request: Request, sampling: Sampling) -> Call:
+        self._listen()
+        numbers = [next(self._numbers) for _ in request.rows]
+        call = Call(-1 - numbers[0] if sampling.beside else self._begun, numbers[0], request)
+        seed = key(self._config.seed, sampling.seed, self._version, self._next_turn(sampling))
+        rows: list[Row] = []
+        for index, number in enumerate(numbers):
+            prefix = request.prefixes[int(request.prefix[index])]
+            left = int(request.starts[index] + request.limits[index]) - len(prefix)
+            own = int(key(int(seed), int(request.numbers[index]))) & _SEEDS
+            rows.append(Row(number, np.array(prefix, np.int32).tobytes(), left, own))
+        self._engine.send(
+            Generate(
+                rows, sampling.temperature, sampling.top_p, sampling.top_k, sorted(request.ends), list(request.stop)
+            )
+        )
+        self._calls[call.number] = call
+        return call
+
+    def _next_turn(self, sampling: Sampling) -> int:
+        """How many calls began since the last load; beside training they count among themselves: -1, -2, ..."""
+        if sampling.beside:
+            self._beside += 1
+            return -self._beside
+        self._begun += 1
+        return self._begun - 1 - self._begun_at_load
+
+    def _listen(self) -> None:
+        self._engine.listen(self._heard, self._ended)
+
+    def _heard(self, answer: Answer) -> None:
+        if isinstance(answer, Rows):
+            for call in self._calls.values():
+                if mine := [done for done in answer.done if done.number in call.left]:
+                    call.arrived.put_nowait(mine)
+        elif isinstance(answer, Loaded):
+            self._took(answer, self._arriving.popleft())
+        elif isinstance(answer, Refused):
+            arriving = self._arriving.popleft()
+            arriving.fail(
+                ModelError(
+                    f"weights of version {arriving.weights.version} were not taken, and the engine goes on with "
+                    f"version {self._version}: {answer.text}"
+                )
+            )
+
+    def _took(self, answer: Loaded, arriving: "_Arriving") -> None:
+        """New weights are in use: note where that was."""
+        probe = arriving.weights.probe
+        found = {"pause": answer.seconds}
+        if probe is not None:
+            values = np.frombuffer(answer.logprobs, np.float32).reshape(probe.logprobs.shape)
+            found["difference"] = apart(probe, values)
+            try:
+                check(arriving.weights, found["difference"], self._config.dtype)
+            except ModelError as error:
+                arriving.fail(error)
+                self._engine.fail(error)
+                self._ended(error)
+                return
+        self._version = answer.version
+        self._begun_at_load, self._beside = self._begun, 0
+        numbered = [number for number in self._calls if number >= 0]
+        steps = dict.fromkeys(numbered, answer.steps) | {self._begun: -1}
+        arriving.end(places_of(steps, self._loads, **found))
+        self._loads += 1
+
+    def _tell_way(self, weights: Weights, seconds: float) -> None:
+        """Say what carries weights here, once, and when it changes."""
+        if weights.ways != self._ways:
+            self._ways = weights.ways
+            speed = weights.nbytes / seconds / 1e9
+            by = ", ".join(sorted(weights.ways))
+            log.info(
+                "weights arrive", by=by, version=weights.version, GB_per_s=f"{speed:.2f}", seconds=f"{seconds:.3f}"
+            )
+
+    def _ended(self, error: ModelError) -> None:
+        for call in self._calls.values():
+            call.arrived.put_nowait(error)
+        for arriving in self._arriving:
+            arriving.fail(error)
+        self._arriving.clear()
+
+    def _new(self, model: NewModel) -> Path:
+        """A folder of a model that is made here; it goes with this object."""
+        made = tempfile.TemporaryDirectory(prefix="meshrl-model-")
+        weakref.finalize(self, made.cleanup)
+        folder = Path(made.name, "model")
+        checkpoint.write(load(self._config), str(folder))
+        return folder
+
+
+def _part(name: str, entry: Entry) -> messages.Part:
+    return messages.Part(name, entry.dtype, list(entry.shape), entry.start, entry.fingerprint)

@@ -1,0 +1,212 @@
+"""The engine's process: one loop that takes orders between the engine's steps, and tells which rows have left.
+
+    python -m meshrl_inference.worker MODULE FILE_DESCRIPTOR
+
+MODULE is a backend's, whose function `start` makes an `engine.Engine`. The process needs that engine, torch,
+transformers, numpy, msgspec and xxhash: it may run in another environment than meshrl does.
+"""
+
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import numpy as np
+
+from meshrl_inference.arrival import wrong
+from meshrl_inference.engine import CACHE, WEIGHTS, Engine
+from meshrl_inference.messages import (
+    Answer,
+    Failed,
+    Generate,
+    Leave,
+    Load,
+    Loaded,
+    Order,
+    Ready,
+    Refused,
+    Rows,
+    Start,
+    encode,
+    to_engine,
+)
+
+_HELD: Final = 0.02
+"""Seconds between two messages of rows while others are decoded: to read one costs the sampler a millisecond or two."""
+
+
+def main() -> None:
+    """Serve the sampler at the other end until it is gone."""
+    connection = Connection(int(sys.argv[2]))
+    # The sampler is to see the end of this process, and of none that it makes.
+    os.register_at_fork(after_in_child=connection.close)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    worker: Worker | None = None
+    status = 0
+    try:
+        start = to_engine.decode(connection.recv_bytes())
+        if isinstance(start, Start):
+            engine = import_module(sys.argv[1]).start(start)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an engine may have thought of another
+            worker = Worker(connection, engine, start)
+            worker.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError, SystemExit):
+        pass  # the sampler is gone, or has no use for this any more
+    except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the sampler's to see
+        lost = worker and worker.lost
+        with suppress(OSError):
+            connection.send_bytes(encode(Failed(lost or _words(error))))
+        traceback.print_exc()
+        status = 1
+    if worker is not None:
+        worker.close()
+    os._exit(status)  # there is nothing to tidy up, and Python's own end takes a second
+
+
+class Worker:
+    """An engine, and what the sampler asks of it."""
+
+    def __init__(self, connection: Connection, engine: Engine, start: Start) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._engine = engine
+        self._sleeps = start.sleep
+        self._asleep = set[str]()
+        """What is not in a GPU's memory."""
+        self._swaps = 0
+        """How often new weights were taken."""
+        self._told = 0.0
+        """When rows were told last."""
+        self._loads: deque[tuple[Load, Future[str | None]]] = deque()
+        """New weights, and what is wrong with them: read in a thread, while rows are decoded."""
+        self._reader = ThreadPoolExecutor(1)
+        from meshrl_inference.naming import Naming  # noqa: PLC0415 -- the engine has set what torch reads when imported
+
+        self._known = Naming(start.model).held(start.dtype)
+        if engine.processes:
+            threading.Thread(target=self._watch, daemon=True).start()
+        self._rest()
+        self._send(Ready(engine.version, engine.tokens))
+
+    def run(self) -> None:
+        """Until the sampler is gone."""
+        engine = self._engine
+        while True:
+            while self._connection.poll(0 if engine.left or self._loads or engine.decodes else None):
+                self._take(to_engine.decode(self._connection.recv_bytes()))
+            self._load_next()
+            if engine.decodes:
+                engine.step(self._connection)
+                self._rest()  # before the last rows are told: who has them may want the memory
+            if engine.left and (not engine.decodes or time.monotonic() - self._told > _HELD):
+                self._send(Rows(engine.left))
+                engine.left = []
+                self._told = time.monotonic()
+
+    def close(self) -> None:
+        """End the engine's own processes: they have nothing to finish."""
+        for each in self._engine.processes:
+            each.kill()
+            each.join()
+
+    @property
+    def lost(self) -> str | None:
+        """Which of the engine's own processes have died; None where none has."""
+        own = self._engine.processes
+        # Where one has died, an engine may terminate the others.
+        died = {at: each for at, each in enumerate(own) if each.exitcode not in (None, 0, -signal.SIGTERM)}
+        told = [f"process {each.pid}, at tp={at}, has died ({_how(each.exitcode)})" for at, each in died.items()]
+        return f"of the {len(own)} that its matrices are split over, {', '.join(told)}" if told else None
+
+    def _watch(self) -> None:
+        """Wait until one of the engine's own processes has died: rows can be decoded no more."""
+        own = self._engine.processes
+        multiprocessing.connection.wait([each.sentinel for each in own])
+        until = time.monotonic() + 1
+        while self.lost is None and time.monotonic() < until:  # the engine may be the one that asks how it ended
+            time.sleep(0.01)
+        self._send(Failed(self.lost or "one of the engine's own processes has ended"))
+        for each in own:
+            each.kill()
+        os._exit(1)  # this is a thread, and the main one may wait for a row or an order
+
+    def _take(self, order: Start | Order) -> None:
+        if isinstance(order, Generate):
+            self._wake(WEIGHTS, CACHE)
+            # The salt keeps what old weights made of a prompt from rows that begin under new ones.
+            self._engine.add(order, str(self._swaps))
+        elif isinstance(order, Leave):
+            self._engine.leave(order.rows, told=order.told)
+            self._rest()
+        elif isinstance(order, Load):
+            self._loads.append((order, self._reader.submit(wrong, order, self._known)))
+
+    def _rest(self) -> None:
+        """Give the GPU's memory back where nothing is left to decode."""
+        if self._sleeps and not self._engine.decodes and CACHE not in self._asleep:
+            self._engine.sleep()
+            self._asleep = {WEIGHTS, CACHE}
+
+    def _wake(self, *names: str) -> None:
+        """Take the GPU's memory again for what these name."""
+        if asleep := [name for name in names if name in self._asleep]:
+            self._engine.wake(asleep)
+            self._asleep.difference_update(asleep)
+
+    def _load_next(self) -> None:
+        """Take the next weights that have been read."""
+        if not self._loads:
+            return
+        order, read = self._loads[0]
+        if read.done() or not self._engine.decodes:
+            self._loads.popleft()
+            if (refused := read.result()) is None:
+                self._load(order)
+            else:
+                self._send(Refused(refused))
+
+    def _load(self, order: Load) -> None:
+        """Take new weights, and read their probe: what is decoded meanwhile is told after it.
+
+        Until a probe is answered nobody knows whether what was drawn may be trusted.
+        """
+        began = time.monotonic()
+        self._wake(WEIGHTS)
+        self._engine.take(order)
+        self._swaps += 1
+        steps, seconds = self._engine.steps, time.monotonic() - began
+        values = list[float]()
+        if order.probe:
+            self._wake(WEIGHTS, CACHE)
+            values = self._engine.read(order.probe, f"probe {self._swaps}")
+            self._rest()
+        self._send(Loaded(order.version, steps, seconds, np.array(values, np.float32).tobytes()))
+
+    def _send(self, answer: Answer) -> None:
+        with self._sending:  # `_watch` is a thread
+            self._connection.send_bytes(encode(answer))
+
+
+def _words(error: BaseException) -> str:
+    """What went wrong; of what pydantic says of an engine's configuration, the sentence alone."""
+    errors: Any = getattr(error, "errors", None)
+    if errors is not None:
+        return "; ".join(str(each["msg"]).removeprefix("Value error, ") for each in errors())
+    return f"{type(error).__name__}: {error}"
+
+
+def _how(code: int | None) -> str:
+    return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+
+
+if __name__ == "__main__":
+    main()

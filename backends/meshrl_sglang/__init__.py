@@ -1,0 +1,18 @@
+"""The SGLang backend: a sampler on SGLang's engine, in processes and in an environment of its own."""
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["COUNTS", "NEEDS", "OPTIONS", "ROLES"]
+
+ROLES: Final[Mapping[str, str]] = {"Sampler": "meshrl_sglang.sampler:SglangSampler"}
+"""Where each role's class is. Strings, so that looking a role up imports no torch."""
+
+OPTIONS: Final[Mapping[str, str]] = {"Sampler": "meshrl_sglang.options:SglangConfig"}
+"""Where the schema of the backend's own options is: the table `sglang` in the role's."""
+
+COUNTS: Final = "meshrl_hf.prompts:count_prompts"
+"""Tells the tokens of prompts, without a model."""
+
+NEEDS: Final = "meshrl_sglang.options:check_installed"
+"""Refuses a table that names no interpreter with SGLang."""

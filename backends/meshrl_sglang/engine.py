@@ -1,0 +1,309 @@
+"""SGLang's engine, as `meshrl_inference.worker` drives it: its schedulers in processes of their own."""
+
+# SGLang may be in another environment than this one.
+# pyright: reportMissingImports=false
+
+import asyncio
+import os
+import runpy
+import signal
+import sys
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from meshrl_inference.engine import CACHE
+from meshrl_inference.messages import Done, Generate, Load, Row, Start
+
+_CPU_CACHE_MIB: Final = 512
+"""Of keys and values, on a CPU, where nothing is said."""
+_MOMENT: Final = 0.02
+"""Seconds that a step waits at most."""
+_IDLE: Final = 60.0
+"""Seconds that rows which were left have to be out of the schedulers."""
+_FIRST: Final = 1000
+"""The priority of a probe's sequences: what is decoded makes room for them."""
+_BESIDE: Final = 8
+"""Places that SGLang wants to have free behind the longest row."""
+_GRAPHS: Final = "cuda_graph"
+"""What sleeps and wakes with keys and values."""
+
+
+def start(asked: Start) -> "SglangEngine":
+    """The engine."""
+    # Before torch and SGLang are imported, which read these.
+    os.environ.update(OMP_NUM_THREADS=str(asked.threads), HF_HUB_OFFLINE="1")
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by `_BESIDE`, where no token ever is
+    if asked.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
+    import torch  # noqa: PLC0415 -- as above
+
+    if not torch.cuda.is_available():
+        _compute_without_gpu(asked.tp)
+    return SglangEngine(asked, gpu=torch.cuda.is_available())
+
+
+def _compute_without_gpu(tp: int) -> None:
+    os.environ.update(SGLANG_USE_CPU_ENGINE="1", TORCH_COMPILE_DISABLE="1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the cores to the other processes
+    if tp > 1:
+        # Else each would have a whole NUMA node; it binds them only where SGLang has kernels for CPUs.
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[at % len(cores)]) for at in range(tp))
+    if find_spec("sgl_kernel") is None:
+        standins = str(Path(__file__).parent / "standins")
+        os.environ["PYTHONPATH"] = os.pathsep.join([standins, os.environ.get("PYTHONPATH", "")])
+        sys.path.insert(0, standins)
+        runpy.run_path(f"{standins}/sitecustomize.py")  # as the processes that this one makes do when they begin
+
+
+class SglangEngine:
+    """An `Engine`."""
+
+    def __init__(self, asked: Start, *, gpu: bool) -> None:
+        import sglang  # noqa: PLC0415 -- `start` has set its environment
+
+        from meshrl_sglang import proof, scheduler, transfer  # noqa: PLC0415
+
+        self._folder = asked.model
+        self._tp = asked.tp
+        self._reads_back = asked.own["read_back"]
+        self._transfer, self._proof = transfer, proof
+        self._engine = scheduler.Processes(**_arguments(asked, gpu))
+        self._manager = self._engine.tokenizer_manager
+        self._manager.tokenizer = scheduler.Texts(asked.model)
+        self._loop = self._engine.loop
+        self._loop.run_until_complete(self._hear())
+        self._rows: dict[int, asyncio.Task[None]] = {}
+        self._unsent = set[int]()
+        """Rows that no scheduler knows of yet, as far as is known here."""
+        self._ended = asyncio.Event()
+        self._errors: list[BaseException] = []
+        self.version: str = sglang.__version__
+        self.tokens = int(self._manager.model_config.vocab_size)
+        self.steps = 0
+        self.left: list[Done] = []
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """Its schedulers', one for each place along tp."""
+        return self._engine.schedulers
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is a row to decode."""
+        return bool(self._rows)
+
+    def add(self, order: Generate, salt: str) -> None:
+        """Begin to decode rows."""
+        keys = {
+            "temperature": order.temperature,
+            "top_p": order.top_p,
+            "top_k": order.top_k or -1,
+            "stop_token_ids": order.ends,
+            "ignore_eos": not order.ends,
+            "stop": order.stop or None,
+        }
+        for row in order.rows:
+            self._rows[row.number] = self._loop.create_task(self._decode(row, keys, salt))
+            self._unsent.add(row.number)
+
+    def leave(self, rows: list[int], *, told: bool) -> None:
+        """Stop decoding these rows. Those that are told come back in a step, as a scheduler has them by then."""
+        self._loop.run_until_complete(self._all_sent())
+        for row in rows:
+            if row not in self._rows:
+                continue
+            if told:
+                self._manager.abort_request(_name(row))
+            else:
+                self._rows.pop(row).cancel()  # which aborts it
+
+    def step(self, orders: Connection) -> None:
+        """Wait for rows that have ended."""
+        self._loop.run_until_complete(self._wait(orders.fileno()))
+        self.steps += 1
+        if self._errors:
+            raise self._errors[0]
+
+    def take(self, order: Load) -> None:
+        """Use new weights."""
+        self._loop.run_until_complete(self._take(order))
+
+    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+        """Let the engine read sequences, before all rows that wait; where there is no slot, a row gives up its own."""
+        values: list[float] = self._loop.run_until_complete(self._read(probe, salt))
+        return values
+
+    def sleep(self) -> None:
+        """Keep nothing in a GPU's memory: the weights go to the host's."""
+        from sglang.srt.managers import io_struct as io  # noqa: PLC0415
+
+        self._loop.run_until_complete(self._manager.flush_cache(timeout_s=_IDLE))  # waits for rows that were left
+        self._loop.run_until_complete(self._manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput()))
+
+    def wake(self, names: list[str]) -> None:
+        """Take the GPU's memory again."""
+        from sglang.srt.managers import io_struct as io  # noqa: PLC0415
+
+        tags = [*names, *([_GRAPHS] if CACHE in names else [])]
+        order = io.ResumeMemoryOccupationReqInput(tags=tags)
+        self._loop.run_until_complete(self._manager.resume_memory_occupation(order))
+
+    async def _hear(self) -> None:
+        """Let SGLang hear its schedulers in this loop. Signals stay with the worker."""
+        self._manager.auto_create_handle_loop()
+        for each in (signal.SIGQUIT, signal.SIGTERM):
+            self._loop.remove_signal_handler(each)
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+
+    async def _wait(self, orders: int) -> None:
+        self._loop.add_reader(orders, self._ended.set)
+        try:
+            async with asyncio.timeout(_MOMENT):
+                await self._ended.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._loop.remove_reader(orders)
+            os.set_blocking(orders, True)
+            self._ended.clear()
+
+    async def _decode(self, row: Row, keys: dict[str, Any], salt: str) -> None:
+        try:
+            told = await self._ask(
+                _name(row.number),
+                np.frombuffer(row.tokens, np.int32).tolist(),
+                {**keys, "max_new_tokens": row.max_tokens, "sampling_seed": row.seed},
+                salt,
+            )
+            self.left.append(_done(row.number, told))
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is for who waits
+            self._errors.append(error)
+        finally:
+            self._rows.pop(row.number, None)
+            self._unsent.discard(row.number)
+            self._ended.set()
+
+    async def _ask(self, name: str, tokens: list[int], keys: dict[str, Any], salt: str, **more: Any) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
+
+        priority = {"priority": 0, **more}
+        request = GenerateReqInput(
+            rid=name, input_ids=tokens, sampling_params=keys, return_logprob=True, cache_salt=salt, **priority
+        )
+        last: dict[str, Any] = {}
+        async for told in self._manager.generate_request(request, None):
+            last = told
+        return last
+
+    async def _all_sent(self) -> None:
+        """Wait until the schedulers know of all rows, so that what is sent now comes after them."""
+        while self._unsent:
+            states = self._manager.rid_to_state
+            known = [(number, states.get(_name(number))) for number in self._unsent]
+            self._unsent -= {number for number, state in known if state is not None and state.dispatched}
+            if self._unsent:
+                await asyncio.sleep(0)
+
+    async def _take(self, order: Load) -> None:
+        from sglang.srt.managers import io_struct as io  # noqa: PLC0415
+        from sglang.srt.utils import MultiprocessingSerializer  # noqa: PLC0415
+
+        manager = self._manager
+        await self._all_sent()
+        sent = self._transfer.told(self._folder, order.places)
+        await manager.pause_generation(io.PauseGenerationReqInput(mode="retract" if order.recompute else "in_place"))
+        _check(await manager.begin_weight_update(io.BeginWeightUpdateReqInput()))
+        update = io.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[MultiprocessingSerializer.serialize(sent) for _ in range(self._tp)],
+            load_format=self._transfer.FORMAT,
+            flush_cache=order.recompute,
+            weight_version=str(order.version),
+        )
+        _check(await manager.update_weights_from_tensor(update))
+        _check(await manager.end_weight_update(io.EndWeightUpdateReqInput()))
+        if self._reads_back:
+            await self._proof.read_back(manager, order.places)
+        await manager.continue_generation(io.ContinueGenerationReqInput())
+
+    async def _read(self, probe: list[list[int]], salt: str) -> list[float]:
+        reading = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        asked = [
+            self._ask(f"{salt} {at}.", tokens, reading, f"{salt} {at}", logprob_start_len=0, priority=_FIRST)
+            for at, tokens in enumerate(probe)
+        ]
+        told = await asyncio.gather(*asked)
+        return [float(value) for each in told for value, *_ in each["meta_info"]["input_token_logprobs"][1:]]
+
+
+def _arguments(asked: Start, gpu: bool) -> dict[str, Any]:
+    """What SGLang is started with."""
+    longest = asked.max_tokens + _BESIDE
+    heads, bytes_per_token = _attention(asked)
+    if heads % asked.tp:
+        raise ValueError(f"the model's {heads} attention heads cannot be split over {asked.tp} ranks along tp")
+    arguments: dict[str, Any] = {
+        "model_path": asked.model,
+        "dtype": asked.dtype,
+        "context_length": longest,
+        "max_running_requests": asked.slots,
+        "tp_size": asked.tp,
+        "mem_fraction_static": asked.memory_share,
+        "disable_cuda_graph": asked.eager or not gpu,
+        "enable_memory_saver": asked.sleep and gpu,  # on a CPU SGLang sleeps and wakes, and frees nothing
+        "enable_weights_cpu_backup": asked.sleep and gpu,
+        "sampling_backend": "pytorch",  # the others know no seeds
+        "disable_overlap_schedule": True,  # else a step of old weights would end after a load, under the new version
+        "sleep_on_idle": True,  # else the schedulers ask for orders all the time, with a core each
+        "enable_priority_scheduling": True,
+        "custom_weight_loader": ["meshrl_sglang.transfer.load"],
+        "custom_sigquit_handler": signal.SIG_IGN,  # a process that ends is the worker's to see
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "weight_version": "0",
+        "random_seed": 0,
+        "log_level": "error",
+    }
+    cache = asked.kv_cache_mib or (None if gpu else _CPU_CACHE_MIB)
+    if cache is not None:
+        arguments["max_total_tokens"] = max(longest, (cache << 20) // bytes_per_token)
+    if not gpu:
+        arguments |= {"device": "cpu", "attention_backend": "torch_native"}
+    return arguments
+
+
+def _attention(asked: Start) -> tuple[int, int]:
+    """The model's attention heads, and the bytes of a token's keys and values on each place along tp."""
+    import torch  # noqa: PLC0415 -- `start` has set its environment
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(asked.model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dims = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype: torch.dtype = getattr(torch, asked.dtype)
+    return config.num_attention_heads, 2 * config.num_hidden_layers * -(-heads // asked.tp) * dims * dtype.itemsize
+
+
+def _name(row: int) -> str:
+    """What SGLang knows a row by. No name begins with another: it would be aborted too."""
+    return f"{row}."
+
+
+def _check(answer: tuple[bool, str]) -> None:
+    done, why = answer
+    if not done:
+        raise RuntimeError(f"SGLang refuses new weights: {why}")
+
+
+def _done(number: int, told: dict[str, Any]) -> Done:
+    """What SGLang says of a row that has ended."""
+    facts = told["meta_info"]
+    pairs = facts.get("output_token_logprobs") or ()
+    tokens, logprobs = [int(token) for _, token, *_ in pairs], [float(value) for value, *_ in pairs]
+    spans = [(int(span["version"]), int(span["start"])) for span in facts.get("weight_versions") or ()]
+    return Done.of(number, tokens, logprobs, spans, facts["finish_reason"]["type"])

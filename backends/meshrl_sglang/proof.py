@@ -1,0 +1,25 @@
+"""A second proof that weights are in use: what SGLang says a tensor of a name begins with."""
+
+# SGLang may be in another environment than this one.
+# pyright: reportMissingImports=false
+
+from typing import Any, Final
+
+import torch
+
+from meshrl_inference.tensors import Places, tensors
+
+_ROWS: Final = 2
+"""Of each tensor, that are compared."""
+
+
+async def read_back(manager: Any, places: Places) -> None:
+    """Ask for the first rows of each tensor. RuntimeError where they are not those that were sent, or are not told."""
+    from sglang.srt.managers.io_struct import GetWeightsByNameReqInput  # noqa: PLC0415 -- in an environment that is set
+
+    for name, tensor in tensors(places):
+        told = await manager.get_weights_by_name(GetWeightsByNameReqInput(name=name, truncate_size=_ROWS))
+        if told is None:
+            raise RuntimeError(f"SGLang cannot tell `{name}` of this model: leave sampler.sglang.read_back out")
+        if not torch.equal(torch.tensor(told), tensor[:_ROWS].float()):
+            raise RuntimeError(f"SGLang has another `{name}` than was sent, and nothing that it draws may be trusted")

@@ -1,0 +1,210 @@
+"""vLLM's engine, as `meshrl_inference.worker` drives it: in the worker's process, a step at a time."""
+
+# vLLM may be in another environment than this one.
+# pyright: reportMissingImports=false
+
+import os
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+import numpy as np
+
+from meshrl_inference.engine import PROBES
+from meshrl_inference.messages import Done, Generate, Load, Start
+
+_CPU_CACHE_MIB: Final = 512
+"""Of keys and values, on a CPU, where nothing is said."""
+_CPU_READS: Final = 4096
+"""Tokens read in one step, at most, on a CPU."""
+_PROBE: Final = "probe "
+"""What the names of requests begin with that read one."""
+
+
+def start(asked: Start) -> "VllmEngine":
+    """The engine."""
+    # Before vLLM is imported, which reads these.
+    os.environ.update(OMP_NUM_THREADS=str(asked.threads), VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "0"  # they have nothing to finish
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # a rank is granted a number of cores, not these and those
+    if asked.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked.gpus)
+    from vllm.platforms import current_platform  # noqa: PLC0415 -- as above
+
+    if current_platform.is_cpu():
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    return VllmEngine(asked)
+
+
+class VllmEngine:
+    """An `Engine`."""
+
+    def __init__(self, asked: Start) -> None:
+        import vllm  # noqa: PLC0415 -- `start` has set its environment
+
+        self._vllm = vllm
+        self._slots = asked.slots
+        self._engine = vllm.LLMEngine.from_engine_args(_arguments(asked), enable_multiprocessing=False)
+        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        self._engine.collective_rpc("tell_whole")
+        self._engine.set_weight_version("0")
+        self._unread: dict[str, list[float]] = {}
+        """The log-probs of a probe's sequences, by the requests that read them; empty of those that are not read."""
+        self._seats(0)
+        self.version: str = vllm.__version__
+        self.tokens = int(self._engine.model_config.get_vocab_size())
+        self.steps = 0
+        self.left: list[Done] = []
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """Its own, one for each place along tp; none where there is one place."""
+        return [handle.proc for handle in getattr(self._core.model_executor, "workers", ())]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether there is a row to decode."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def add(self, order: Generate, salt: str) -> None:
+        """Begin to decode rows."""
+        for row in order.rows:
+            sampling = self._sampling(
+                temperature=order.temperature,
+                top_p=order.top_p,
+                top_k=order.top_k,
+                seed=row.seed,
+                max_tokens=row.max_tokens,
+                ignore_eos=True,  # the ends are ours
+                stop_token_ids=order.ends,
+                stop=order.stop or None,
+                detokenize=bool(order.stop),
+                logprobs=0,
+            )
+            self._ask(str(row.number), np.frombuffer(row.tokens, np.int32).tolist(), salt, sampling)
+
+    def leave(self, rows: list[int], *, told: bool) -> None:
+        """Stop decoding these rows, of which vLLM has what was drawn at hand."""
+        processor = self._engine.output_processor
+        states = {state.external_req_id: state for state in processor.request_states.values()}
+        here = [states[str(number)] for number in rows if str(number) in states]
+        if told:
+            self.left += [_unfinished(state) for state in here]
+        self._engine.abort_request([str(state.external_req_id) for state in here])
+
+    def step(self, orders: Connection | None) -> None:
+        """Make one step of all rows."""
+        for output in self._engine.step():
+            if not output.finished:
+                continue
+            if output.request_id in self._unread:
+                self._unread[output.request_id] = _read(output)
+            else:
+                self.left.append(_done(output))
+        self.steps += 1
+
+    def take(self, order: Load) -> None:
+        """Use new weights."""
+        self._core.pause_scheduler(mode="keep", clear_cache=False)
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": {"buckets": order.places}})
+        self._engine.collective_rpc("finish_weight_update")
+        self._engine.set_weight_version(str(order.version))
+        if order.recompute:
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._core.resume_scheduler()
+
+    def read(self, probe: list[list[int]], salt: str) -> list[float]:
+        """Let the engine read sequences, before all rows that wait, in seats of their own."""
+        self._seats(len(probe))
+        self._unread = {f"{_PROBE}{number}": [] for number in range(len(probe))}
+        reading = self._sampling(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        for name, tokens in zip(self._unread, probe, strict=True):
+            self._ask(name, tokens, f"{salt} {name}", reading, priority=-1)
+        while not all(self._unread.values()):
+            self.step(None)
+        values = [value for row in self._unread.values() for value in row]
+        self._unread = {}
+        self._seats(0)
+        return values
+
+    def sleep(self) -> None:
+        """Keep nothing in a GPU's memory: the weights go to the host's."""
+        self._engine.sleep(level=1)
+
+    def wake(self, names: list[str]) -> None:
+        """Take the GPU's memory again."""
+        self._engine.wake_up(names)
+
+    @property
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
+
+    def _sampling(self, **keys: object) -> Any:
+        return self._vllm.SamplingParams(**keys, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY)
+
+    def _ask(self, name: str, tokens: list[int], salt: str, sampling: Any, priority: int = 0) -> None:
+        prompt = {"prompt_token_ids": tokens, "cache_salt": salt}
+        self._engine.add_request(name, prompt, sampling, priority=priority)
+
+    def _seats(self, extra: int) -> None:
+        """How many rows may be decoded at once, beside the slots."""
+        self._core.scheduler.max_num_active_reqs = self._slots + extra
+
+
+def _arguments(asked: Start) -> Any:
+    from vllm import EngineArgs  # noqa: PLC0415 -- `start` has set its environment
+    from vllm.config.weight_transfer import WeightTransferConfig  # noqa: PLC0415
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    from meshrl_vllm import transfer  # noqa: PLC0415
+
+    cpu = current_platform.is_cpu()
+    cache = asked.kv_cache_mib or (_CPU_CACHE_MIB if cpu else None)
+    return EngineArgs(
+        model=asked.model,
+        dtype=asked.dtype,
+        max_model_len=asked.max_tokens,
+        max_num_seqs=asked.slots + PROBES,
+        # A row that is read in parts takes its seed's random numbers back, which generators on CPUs cannot.
+        enable_chunked_prefill=False if cpu else None,
+        max_num_batched_tokens=max(_CPU_READS, asked.max_tokens) if cpu else None,
+        scheduling_policy="priority",
+        async_scheduling=False,  # else a step of the old weights would end after a load, under the new version
+        tensor_parallel_size=asked.tp,
+        distributed_executor_backend="mp" if asked.tp > 1 else None,
+        enforce_eager=asked.eager or cpu,
+        enable_sleep_mode=asked.sleep and not cpu,  # on a CPU vLLM sleeps and wakes, and frees nothing
+        kv_cache_memory_bytes=None if cache is None else cache << 20,
+        gpu_memory_utilization=asked.memory_share,
+        logprobs_mode="processed_logprobs",  # at the temperature, where raw ones are before it
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend=transfer.NAME),
+        worker_extension_cls=f"{transfer.__name__}.{transfer.Extension.__name__}",
+    )
+
+
+def _read(output: Any) -> list[float]:
+    """The log-probability of each token of a prompt but the first, as vLLM tells it of a request that has ended."""
+    tokens = list(output.prompt_token_ids)[1:]
+    return [told[token].logprob for token, told in zip(tokens, output.prompt_logprobs[1:], strict=True)]
+
+
+def _done(output: Any) -> Done:
+    """What vLLM says of a row that has ended."""
+    (one,) = output.outputs
+    spans = [(int(span.version), span.start) for span in one.weight_versions or ()]
+    return _row(int(output.request_id), one.token_ids, one.logprobs, spans, one.finish_reason)
+
+
+def _unfinished(state: Any) -> Done:
+    """What vLLM has of a row so far."""
+    spans = [(int(version), start) for version, start in state.weight_version_starts]
+    tokens = state.detokenizer.output_token_ids
+    return _row(int(state.external_req_id), tokens, state.logprobs_processor.logprobs, spans, "abort")
+
+
+def _row(number: int, tokens: Any, logprobs: Any, spans: list[tuple[int, int]], reason: str) -> Done:
+    chosen: list[float] = [each[token].logprob for token, each in zip(tokens, logprobs or (), strict=True)]
+    return Done.of(number, list(tokens), chosen, spans, reason)
