@@ -16,6 +16,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError, described
 from meshrl.events import clock
+from meshrl.run.disk import write_whole
 from meshrl.run.folder import beginning, cut, take
 from meshrl.tasks import StepAccount
 from meshrl.trackers import Trackers
@@ -77,7 +78,7 @@ class Recorder:
             cut(folder, goes_on, _GROWING)
         folder.mkdir(parents=True, exist_ok=True)
         self._resolved = _without_none(resolved)
-        (folder / "config.toml").write_text(tomli_w.dumps(self._resolved), "utf-8")
+        write_whole(folder / "config.toml", tomli_w.dumps(self._resolved).encode())
         self._earlier = 0.0
         """Seconds until the checkpoint."""
         self._steps = 0

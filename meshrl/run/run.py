@@ -21,6 +21,7 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.disk import of_the_disk
 from meshrl.run.folder import rescheduled, told_anew, was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
@@ -76,8 +77,10 @@ class Run:
         self._lock = FolderLock(folder)
         try:
             self._open(folder, resolved or {})
-        except BaseException:
+        except BaseException as error:
             self._lock.release()
+            if told := of_the_disk(error, folder):
+                raise told from error
             raise
         once = self._saved.once.items() if self._saved else ()
         self._once = {name: {key: float(value) for key, value in numbers.items()} for name, numbers in once}
@@ -309,14 +312,18 @@ class Run:
     ) -> None:
         for reservation in self._meshes.values():
             reservation.cancel()
-        try:
-            if error is None:  # a script may break off its loop
+        if error is None:  # a script may break off its loop
+            try:
                 await self._beside.settle()
-        except BaseException as failed:
-            error = failed
-            raise
-        finally:
-            await self._end(error)
+            except BaseException as failed:  # noqa: BLE001 -- raised below
+                error = failed
+        told = of_the_disk(error, self.recorder.folder) if error else None
+        if told:
+            told.__cause__ = error
+        raised = told or error
+        await self._end(raised)
+        if raised is not None and (told or kind is None):
+            raise raised
 
     async def _end(self, error: BaseException | None) -> None:
         with ExitStack() as ends:  # each of them, whatever those after it raise: the last comes first

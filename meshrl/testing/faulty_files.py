@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
-Fault: TypeAlias = Literal["EIO", "ENOSPC", "short"]
+Fault: TypeAlias = Literal["EIO", "ENOSPC", "EROFS", "short"]
 """The operation raises this OSError, or writes one byte of what it is given and says so."""
 
 

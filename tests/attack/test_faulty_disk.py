@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl import Metrics, Policy, PolicyConfig, Run, RunConfig
-from meshrl.errors import MeshrlError
+from meshrl.errors import ConfigError, DataError, MeshrlError
 from meshrl.run.config import MeshConfig
 from meshrl.testing import FaultyFiles
 from meshrl.testing.faulty_files import Fault
@@ -58,3 +58,29 @@ async def test_a_write_that_is_short_is_gone_on_with(tmp_path: Path) -> None:
         with FaultyFiles(folder, at, "short").installed():
             await train(folder)
         assert losses(folder) == [0, 1, 2], f"operation {at}"
+
+
+@pytest.mark.parametrize(("fault", "what"), [("ENOSPC", "the disk is full"), ("EIO", "the disk failed")])
+async def test_the_error_says_what_the_disk_did_and_what_is_left(tmp_path: Path, fault: Fault, what: str) -> None:
+    count, told = await operations(tmp_path / "whole"), list[str]()
+    for at in range(count):
+        folder = tmp_path / str(at)
+        with FaultyFiles(folder, at, fault).installed():
+            try:
+                await train(folder)
+            except DataError as error:
+                whole = sorted(path.name for path in (folder / "mine/checkpoints").glob("step-*"))
+                told.append(str(error))
+                if whole and what in told[-1]:
+                    assert f"the newest whole checkpoint is {whole[-1]}, with which run.resume=true" in told[-1]
+    assert len(told) > STEPS
+    assert all(what in each or "the end of the run could not be written" in each for each in told)
+    assert any("step-000002" in each for each in told)
+
+
+async def test_a_folder_that_may_not_be_written_is_told_of(tmp_path: Path) -> None:
+    with FaultyFiles(tmp_path, 0, "EROFS").installed(), pytest.raises(DataError, match="Read-only file system"):
+        await train(tmp_path)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"file/.mine.lock cannot be written: .*Set run.folder to where you may"):
+        await train(tmp_path / "file")

@@ -1,0 +1,44 @@
+"""What a disk that cannot take a run's files does to the run: an error in words, with what to do."""
+
+import errno
+from pathlib import Path
+from typing import Final
+
+from meshrl.errors import DataError, MeshrlError
+from meshrl.run.checkpoints import newest_checkpoint
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_CLOSED: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def of_the_disk(error: BaseException, folder: Path) -> DataError | None:
+    """The error that tells what a disk did to a run's folder, in words; None for an error of anything else.
+
+    Also where a rank met it, which writes its part of a checkpoint there.
+    """
+    while isinstance(error, MeshrlError) and error.__cause__ is not None:
+        error = error.__cause__
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in _FULL:
+        what, do = "the disk is full", "make room there"
+    elif error.errno == errno.EIO:
+        what, do = "the disk failed", "see what the system's log says of it"
+    elif error.errno in _CLOSED and _is_in(error.filename, folder):
+        what, do = "it may not be written", "let this user write there, or set run.folder to another place"
+    else:
+        return None
+    newest = newest_checkpoint(folder)
+    kept = f"; the newest whole checkpoint is {newest.name}, with which run.resume=true goes on" if newest else ""
+    return DataError(f"{folder}: {what} ({error}): {do}{kept}")
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that is there whole, or as it was before, whenever the process ends."""
+    part = file.with_name(f".{file.name}.part")
+    part.write_bytes(content)
+    part.replace(file)
+
+
+def _is_in(name: object, folder: Path) -> bool:
+    return isinstance(name, str | Path) and Path(name).absolute().is_relative_to(folder.absolute().parent)
