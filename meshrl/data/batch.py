@@ -252,9 +252,8 @@ class Batch(HasRefs):
     def plan(self, parts: int) -> list[Rows]:
         """Which rows each part takes, balanced by tokens; the rows of a part ascend.
 
-        Runs of rows, which need not be copied, where these are even within 1/256 of a part. Else the longest row first,
-        to the lightest part (Graham 1969, LPT); ties go to the part of fewest rows, then to the first. The heaviest
-        part exceeds the lightest by at most one row's tokens.
+        Runs of rows, which need not be copied, where they are even within 1/256. Else the longest row first, to the
+        lightest part (Graham 1969, LPT). The heaviest part exceeds the lightest by at most one row's tokens.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")

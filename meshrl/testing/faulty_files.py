@@ -39,7 +39,7 @@ class FaultyFiles:
 
         def sync(descriptor: int) -> None:
             if self._holds(Path(f"/proc/self/fd/{descriptor}")) and self._next() not in (None, "short"):
-                raise self._error()
+                raise _error(self._fault)
             really_sync(descriptor)
 
         with patch.object(builtins, "open", opened), patch.object(io, "open", opened), patch.object(os, "fsync", sync):
@@ -53,13 +53,10 @@ class FaultyFiles:
         self.operations += 1
         return self._fault if self.operations - 1 == self._at else None
 
-    def _error(self) -> OSError:
-        return _error(self._fault)
 
-
-def _error(fault: Fault) -> OSError:
+def _error(fault: Fault, file: Any = None) -> OSError:
     number = getattr(errno, fault)
-    return OSError(number, os.strerror(number))
+    return OSError(number, os.strerror(number), file)
 
 
 class _FaultyFile(io.FileIO):
@@ -71,4 +68,4 @@ class _FaultyFile(io.FileIO):
         fault = self._following()
         if fault in (None, "short"):
             return super().write(memoryview(data)[:1] if fault else data) or 0
-        raise _error(fault)
+        raise _error(fault, self.name)
