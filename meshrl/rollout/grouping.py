@@ -81,6 +81,14 @@ class GroupBuffer:
         prompts = [self._groups.pop(label).prompt for label in labels]
         return Batch.concat([batch.select([row]) for batch, row in prompts])
 
+    def prompts(self, labels: Iterable[int]) -> dict[int, object]:
+        """What groups are drawn from, by their labels: texts, where those are here."""
+        rows = {label: self._groups[label].prompt for label in labels}
+        return {
+            label: batch.objects("prompt")[row] if "prompt" in batch and "prompt" not in batch.elsewhere else None
+            for label, (batch, row) in rows.items()
+        }
+
     def incomplete(self, labels: Iterable[int]) -> list[int]:
         """Those of which rows have not come, each once."""
         expected = (label for label in dict.fromkeys(labels) if label in self._groups)

@@ -17,6 +17,7 @@ from meshrl.rollout.replay import Decision, DecisionLog, load_into
 from meshrl.rollout.replicas import Life, Replicas
 from meshrl.rollout.routing import NOWHERE, Router, Share
 from meshrl.rollout.staleness import StalenessLedger
+from meshrl.rollout.suspects import Suspects
 from meshrl.weights import Weights
 
 SwapMode: TypeAlias = Literal["in_flight", "drain", "abort"]
@@ -96,6 +97,7 @@ class Producer:
         self._mode = swap
         self._state = state
         self.replicas = Replicas(sampler, retries, state.condition, state.start, self._changed)
+        self.suspects = Suspects()
         self._router = Router(parts(sampler.generate))
         self._resumable: dict[int, tuple[Batch, GenerateRequest]] = {}
         """By the call that was aborted, so that they go on in one order, whichever ended first; and where they were."""
@@ -165,8 +167,8 @@ class Producer:
         When it is over on all of them, what it stopped goes on.
         """
         if error is not None:
-            self._lose(self._state.buffer.incomplete(call.labels(replica)))
             self.replicas.failed(call.lives[replica], error)
+            self._lose(self._state.buffer.incomplete(call.labels(replica)))
         elif replica in call.unread:
             raise call.unread[replica]
         else:
@@ -239,15 +241,18 @@ class Producer:
         self.arrived.append((call, replica, ended))
         self._state.condition.notify_all()
 
-    def _changed(self, life: Life | None, why: str) -> None:
+    def _changed(self, why: str, death: tuple[Life, Exception] | None) -> None:
         """The replicas are not what they were: what a life that has ended leaves undone, or held, is lost."""
         self._state.decisions.break_off(why)
-        if life is None:
+        if death is None:
             return
-        lost = self._state.buffer.elsewhere(life)
+        life, error = death
+        drawing: list[int] = []
         for call in self._running.values():
             if call.lives.get(life[0]) == life:
-                lost += self._state.buffer.incomplete(call.labels(life[0]))
+                drawing += self._state.buffer.incomplete(call.labels(life[0]))
+        self.suspects.died(life[0], self._state.buffer.prompts(drawing), error)
+        lost = [*self._state.buffer.elsewhere(life), *drawing]
         for rows, call in self._resumable.values():
             if rows.elsewhere and life in call.began:
                 lost += [label for label in call.labels(life[0]) if label in rows.groups]

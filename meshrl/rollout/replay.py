@@ -191,7 +191,7 @@ class Schedule:
     async def load(self, sampler: Sampler, weights: Weights, load: "LoadAll | None" = None) -> None:
         """Load weights into a sampler, at the place where the replayed run did."""
         await self._number(sampler)
-        places = _told(await (load or sampler.load)(weights))
+        places = await _told(await (load or sampler.load)(weights))
         if places is not None:
             self.write(Load(self._samplers.index(sampler), {name: places.row(name).tolist() for name in _PLACES}))
 
@@ -231,28 +231,29 @@ schedule: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
 
 
 newest: Final[WeakKeyDictionary[Sampler, Weights]] = WeakKeyDictionary()
-"""Of samplers whose ranks come and go, the weights that they were given last: who comes is given them, too."""
+"""Of samplers whose ranks come and go, or are away, the weights that they were given last: who comes is given them."""
 LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
 """Gives weights to those ranks of a sampler that are there; what its `load` returns, where any is."""
 
 
 async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
     """Load weights into a sampler, as the run's schedule says where it has one. `load`: in place of the sampler's."""
-    if least(sampler):
+    if least(sampler) or sampler in newest:
         newest[sampler] = weights
     if kept := schedule.get():
         await kept.load(sampler, weights, load)
     else:
-        _told(await (load or sampler.load)(weights))
+        await _told(await (load or sampler.load)(weights))
 
 
 async def load_alone(replica: Sampler, weights: Weights) -> None:
     """Load weights into one replica of a sampler that the others have, which no schedule repeats."""
-    _told(await replica.load(weights))
+    await _told(await replica.load(weights))
 
 
-def _told(places: Batch | None) -> Batch | None:
+async def _told(returned: Batch | None) -> Batch | None:
     """What a load returned; what it found is noted."""
+    places = await returned.load() if returned is not None else None
     for column, name in (("difference", DIFFERENCE), ("pause", PAUSE)):
         if places is not None and column in places:
             gauge(name, float(places.row(column).max()))

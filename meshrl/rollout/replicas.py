@@ -1,7 +1,8 @@
 """The replicas of a sampler: which of them are there, and how one that died comes back with the newest weights."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from itertools import islice
 from typing import Final, Never, TypeAlias, TypeVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from meshrl.mesh import Rows, is_away, least, leave_out, replicas, respawn, take
 from meshrl.roles import Sampler
 from meshrl.rollout.condition import Condition
 from meshrl.rollout.replay import load_alone, newest
+from meshrl.rollout.suspects import check_call
 from meshrl.weights import Weights
 
 T = TypeVar("T")
@@ -38,10 +40,11 @@ class Replicas:
         retries: int,
         condition: Condition,
         start: Callable[[Coroutine[Never, Never, None]], None],
-        changed: Callable[[Life | None, str], None],
+        changed: Callable[[str, tuple[Life, Exception] | None], None],
     ) -> None:
-        """`start`: as in `StreamState`. `changed` is told what happened, and which life of a replica has died of it."""
+        """`start`: as in `StreamState`. `changed` is told what happened, and which life of a replica ended by what."""
         self.each = replicas(sampler)
+        self._sampler = sampler
         self._least = least(sampler)
         self._retries = retries
         self._condition = condition
@@ -53,16 +56,23 @@ class Replicas:
         """Those that are not there, and what they died of, if they have ever been there."""
         self._idle = [0] * len(self.each)
         """Of each replica, how many lives ended one after the other without a row."""
-        self._weights: Weights | None = newest.get(sampler) if self._least else None
+        self._weights: Weights | None = None
+        """The newest, with which one begins that is made again."""
         self._changing = asyncio.Lock()
         """Held by who gives weights, or takes a replica in."""
 
     def begin(self) -> None:
         """Wait for the replicas that are not there yet."""
+        self._weights = newest.get(self._sampler, self._weights)  # those published until now
         for number, replica in enumerate(self.each):
             if is_away(replica) and number not in self._away:
                 self._away[number] = None
                 self._start(self._return(number))
+
+    def end(self) -> None:
+        """No stream sees to the replicas any more: whoever makes one again that is away finds the weights for it."""
+        if self._away and self._weights is not None:
+            newest[self._sampler] = self._weights
 
     @property
     def here(self) -> Rows:
@@ -117,8 +127,8 @@ class Replicas:
             self._away[number] = error
             self._start(self._return(number))
             self._tell()
-        dead = life if died(error) else None
-        self._changed(dead, f"rows were lost with replica {number} of its sampler and drawn again")
+        dead = (life, error) if died(error) else None
+        self._changed(f"rows were lost with replica {number} of its sampler and drawn again", dead)
         self._condition.notify_all()
 
     def _pay(self, number: int, error: Exception) -> None:
@@ -157,7 +167,7 @@ class Replicas:
     def _take_in(self, number: int) -> None:
         del self._away[number]
         take_in(self.each[number])
-        self._changed(None, f"replica {number} of its sampler came while it ran")
+        self._changed(f"replica {number} of its sampler came while it ran", None)
         log.info("a replica of the sampler is there", replica=number, of=len(self.each))
         self._tell()
         self._condition.notify_all()
@@ -185,8 +195,12 @@ class Replicas:
                 self.failed(life, error)
         return results
 
-    async def outlive(self, draw: Callable[[], Awaitable[T]]) -> T:
-        """What a call on the sampler beside the stream gives: of those that are there, again where one has died."""
+    async def outlive(self, draw: Callable[[], Awaitable[T]], prompts: int) -> T:
+        """What a call of so many prompts beside the stream gives: of those that are there, again where one has died.
+
+        DataError where replica after replica dies of it.
+        """
+        dead: list[int] = []
         while True:
             there = self._condition.wait_for(
                 lambda: len(self._away) < len(self.each), "a call beside the stream", "a replica", self.why_not
@@ -201,12 +215,17 @@ class Replicas:
             except (RankDied, RankFailed) as error:
                 if not died(error):
                     raise
-                self.failed(lives[error.rank if len(self.each) > 1 else 0], error)
+                life = lives[error.rank if len(self.each) > 1 else 0]
+                dead.append(life[0])
+                check_call(prompts, dead, error, len(self.each))
+                self.failed(life, error)
 
 
 async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
     """What a call on a sampler gives that feeds no stream: again without one that died, where `least` are left."""
     each, enough = replicas(sampler), least(sampler)
+    if sampler in newest and all(map(is_away, each)):  # as a stream left them that closed meanwhile
+        await _bring_back(each, enough or len(each), newest[sampler])
     while True:
         try:
             return await call()
@@ -216,6 +235,24 @@ async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
                 raise
             log.warning("a replica of the sampler is away until a stream begins", error=str(error))
             leave_out(each[error.rank])
+
+
+async def _bring_back(each: Sequence[Sampler], enough: int, weights: Weights) -> None:
+    """Make so many replicas again, those that come first."""
+
+    async def again(replica: Sampler) -> None:
+        await respawn(replica)
+        await load_alone(replica, weights)
+        take_in(replica)
+
+    coming = [asyncio.ensure_future(again(replica)) for replica in each]
+    try:
+        for came in islice(asyncio.as_completed(coming), enough):
+            await came
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
 
 
 def died(error: BaseException) -> bool:

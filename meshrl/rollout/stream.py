@@ -146,10 +146,10 @@ class Rollouts:
         if self._cursor:
             self._cursor.close(self)
         self._condition.fail(DataError("the stream of rollouts is closed: its `async with` has ended"))
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.replicas.end()
 
     def __aiter__(self) -> Self:
         return self
@@ -303,6 +303,7 @@ class Rollouts:
                 if isinstance(rows, Batch) and len(rows):
                     whole |= await self._add(call, replica, rows)
             if whole:
+                producer.suspects.drawn(whole)
                 self._start(self._finish(whole, self._buffer.batch(list(whole)), self._buffer.attempts(whole)))
             for call, replica, ended in arrived:
                 if not isinstance(ended, Batch):

@@ -82,7 +82,7 @@ def controller(end: str, last: str = NEVER, *, is_read: bool = False) -> Generat
             assert len(pids) == 4, "the controller, the template and two ranks"
             memory = segments(*pids)
             assert len(memory) >= 3
-            assert list(folder.glob("meshrl-run-*"))
+            assert list(folder.glob("meshrl-at-*"))
             started.stdin.write("go on\n")
             started.stdin.flush()
             yield started, folder

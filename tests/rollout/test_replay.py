@@ -11,19 +11,25 @@ import pytest
 from meshrl import (
     Batch,
     CrossEntropy,
+    LocalEngine,
+    Mesh,
     Policy,
     PolicyConfig,
+    Resources,
     Run,
     RunConfig,
     Sampler,
     SamplerConfig,
     Sampling,
+    Weights,
     publish,
     rollouts,
 )
 from meshrl.errors import DataError
-from meshrl.rollout import Loop, Schedule, read_schedule
+from meshrl.events import EventLog, sink
+from meshrl.rollout import Loop, Schedule, read_schedule, schedule
 from meshrl.rollout.replay import Decision, Ended, Entry, Load
+from meshrl.testing import FakePolicy, FakeSampler, simulate
 
 LOAD = Load(0, {"rank": [0], "load": [0], "call": [0], "steps": [-1]})
 LAST = [LOAD, Loop(4, 2), LOAD, Ended(0)]
@@ -111,3 +117,30 @@ async def test_a_batch_comes_though_the_call_that_is_drawn_before_it_stands_stil
     file.write_bytes(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
     again = await asyncio.wait_for(streamed(tmp_path, 3, name="again", replay=str(file.parent)), 30)
     assert [batch.groups.tolist() for batch in again] == [batch.groups.tolist() for batch in first]
+
+
+def test_a_schedule_is_kept_where_no_column_travels_inline(tmp_path: Path) -> None:
+    """`run.inline_bytes = 0`: what a load returns lies on the rank, too, and is fetched."""
+
+    class Probed(FakeSampler):
+        async def load(self, weights: Weights) -> Batch:
+            return (await super().load(weights)).assign(difference=np.array([0.5]))
+
+    async def script() -> dict[str, float]:
+        engine, told = LocalEngine(inline_bytes=0), EventLog(tmp_path / "events.jsonl")
+        sampler = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Probed, SamplerConfig(model="none"))
+        kept = Schedule(tmp_path / "schedule.jsonl")
+        sink.set(told)
+        schedule.set(kept)
+        try:
+            await publish(FakePolicy(PolicyConfig(model="none")), sampler)
+        finally:
+            sink.set(None)
+            schedule.set(None)
+            kept.close()
+            told.close()
+            await engine.close()
+        return dict(told.gauges)
+
+    assert simulate(script)["sampler_difference"] == 0.5
+    assert len(read_schedule(tmp_path)) == 1

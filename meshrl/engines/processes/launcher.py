@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import Final
 from weakref import WeakSet, finalize
 
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
-from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, socket_folder
+from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, remove_folder, socket_folder
 from meshrl.errors import ConfigError
 from meshrl.mesh import Share
 
@@ -159,7 +158,7 @@ def _end(template: "subprocess.Popen[bytes]", control: socket.socket, folder: Pa
     control.close()
     template.kill()
     template.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
 
 
 _launchers: WeakSet[Launcher] = WeakSet()

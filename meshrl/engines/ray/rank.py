@@ -1,7 +1,6 @@
 """The Ray actor that is a rank's process."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from functools import partial
 from secrets import token_bytes
@@ -14,7 +13,7 @@ from meshrl.engines.ray.channel import current_ask
 from meshrl.engines.ray.interface import interface_of
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef
-from meshrl.engines.transport import TOKEN_BYTES, Server, listen, socket_folder
+from meshrl.engines.transport import TOKEN_BYTES, Server, listen, remove_folder, socket_folder
 from meshrl.mesh import Share, pool
 
 
@@ -35,7 +34,7 @@ class RankProcess:
             path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
             Server(listen(path), token, self._host)
             self._socket = str(path), token
-            self._host.leaving = partial(shutil.rmtree, path.parent, ignore_errors=True)
+            self._host.leaving = partial(remove_folder, path.parent)
         ip = cast("str", ray.util.get_node_ip_address())
         # Else gloo listens where the host's own name leads, which on Debian is 127.0.1.1: no other host finds it there.
         if interface := interface_of(ip):

@@ -6,8 +6,19 @@ process. What is large is kept by `PoolRef.put`, written once, and mapped by who
 
 from meshrl.engines.transport.channel import Address, SocketChannel
 from meshrl.engines.transport.connection import Connection
+from meshrl.engines.transport.folder import remove_folder, socket_folder
 from meshrl.engines.transport.frames import TOKEN_BYTES
 from meshrl.engines.transport.pool_ref import PoolRef
-from meshrl.engines.transport.server import Server, listen, socket_folder
+from meshrl.engines.transport.server import Server, listen
 
-__all__ = ["TOKEN_BYTES", "Address", "Connection", "PoolRef", "Server", "SocketChannel", "listen", "socket_folder"]
+__all__ = [
+    "TOKEN_BYTES",
+    "Address",
+    "Connection",
+    "PoolRef",
+    "Server",
+    "SocketChannel",
+    "listen",
+    "remove_folder",
+    "socket_folder",
+]

@@ -5,7 +5,6 @@ import errno
 import os
 import socket
 import struct
-import tempfile
 import traceback
 from hmac import compare_digest
 from inspect import isawaitable
@@ -25,15 +24,6 @@ if TYPE_CHECKING:
 _BACKLOG: Final = 1024
 _PAUSE: Final = 1.0
 """Seconds until somebody is let in again where this process has too many files open."""
-_PATH: Final = 64
-"""Bytes of the path of the folder for temporary files, so that a system takes a socket's path, of 104 bytes at most."""
-
-
-def socket_folder() -> Path:
-    """A new folder for sockets, which only this user may enter."""
-    usual = tempfile.gettempdir()
-    short = usual if len(os.fsencode(usual)) <= _PATH else "/tmp"  # noqa: S108 -- `mkdtemp` finds a new name in it
-    return Path(tempfile.mkdtemp(prefix="meshrl-run-", dir=short))  # with mode 700
 
 
 def listen(path: Path) -> socket.socket:

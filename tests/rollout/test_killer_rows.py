@@ -1,0 +1,163 @@
+"""Rows that end what draws them, and replicas that are away when a stream begins or ends: what a user sees of them."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    CrossEntropy,
+    DataError,
+    EngineDied,
+    Mesh,
+    PolicyConfig,
+    RankDied,
+    Resources,
+    SamplerConfig,
+    Sampling,
+    publish,
+    rollout,
+    rollouts,
+)
+from meshrl.run.restarts import is_fault_of_a_machine
+from meshrl.simulation import delayed, simulate
+from meshrl.testing import FakePolicy, FakeSampler
+from tests.rollout.test_replicas_explored import Beside, FragileEngine
+from tests.rollout.test_streams_explored import prompts
+
+POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
+
+
+class Mortal(FakeSampler):
+    """Its engine ends when it is given a certain prompt."""
+
+    killer = "5+1="
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        if self.killer in prompts.objects("prompt"):
+            raise EngineDied("an illegal memory access was encountered")
+        async for rows in super().generate(prompts, sampling):
+            yield rows
+
+
+def sums(count: int) -> Batch:
+    return Batch.of(
+        prompt=[f"{n}+1=" for n in range(count)], answer=[str(n + 1) for n in range(count)], groups=np.arange(count)
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -> None:
+    async def script() -> None:
+        engine = FragileEngine(0)
+        mesh = await Mesh.reserve(engine, 3, Resources(cpus=0, least=1))
+        sampler, policy = await mesh.spawn(delayed(Mortal, generate=1.0), SAMPLER), FakePolicy(POLICY)
+        await publish(policy, sampler)
+        batches = [sums(8).select(range(4)), sums(8).select(range(4, 8))]
+        async with rollouts(sampler, batches, Sampling(n=2), ahead=ahead) as stream:
+            async for batch in stream:
+                await policy.update(await batch.load(), CrossEntropy())
+                await publish(policy, stream)
+
+    with capture_logs(), pytest.raises(DataError) as failure:
+        simulate(script, time_limit=10_000)
+    told = str(failure.value)
+    assert re.search(r"groups? .*\b5 \('5\+1='\)", told)
+    assert re.search(r"5 died of it one after another \(numbers \d(, \d){4}\)", told)
+    assert "an illegal memory access was encountered" in told
+    assert not is_fault_of_a_machine(failure.value), "a restart would meet the same row"
+
+
+def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:
+    async def script() -> None:
+        mesh = await Mesh.reserve(FragileEngine(0), 2, Resources(cpus=0, least=1))
+        sampler, policy = await mesh.spawn(delayed(Mortal, generate=1.0), SAMPLER), FakePolicy(POLICY)
+        await publish(policy, sampler)
+        async with rollouts(sampler, [sums(4)], Sampling(n=2)) as stream:
+            await anext(stream)
+            await rollout(sampler, sums(8), Beside(n=1))
+
+    told = r"a call of 8 prompts beside the stream ends the sampler's replicas: 10 died of it one after another"
+    with capture_logs(), pytest.raises(DataError, match=told):
+        simulate(script, time_limit=10_000)
+
+
+def test_deaths_that_no_row_brought_about_are_not_a_rows() -> None:
+    """Between two of them the row was drawn."""
+
+    async def script() -> set[int]:
+        engine, seen = FragileEngine(0), set[int]()
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=1))
+        sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), FakePolicy(POLICY)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(40, 2), Sampling(n=2), ahead=2) as stream:
+            async for batch in stream:
+                seen |= set(batch.groups.tolist())
+                if not len(seen) % 6:
+                    engine.kill(len(seen) // 6 % 2)
+                await policy.update(await batch.load(), CrossEntropy())
+                await publish(policy, stream)
+        return seen
+
+    with capture_logs() as logged:
+        assert simulate(script) == set(range(80))
+    assert sum("is away" in line["event"] for line in logged) > 10
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(least: int) -> None:
+    """Also where all replicas had died when it closed, and were about to be made again."""
+
+    async def script() -> Batch:
+        engine = FragileEngine(0)
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=least))
+        sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), FakePolicy(POLICY)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(9, 4), Sampling(n=2), ahead=2, retries=9) as stream:
+            for _ in range(3):
+                batch = await anext(stream)
+                await policy.update(await batch.load(), CrossEntropy())
+                await publish(policy, stream)
+            engine.kill(0)
+            engine.kill(1)
+            await asyncio.sleep(0.1)
+            assert not len(stream.replicas.here)
+        return await (await rollout(sampler, sums(4), Sampling(n=1))).load()
+
+    with capture_logs():
+        assert set(simulate(script).row("oldest_version").tolist()) == {3}
+
+
+def test_a_replica_that_comes_has_what_was_published_before_the_first_batch() -> None:
+    """Between `rollouts(...)` and its first batch the sampler itself is given weights."""
+
+    async def script() -> Batch:
+        engine = FragileEngine(0, missing=1)
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=1))
+        sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=50.0), SAMPLER), FakePolicy(POLICY)
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts(1, 4), Sampling(n=1)) as stream:
+            rows = sums(4).assign(completion=["?"] * 4)
+            await policy.update(await policy.encode(rows), CrossEntropy())
+            await publish(policy, sampler)
+            asyncio.get_running_loop().call_later(20, engine.kill, 0)
+            return await (await anext(stream)).load()
+
+    with capture_logs():
+        assert set(simulate(script).row("oldest_version").tolist()) == {1}
+
+
+def test_a_call_without_a_stream_is_not_drawn_again_where_nobody_knows_the_weights() -> None:
+    async def script() -> None:
+        engine = FragileEngine(0)
+        mesh = await Mesh.reserve(engine, 1, Resources(cpus=0))
+        sampler = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER)
+        engine.kill(0)
+        await rollout(sampler, sums(4), Sampling(n=1))
+
+    with pytest.raises(RankDied):
+        simulate(script)
