@@ -1,10 +1,10 @@
 """The engine's process as a sampler sees it: what is sent there, and who waits for what comes back."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from meshrl.errors import EngineDied, ModelError
-from meshrl_inference.environment import environment
+from meshrl_inference.environment import environment, new_folder
 from meshrl_inference.messages import Answer, Failed, Order, Ready, Start, encode, to_sampler
 
 T = TypeVar("T")
@@ -29,6 +29,8 @@ _GRACE: Final = 10.0
 """Seconds that it has to end by itself."""
 _LINES: Final = 20
 """Of its output, in an error."""
+_LACKS: Final = re.compile(r"^  ModuleNotFoundError: (No module named '[\w.]+')\Z", re.MULTILINE)
+"""Its last line, where an environment lacks a module."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,6 @@ class Kind:
     title: str
     """As people write it."""
 
-    @property
-    def package(self) -> str:
-        """The backend's own."""
-        return f"meshrl_{self.backend}"
-
 
 class EngineProcess:
     """An engine in a process of its own."""
@@ -52,27 +49,25 @@ class EngineProcess:
     def __init__(self, kind: Kind, start: Start, python: str | None) -> None:
         """EngineDied where it does not start."""
         self._title = kind.title
-        self._folder = tempfile.TemporaryDirectory(prefix=f"meshrl-{kind.backend}-")
+        self._advice = f"Set sampler.{kind.backend}.python to an interpreter of an environment that has {kind.title}"
+        self._folder = new_folder(kind.backend)
         self._log = Path(self._folder.name, "log")
         self._connection, theirs = Pipe()
         command = [python or sys.executable, "-m", "meshrl_inference.worker"]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603 -- the interpreter that the configuration names
-                    [*command, f"{kind.package}.engine", str(theirs.fileno())],
+                    [*command, f"meshrl_{kind.backend}.engine", str(theirs.fileno()), self._folder.name],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # it ends when this process is gone, and then in good order
-                    env=environment(Path(self._folder.name), kind.package),
+                    env=environment(Path(self._folder.name), kind.backend),
                 )
         except OSError as error:
             self._folder.cleanup()
-            raise ModelError(
-                f"{kind.title}'s process cannot be started: {error}. Set sampler.{kind.backend}.python to an "
-                f"interpreter of an environment that has {kind.title}"
-            ) from error
+            raise ModelError(f"{kind.title}'s process cannot be started: {error}. {self._advice}") from error
         theirs.close()
         self._sending = threading.Lock()
         self._listener: threading.Thread | None = None
@@ -135,18 +130,20 @@ class EngineProcess:
         self._folder.cleanup()
 
     def _started(self, start: Start) -> Ready:
-        """Start the engine."""
+        """Start the engine. ModelError where its environment lacks a module."""
         try:
             self.send(start)
             if not self._connection.poll(_PATIENCE):
                 raise self._ended(f"has not started in {_PATIENCE:.0f} seconds")
             answer = to_sampler.decode(self._connection.recv_bytes())
         except (EOFError, OSError):
-            raise self._ended("ended as it started") from None
-        if not isinstance(answer, Ready):
-            text = answer.text if isinstance(answer, Failed) else str(answer)
-            raise self._ended(f"failed as it started: {text}")
-        return answer
+            answer = Failed("")
+        if isinstance(answer, Ready):
+            return answer
+        error = self._ended(f"failed as it started: {answer.text}" if answer.text else "ended as it started")
+        if lacks := _LACKS.search(str(error)):
+            raise ModelError(f"{self._title}'s process cannot be started: {lacks[1]} there. {self._advice}")
+        raise error
 
     def _ended(self, why: str) -> ModelError:
         """The error for all who wait, and who come later."""

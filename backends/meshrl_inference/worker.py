@@ -1,13 +1,15 @@
 """The engine's process: one loop that takes orders between the engine's steps, and tells which rows have left.
 
-    python -m meshrl_inference.worker MODULE FILE_DESCRIPTOR
+    python -m meshrl_inference.worker MODULE FILE_DESCRIPTOR FOLDER
 
-MODULE is a backend's, whose function `start` makes an `engine.Engine`. The process needs that engine, torch,
+MODULE is a backend's, whose function `start` makes an `engine.Engine`. FOLDER is for its
+temporary files; it removes it where the sampler, whose task that is, was killed. The process needs that engine, torch,
 transformers, numpy, msgspec and xxhash: it may run in another environment than meshrl does.
 """
 
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -51,7 +53,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     worker: Worker | None = None
-    status = 0
+    status, gone = 0, False
     try:
         start = to_engine.decode(connection.recv_bytes())
         if isinstance(start, Start):
@@ -59,8 +61,10 @@ def main() -> None:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an engine may have thought of another
             worker = Worker(connection, engine, start)
             worker.run()
-    except (EOFError, BrokenPipeError, ConnectionResetError, SystemExit):
-        pass  # the sampler is gone, or has no use for this any more
+    except SystemExit:
+        pass  # the sampler has no use for this any more
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        gone = True
     except BaseException as error:  # noqa: BLE001 -- whatever it is, it is the sampler's to see
         lost = worker and worker.lost
         with suppress(OSError):
@@ -69,6 +73,8 @@ def main() -> None:
         status = 1
     if worker is not None:
         worker.close()
+    if gone:
+        shutil.rmtree(sys.argv[3], ignore_errors=True)
     os._exit(status)  # there is nothing to tidy up, and Python's own end takes a second
 
 

@@ -36,7 +36,7 @@ def run(*arguments: Any, **keywords: Any) -> None:
     _give_seeds()
     _give_texts()
     _read_anew_what_waits()
-    _restrict_by_top_k_first()
+    _restrict_as_other_samplers()
     run_scheduler_process(*arguments, **keywords)
 
 
@@ -80,15 +80,25 @@ def _read_anew_what_waits() -> None:
     Scheduler.pause_generation = paused
 
 
-def _restrict_by_top_k_first() -> None:
-    """`top_p` is of what `top_k` leaves, and not, as SGLang has it, of all tokens."""
-    draw = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+def _restrict_as_other_samplers() -> None:
+    """`top_p` is of what `top_k` leaves, and not, as SGLang has it, of all tokens.
 
-    def drawn(probabilities: Tensor, top_ks: Tensor, *more: Any, **keywords: Any) -> Any:
-        values, order = probabilities.sort(dim=-1, descending=True)
+    What is left is drawn from in the order of the tokens, as where nothing is restricted: SGLang draws in the order of
+    their probabilities, and that for all rows of a batch where one of them is restricted, or greedy.
+    """
+
+    def drawn(
+        probabilities: Tensor, top_ks: Tensor, top_ps: Tensor, _min_ps: Tensor, _min_p: bool, seeds: Tensor,
+        places: Tensor, **_keys: Any,
+    ) -> Tensor:  # fmt: skip
+        values, order = probabilities.sort(dim=-1, descending=True, stable=True)
         behind = torch.arange(values.shape[-1], device=values.device)[None] >= top_ks[:, None]
-        left = torch.zeros_like(values).scatter(-1, order, values.masked_fill(behind, 0))
-        return draw(left / left.sum(-1, keepdim=True), top_ks, *more, **keywords)
+        values = values.masked_fill(behind, 0)
+        values = values / values.sum(-1, keepdim=True)
+        beyond = (values.cumsum(-1) - values > top_ps[:, None]) & (top_ps[:, None] < 1)
+        left = torch.zeros_like(values).scatter(-1, order, values.masked_fill(beyond, 0))
+        found: Tensor = sampler.sampling_from_probs_torch(left, seeds, places)
+        return found
 
     sampler.top_k_top_p_min_p_sampling_from_probs_torch = drawn
 

@@ -11,14 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Final
 
 from meshrl.errors import ConfigError, ModelError
 from meshrl.roles import Server, ServerConfig, options_of
-from meshrl_inference.environment import environment
+from meshrl_inference.environment import environment, new_folder
 from meshrl_inference.options import check_here
 from meshrl_vllm.guard import HEADER
 from meshrl_vllm.options import VllmConfig
@@ -43,9 +42,9 @@ class VllmServer(Server):
             check_here("vllm", "--python")
         self._config = config
         self._key = secrets.token_urlsafe(32)
-        self._folder = tempfile.TemporaryDirectory(prefix="meshrl-vllm-")
+        self._folder = new_folder("vllm")
         self._log = Path(self._folder.name, "log")
-        variables = environment(Path(self._folder.name), "meshrl_vllm")
+        variables = environment(Path(self._folder.name), "vllm")
         variables.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         options = {
             "--model": config.model,

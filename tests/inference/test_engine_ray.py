@@ -21,7 +21,7 @@ from meshrl.data import Batch
 from meshrl.engines.ray import RayEngine
 from meshrl_torch.policy import TorchPolicy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])

@@ -30,7 +30,7 @@ from meshrl_inference.sampler import EngineSampler
 from meshrl_sglang.sampler import SglangSampler
 from meshrl_vllm.sampler import VllmSampler
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 Model: TypeAlias = "tuple[PreTrainedModel, str]"

@@ -133,10 +133,9 @@ async def seeds(trial: Trial) -> None:
 
 async def calls_beside(trial: Trial) -> None:
     """Calls with `sampling.beside` draw, and others draw the same with and without them."""
-    prompts, weights = questions(20), await old_weights(trial)
+    sampler, prompts, weights = await begun(trial), questions(20), await old_weights(trial)
     tokens: list[list[list[int]]] = []
     for beside in (0, 2):
-        sampler = await unused(trial)
         await sampler.load(weights)
         for _ in range(beside):
             rows = await drawn(sampler, prompts, BesideSampling(max_tokens=6))
