@@ -246,7 +246,7 @@ class Batch(HasRefs):
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
         """The same batch, each column of more than `limit` bytes kept elsewhere by `put`."""
-        held = table.hold(self._columns, self._rows, put, limit)
+        held = table.hold(self._columns, self._rows, put, limit, shares)
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
 
     def plan(self, parts: int) -> list[Rows]:

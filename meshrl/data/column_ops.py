@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from meshrl.data import columns as kinds
 from meshrl.data.columns import TOKEN_COLUMNS, Column
-from meshrl.data.ragged import Ragged, gather, sealed
+from meshrl.data.ragged import Ragged, bounds_of, gather, sealed
 from meshrl.data.remote_column import Chunk, ColumnType, RemoteColumn, RowIndex, as_remote, renumbered, source_of
 from meshrl.errors import DataError
 from meshrl.mesh import Put, Rows, fetch
@@ -41,7 +41,7 @@ def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
     """These rows of each column; of a run of rows (a slice) views. What columns share is worked out once."""
     spans: dict[int, tuple[Rows | slice, Rows]] = {}
     places: dict[int, tuple[RowIndex, Rows]] = {}
-    sizes: dict[int, Rows | None] = {id(None): None}
+    bounds: dict[int, Rows | None] = {id(None): None}
     taken: dict[str, Stored] = {}
     for name, column in table.items():
         if isinstance(column, tuple):
@@ -54,10 +54,10 @@ def take(table: Table, rows: Rows | slice) -> dict[str, Stored]:
         elif isinstance(column, RemoteColumn):
             key = id(column.places)
             places[key] = places.get(key) or column.places.take(rows)
-            size = id(column.lengths)
-            if column.lengths is not None and size not in sizes:
-                sizes[size] = sealed(column.lengths[rows])
-            taken[name] = column.take(*places[key], sizes[size])
+            size = id(column.offsets)
+            if size not in bounds and column.lengths is not None:
+                bounds[size] = sealed(bounds_of(column.lengths[rows]))
+            taken[name] = column.take(*places[key], bounds[size])
         else:
             taken[name] = sealed(column[rows])
     return taken
@@ -70,7 +70,7 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
     """
     offsets: dict[tuple[int, ...], Rows] = {}
     places: dict[object, RowIndex] = {}
-    sizes: dict[tuple[int, ...], Rows | None] = {}
+    bounds: dict[tuple[int, ...], Rows | None] = {}
     alive: list[RemoteColumn] = []
     joined: dict[str, Stored] = {}
     for name in tables[0]:
@@ -89,24 +89,25 @@ def concat(tables: Sequence[Table]) -> dict[str, Stored]:
         numbers = renumbered(remotes)
         key = tuple(id(part.places) for part in remotes), numbers
         places[key] = places.get(key) or RowIndex.concat([part.places for part in remotes], numbers)
-        key_of_sizes = tuple(id(part.lengths) for part in remotes)
-        if key_of_sizes not in sizes:
-            sizes[key_of_sizes] = _joined([part.lengths for part in remotes])
-        joined[name] = RemoteColumn.concat(name, remotes, places[key], sizes[key_of_sizes])
+        key_of_bounds = tuple(id(part.offsets) for part in remotes)
+        if key_of_bounds not in bounds:
+            bounds[key_of_bounds] = _joined([part.lengths for part in remotes])
+        joined[name] = RemoteColumn.concat(name, remotes, places[key], bounds[key_of_bounds])
     return joined
 
 
-def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
+def hold(table: Table, rows: int, put: Put, limit: int, shares: bool) -> dict[str, Stored]:
     """The columns that travel as references: those of more than `limit` bytes, and what was fetched, as it came.
 
-    Token columns with the same offsets are put together, as one object: who needs one mostly needs them all.
+    What was joined here, in memory that all readers share (`shares`), goes on from here. Token columns with the same
+    offsets are put together, as one object: who needs one mostly needs them all.
     """
     held: dict[str, Stored] = {}
     together: dict[int, dict[str, Column]] = {}
-    for name, column in table.items():
-        if isinstance(column, RemoteColumn):
-            held[name] = column.left()
-        elif _is_larger(column, limit):
+    for name, stored in table.items():
+        if isinstance(stored, RemoteColumn) and not (shares and stored.is_in_place):
+            held[name] = stored.left()
+        elif _is_larger(column := read(name, stored), limit):
             key = id(column.offsets if isinstance(column, Ragged) else column)
             together.setdefault(key, {})[name] = column
     if not together:
@@ -114,10 +115,10 @@ def hold(table: Table, rows: int, put: Put, limit: int) -> dict[str, Stored]:
     places = RowIndex.whole(rows)
     for columns in together.values():
         piece = put(columns)
-        sizes = lengths(next(iter(columns.values())))
         for name, column in columns.items():
+            bounds = column.offsets if isinstance(column, Ragged) else None
             held[name] = RemoteColumn(
-                ColumnType.of(column), [Chunk(piece, name)], places, sizes, source=source_of(column)
+                ColumnType.of(column), [Chunk(piece, name)], places, bounds, source=source_of(column)
             )
     return held
 
@@ -166,7 +167,7 @@ def row_numbers(rows: ArrayLike, count: int) -> Rows:
 
 def _joined(lengths: Sequence[Rows | None]) -> Rows | None:
     known = [part for part in lengths if part is not None]
-    return sealed(np.concatenate(known)) if len(known) == len(lengths) else None
+    return sealed(bounds_of(np.concatenate(known))) if len(known) == len(lengths) else None
 
 
 def _is_larger(column: Column, limit: int) -> bool:

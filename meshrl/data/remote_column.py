@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 from meshrl.data import columns as kinds
 from meshrl.data.columns import Column
 from meshrl.data.provenance import Source, joined
-from meshrl.data.ragged import Ragged, bounds_of, dtype_name, from_raw, raw, sealed
+from meshrl.data.ragged import Dtype, Ragged, dtype_name, raw, sealed
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Ref, Rows, pool
+from meshrl.mesh import Array, Ref, Rows, empty, is_in_place, pool
+
+_SHARED_FROM = 1 << 20
+"""Bytes of the smallest array that is put together in shared memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,25 +120,25 @@ class RemoteColumn:
     needs; only then can it be read.
     """
 
-    __slots__ = ("_column", "form", "lengths", "pieces", "places", "source", "values")
+    __slots__ = ("_column", "form", "offsets", "pieces", "places", "source", "values")
 
     def __init__(
         self,
         form: ColumnType,
         pieces: Sequence[Chunk],
         places: RowIndex,
-        lengths: Rows | None,
+        offsets: Rows | None,
         values: Sequence[Column | None] | None = None,
         source: Source | None = None,
     ) -> None:
-        """`lengths`: tokens of each row, of a ragged column; `values`: those pieces that were fetched, else None.
+        """`offsets`: of a ragged column, those of its rows; `values`: those pieces that were fetched, else None.
 
         `source`: what computed a ragged column, if that is known.
         """
         self.form = form
         self.pieces = tuple(pieces)
         self.places = places
-        self.lengths = lengths
+        self.offsets = offsets
         self.values: tuple[Column | None, ...] = tuple(values or [None] * len(self.pieces))
         self.source = source
         self._column: Column | None = None
@@ -144,7 +147,12 @@ class RemoteColumn:
         return len(self.places.row)
 
     def __reduce__(self) -> tuple[type["RemoteColumn"], tuple[object, ...]]:
-        return RemoteColumn, (self.form, self.pieces, self.places, self.lengths, None, self.source)
+        return RemoteColumn, (self.form, self.pieces, self.places, self.offsets, None, self.source)
+
+    @property
+    def lengths(self) -> Rows | None:
+        """Tokens of each row, of a ragged column."""
+        return None if self.offsets is None else self.offsets[1:] - self.offsets[:-1]
 
     @property
     def is_here(self) -> bool:
@@ -156,26 +164,26 @@ class RemoteColumn:
         """The pieces that must be fetched before it can be read."""
         return [piece for piece, value in zip(self.pieces, self.values, strict=True) if value is None]
 
-    def take(self, places: RowIndex, kept: Rows, lengths: Rows | None) -> "RemoteColumn":
+    def take(self, places: RowIndex, kept: Rows, offsets: Rows | None) -> "RemoteColumn":
         """Some rows, whose `places` and `kept` pieces are what `RowIndex.take` gives."""
         values = [self.values[index] for index in kept]
-        return RemoteColumn(self.form, [self.pieces[index] for index in kept], places, lengths, values, self.source)
+        return RemoteColumn(self.form, [self.pieces[index] for index in kept], places, offsets, values, self.source)
 
     def arrived(self, fetched: Mapping[Ref, object]) -> "RemoteColumn":
         """The same column, which can be read: from what was fetched."""
         pairs = zip(self.pieces, self.values, strict=True)
         values = [piece.of(fetched) if value is None else value for piece, value in pairs]
-        return RemoteColumn(self.form, self.pieces, self.places, self.lengths, values, self.source)
+        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, values, self.source)
 
     def left(self) -> "RemoteColumn":
         """The same column without values, as it travels."""
-        return RemoteColumn(self.form, self.pieces, self.places, self.lengths, None, self.source)
+        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, None, self.source)
 
     def private(self) -> "RemoteColumn":
         """The same column for another reader, who will have Python values of his own."""
         if self.form.kind != "objects":
             return self
-        return RemoteColumn(self.form, self.pieces, self.places, self.lengths, self.values, self.source)
+        return RemoteColumn(self.form, self.pieces, self.places, self.offsets, self.values, self.source)
 
     def column(self, name: str) -> Column:
         """The values; put together when they are first asked for. DataError where they were not fetched."""
@@ -187,6 +195,12 @@ class RemoteColumn:
                 )
             self._column = self._with_source(self._assembled(cast("tuple[Column, ...]", self.values)))
         return self._column
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it was put together here, in shared memory."""
+        values = self._column.values if isinstance(self._column, Ragged) else self._column
+        return isinstance(values, np.ndarray) and is_in_place(values)
 
     def _with_source(self, column: Column) -> Column:
         """A piece knows what computed its own rows, which were joined with others since."""
@@ -204,12 +218,12 @@ class RemoteColumn:
             values = cast("Sequence[tuple[object, ...]]", pieces)
             pairs = zip(places.piece.tolist(), places.row.tolist(), strict=True)
             return kinds.private(tuple([values[piece][row] for piece, row in pairs]))
-        if self.form.kind == "ragged":
-            return _ragged(cast("Sequence[Ragged]", pieces), places)
+        if self.offsets is not None:
+            return Ragged.make(_tokens(cast("Sequence[Ragged]", pieces), places, int(self.offsets[-1])), self.offsets)
         return _rows(cast("Sequence[Array]", pieces), places)
 
     @classmethod
-    def concat(cls, name: str, parts: Sequence["RemoteColumn"], places: RowIndex, lengths: Rows | None) -> Self:
+    def concat(cls, name: str, parts: Sequence["RemoteColumn"], places: RowIndex, offsets: Rows | None) -> Self:
         """The rows of all parts; `places` is what `RowIndex.concat` gives. DataError where the parts differ in form."""
         forms = sorted({str(part.form) for part in parts})
         if len(forms) > 1:
@@ -223,7 +237,7 @@ class RemoteColumn:
                 if found.get(piece) is None:
                     found[piece] = value
         source = joined(name, [part.source for part in parts])
-        return cls(parts[0].form, list(found), places, lengths, list(found.values()), source)
+        return cls(parts[0].form, list(found), places, offsets, list(found.values()), source)
 
 
 def source_of(column: "Column | RemoteColumn") -> Source | None:
@@ -250,10 +264,10 @@ def as_remote(column: "Column | RemoteColumn") -> RemoteColumn:
     """A RemoteColumn is itself; a column becomes one by value."""
     if isinstance(column, RemoteColumn):
         return column
-    lengths = sealed(column.lengths) if isinstance(column, Ragged) else None
+    offsets = column.offsets if isinstance(column, Ragged) else None
     piece = Chunk(InlineRef(column), "")
     return RemoteColumn(
-        ColumnType.of(column), [piece], RowIndex.whole(len(column)), lengths, [column], source_of(column)
+        ColumnType.of(column), [piece], RowIndex.whole(len(column)), offsets, [column], source_of(column)
     )
 
 
@@ -274,7 +288,7 @@ def _rows(pieces: Sequence[Array], places: RowIndex) -> Array:
     if len(pieces) == 1:
         pool.gathered += len(places.row) * _width(pieces[0])
         return sealed(pieces[0][places.row])
-    whole = np.empty((len(places.row), *pieces[0].shape[1:]), pieces[0].dtype)
+    whole = _room((len(places.row), *pieces[0].shape[1:]), pieces[0].dtype)
     for number, piece in enumerate(pieces):
         mine = places.piece == number
         whole[mine] = piece[places.row[mine]]
@@ -282,12 +296,17 @@ def _rows(pieces: Sequence[Array], places: RowIndex) -> Array:
     return sealed(whole)
 
 
+def _room(shape: tuple[int, ...], dtype: Dtype) -> Array:
+    """For what is put together; in shared memory where that pays, so that it is handed on as it lies there."""
+    return (empty if prod(shape) * dtype.itemsize >= _SHARED_FROM else np.empty)(shape, dtype)
+
+
 def _width(values: Array) -> int:
     """Bytes of a row, or of a token."""
     return values.itemsize * prod(values.shape[1:])
 
 
-def _ragged(pieces: Sequence[Ragged], places: RowIndex) -> Ragged:
+def _tokens(pieces: Sequence[Ragged], places: RowIndex, count: int) -> Array:
     """Run by run: rows that follow one another in a piece are copied together."""
     starts, ends = np.empty(len(places.row), np.int64), np.empty(len(places.row), np.int64)
     for number, piece in enumerate(pieces):
@@ -298,12 +317,13 @@ def _ragged(pieces: Sequence[Ragged], places: RowIndex) -> Ragged:
     first = np.concatenate([[0], breaks])
     last = np.concatenate([breaks, [len(starts)]]) - 1
     values = pieces[0].values
-    width = _width(values)
+    whole, width = _room((count, *values.shape[1:]), values.dtype), _width(values)
     runs = zip(
         places.piece[first].tolist(), (starts[first] * width).tolist(), (ends[last] * width).tolist(), strict=True
     )
-    parts = [raw(piece.values) for piece in pieces]
-    whole = b"".join([parts[piece][start:end] for piece, start, end in runs])  # numpy takes longer for many runs
-    pool.gathered += len(whole)
-    bounds = bounds_of(ends - starts)
-    return Ragged.make(from_raw(whole, dtype_name(values.dtype), (int(bounds[-1]), *values.shape[1:])), bounds)
+    parts, target, at = [raw(piece.values) for piece in pieces], raw(whole), 0
+    for piece, start, end in runs:  # numpy takes longer for many runs
+        target[at : at + end - start] = parts[piece][start:end]
+        at += end - start
+    pool.gathered += at
+    return sealed(whole)

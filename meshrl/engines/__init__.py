@@ -24,7 +24,7 @@ def make_engine(
     `patience`: as in `[run]`, the former for all processes of the engine, this one too. ConfigError where its package
     is not installed.
     """
-    pool.join(share := Share.of_run(shared_memory_mib))
+    pool.join(share := Share.of_run(shared_memory_mib), hands_on=name != "local")
     if name == "local":
         from meshrl.engines.local import LocalEngine  # noqa: PLC0415 -- each engine when it is meant
 

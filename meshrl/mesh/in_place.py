@@ -25,7 +25,7 @@ class _Place(NDArray[np.generic]):
 
 
 def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> Array:
-    """An array to be filled, as `np.empty` makes it; on a rank that is a process, in shared memory that has room.
+    """An array to be filled, as `np.empty` makes it; where ranks are processes, in shared memory that has room.
 
         tokens = mesh.empty(count, np.int32)
         ...                                                # fill it
@@ -38,8 +38,8 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> A
     dims = tuple(map(index, (shape,) if isinstance(shape, SupportsIndex) else shape))
     kind = np.dtype(dtype)
     nbytes = prod(dims) * kind.itemsize
-    shared = pool.is_of_rank and nbytes >= _FROM and not kind.hasobject
-    writing = pool.write(nbytes) if shared else None
+    shared = pool.hands_on and nbytes >= _FROM and not kind.hasobject
+    writing = pool.write(nbytes, on_disk=False) if shared else None
     if writing is None:
         return np.empty(dims, kind)
     place = _Place(dims, kind, writing.mapping)

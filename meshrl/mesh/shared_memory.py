@@ -192,8 +192,8 @@ class Pool:
         self._full = False
         self.share = Share()
         """What it may take. Where one process has several engines, the last one's."""
-        self.is_of_rank = False
-        """Whether this is a rank's process, which hands on what it makes."""
+        self.hands_on = False
+        """Whether what this process makes is read by others: it is a rank's, or calls ranks that are processes."""
         self.copied = 0
         """Bytes of arrays that were copied into it to be handed on."""
         self.gathered = 0
@@ -202,14 +202,14 @@ class Pool:
     def __reduce__(self) -> str:
         return "pool"  # of the process where it arrives
 
-    def join(self, share: Share, *, of_rank: bool = False) -> None:
+    def join(self, share: Share, *, hands_on: bool) -> None:
         """This is a process of a run, which has this share. What was made for another is given back."""
         self.leave()
         self.share = share
-        self.is_of_rank = of_rank
+        self.hands_on = hands_on
 
-    def write(self, nbytes: int) -> Writing | None:
-        """Room for so many bytes; None where this machine has no more of it."""
+    def write(self, nbytes: int, *, on_disk: bool = True) -> Writing | None:
+        """Room for so many bytes; None where this machine has no more of it, with `on_disk` also on a disk."""
         if not nbytes or not _folders():
             return None
         with self._lock:
@@ -218,7 +218,7 @@ class Pool:
                 sweep()
                 atexit.register(self.close)
             fit = [own for own in self._segments if nbytes <= own.nbytes <= max(nbytes * _WASTE, mmap.PAGESIZE)]
-            own = next((own for own in fit if self._free(own)), None) or self._new(nbytes)
+            own = next((own for own in fit if self._free(own)), None) or self._new(nbytes, on_disk)
             return Writing(own, nbytes) if own else None
 
     def find(self, buffer: memoryview) -> tuple[Segment, int] | None:
@@ -244,8 +244,8 @@ class Pool:
             own.close()
             return False
 
-    def _new(self, nbytes: int) -> _Own | None:
-        best, *others = _folders()
+    def _new(self, nbytes: int, on_disk: bool) -> _Own | None:
+        best, *others = _folders() if on_disk else _folders()[:1]
         own = _made(best, nbytes, self.share)
         if own is None:
             for each in [each for each in tuple(self._segments) if self._free(each)]:

@@ -21,7 +21,7 @@ MANY = 1 << 16
 @pytest.fixture(autouse=True)
 def _rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process is as a rank's."""
-    for name, value in {"share": Share(), "is_of_rank": True, "copied": 0}.items():
+    for name, value in {"share": Share(), "hands_on": True, "copied": 0}.items():
         monkeypatch.setattr(pool, name, value)
     yield
     gc.collect()
@@ -64,7 +64,7 @@ def test_python_values_lie_in_no_shared_memory() -> None:
 
 
 def test_where_no_rank_is_a_process_it_is_an_array_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "is_of_rank", False)
+    monkeypatch.setattr(pool, "hands_on", False)
     assert empty(MANY, np.float32).flags.owndata
 
 

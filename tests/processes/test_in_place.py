@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from meshrl import Actor, Batch, Gather, Mesh, Ragged, Same, endpoint
+from meshrl import Actor, Batch, Gather, Mesh, Ragged, Same, at, endpoint
 from meshrl.engines.local import LocalEngine
 from meshrl.engines.processes import ProcessEngine
 from meshrl.mesh import empty, is_in_place, pool
@@ -51,6 +51,10 @@ class Rows(Actor):
     async def copied(self) -> Same[int]:
         return pool.copied
 
+    @endpoint
+    async def gathered(self) -> Same[int]:
+        return pool.gathered
+
 
 async def test_a_column_is_made_and_handed_on_without_a_copy(engine: ProcessEngine) -> None:
     maker, taker = [await (await Mesh.reserve(engine, 1, NO_CORE)).spawn(Rows) for _ in range(2)]
@@ -76,3 +80,28 @@ async def test_where_ranks_are_threads_it_is_an_array_as_any(mesh: Mesh) -> None
     rows = await (await Mesh.reserve(engine, 1)).spawn(Rows)
     assert not await rows.is_in_place()
     await engine.close()
+
+
+async def test_what_a_reader_joins_is_handed_on_as_it_lies_there(
+    engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the controller and on a rank: nobody copies it again, and it outlives those that made the pieces."""
+    monkeypatch.setattr(pool, "hands_on", True)  # as `make_engine` does
+    makers, taker = [await (await Mesh.reserve(engine, n, NO_CORE)).spawn(Rows) for n in (2, 1)]
+    pids = [await at(makers, dp=rank).pid() for rank in range(2)]
+    for joins in ("controller", "rank"):
+        made = await makers.make(3.0)
+        if joins == "controller":
+            made = await made.load()
+            assert is_in_place(made.row("hidden"))
+            assert not made.row("hidden").flags.writeable
+        before, gathered = pool.copied, await taker.gathered()
+        named = await taker.under_another_name(made)
+        assert await taker.gathered() - gathered == (0 if joins == "controller" else 2 * 2 * COUNT * 8)
+        assert pool.copied == before
+        assert await taker.total(named) == 12.0 * COUNT
+    before = await taker.gathered()
+    for pid in pids:
+        await killed(pid)
+    assert await taker.total(named) == 12.0 * COUNT
+    assert await taker.gathered() == before

@@ -163,7 +163,7 @@ def _become_rank(order: Begin, listening: int, template: int) -> None:
     os.environ.update(order.environment)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # Python's own is seeded anew at each fork
-    pool.join(order.share, of_rank=True)
+    pool.join(order.share, hands_on=True)
     asyncio.set_event_loop(loop := asyncio.new_event_loop())
     host = Host(PoolRef.put, order.inline_bytes, shares_memory=True)
 

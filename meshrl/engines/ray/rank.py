@@ -23,7 +23,7 @@ class RankProcess:
     def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool, share: Share) -> None:
         work_as(folder, paths)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
-        pool.join(share, of_rank=True)
+        pool.join(share, hands_on=True)
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
         self._socket: tuple[str, bytes] | None = None
 
