@@ -39,7 +39,7 @@ def test_the_wheel_holds_both_packages_and_what_is_shipped(unpacked: Path) -> No
 def test_the_wheel_announces_each_backend(unpacked: Path) -> None:
     (announced,) = unpacked.glob("*.dist-info/entry_points.txt")
     lines = announced.read_text("utf-8").splitlines()
-    for name in ("torch", "fsdp", "megatron", "sglang", "vllm"):
+    for name in ("torch", "fsdp", "http", "megatron", "sglang", "vllm"):
         assert f"{name} = meshrl_{name}" in lines
 
 

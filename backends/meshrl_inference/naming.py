@@ -32,6 +32,13 @@ class Naming:
         """The shape of each tensor that the files of a whole model hold, by its name there."""
         return {name: list(tensor.shape) for name, tensor in self.in_files(self._tensors())}
 
+    def tied(self) -> dict[str, list[str]]:
+        """Further names of tensors, by the name that each has in a policy."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self._network.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
+        return {first: others for first, *others in names.values() if others}
+
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Without numbers; a tied one once."""
         seen: set[int] = set()

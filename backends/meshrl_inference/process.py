@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -43,8 +43,41 @@ class Kind:
     """As people write it."""
 
 
+class Orders(Protocol):
+    """An engine as a sampler sees it, wherever it runs: it takes orders, and answers them."""
+
+    @property
+    def tokens(self) -> int:
+        """How many different ones the model knows."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """The engine's process; 0 where it is none of this machine."""
+        ...
+
+    def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
+        """Call these methods, in the loop that runs, with what the engine says, and when it has ended.
+
+        They do not keep their object, with which the engine ends.
+        """
+        ...
+
+    def send(self, order: Order) -> None:
+        """Send an order. The error with which the engine has ended, where it has."""
+        ...
+
+    def fail(self, error: ModelError) -> None:
+        """End the engine because of this, which all are told who wait for it or come later."""
+        ...
+
+    def close(self) -> None:
+        """End the engine. Who still waits for it is told so."""
+        ...
+
+
 class EngineProcess:
-    """An engine in a process of its own."""
+    """An engine in a process of its own: `Orders`."""
 
     def __init__(self, kind: Kind, start: Start, python: str | None) -> None:
         """EngineDied where it does not start."""
@@ -71,7 +104,7 @@ class EngineProcess:
         theirs.close()
         self._sending = threading.Lock()
         self._listener: threading.Thread | None = None
-        self._loop = _Loop()
+        self._loop = Listener()
         self._end: ModelError | None = None
         try:
             ready = self._started(start)
@@ -96,7 +129,7 @@ class EngineProcess:
         """
         self._loop.become(asyncio.get_running_loop())
         if self._listener is None:
-            hear, end = _while_it_lives(heard), _while_it_lives(ended)
+            hear, end = while_it_lives(heard), while_it_lives(ended)
             arguments = (self._connection, self._loop, hear, lambda why: end(self._ended(why)))
             self._listener = threading.Thread(target=_listen, args=arguments, name="meshrl-engine", daemon=True)
             self._listener.start()
@@ -162,7 +195,7 @@ class EngineProcess:
         return self._end
 
 
-class _Loop:
+class Listener:
     """Where answers are heard: the loop that asked last. What came while it was closed is heard by the next."""
 
     def __init__(self) -> None:
@@ -187,7 +220,7 @@ class _Loop:
                 self._missed.append(call)
 
 
-def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
+def while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
     """The method as long as others keep its object, and then nothing."""
     found = weakref.WeakMethod(method)
 
@@ -198,7 +231,9 @@ def _while_it_lives(method: Callable[[T], None]) -> Callable[[T], None]:
     return call
 
 
-def _listen(connection: Connection, loop: _Loop, heard: Callable[[Answer], None], ended: Callable[[str], None]) -> None:
+def _listen(
+    connection: Connection, loop: Listener, heard: Callable[[Answer], None], ended: Callable[[str], None]
+) -> None:
     """Until the process ends."""
     why = "has died"
     try:

@@ -28,7 +28,7 @@ from meshrl_hf.seeds import key
 from meshrl_inference import group, messages
 from meshrl_inference.messages import Answer, Generate, Leave, Load, Loaded, Refused, Row, Rows, Start
 from meshrl_inference.options import EngineOptions
-from meshrl_inference.process import EngineProcess, Kind
+from meshrl_inference.process import EngineProcess, Kind, Orders
 from meshrl_inference.rows import Call, finished
 
 _SEEDS: Final = (1 << 63) - 1
@@ -65,13 +65,16 @@ class EngineSampler(Sampler):
     options: ClassVar[type[EngineOptions]]
     temperatures: ClassVar[tuple[float, float]]
     """The lowest above 0 and the highest that the engine draws at."""
+    axes: ClassVar[tuple[str, ...]] = ("dp", "tp")
+    """Those that a mesh of such samplers may have."""
 
     def __init__(self, config: SamplerConfig) -> None:
         rank = current_rank()
         if config.lora is not None:
             raise ConfigError(f'the backend {self.kind.backend!r} takes whole weights: set policy.lora.sync = "merged"')
-        if unknown := {axis: size for axis, size in rank.shape.items() if axis not in ("dp", "tp") and size > 1}:
-            raise ConfigError(f"the backend {self.kind.backend!r} knows the axes dp and tp, and its mesh has {unknown}")
+        if unknown := {axis: size for axis, size in rank.shape.items() if axis not in self.axes and size > 1}:
+            known = " and ".join(self.axes)
+            raise ConfigError(f"the backend {self.kind.backend!r} knows {known} alone, and its mesh has {unknown}")
         self._config = config
         gpus = group.gather_gpus(rank)
         self._lends = not group.first(rank)
@@ -80,15 +83,8 @@ class EngineSampler(Sampler):
             return
         folder = self._new(config.model) if isinstance(config.model, NewModel) else folder_of(config.model)
         self._words = read_words(config, folder)
-        options = options_of(config, self.options)
-        start = Start(
-            str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
-            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
-            options.own,
-        )  # fmt: skip
-        self._engine = EngineProcess(self.kind, start, options.python)
+        self._engine = self._start(folder, gpus)
         self._close = weakref.finalize(self, self._engine.close)
-        log.info(f"{self.kind.title} runs", version=self._engine.version, process=self._engine.pid)
         self._version = 0
         self._numbers = count()
         self._calls: dict[int, Call] = {}
@@ -102,9 +98,26 @@ class EngineSampler(Sampler):
         """Weights that the engine has not spoken of yet."""
         self._ways: frozenset[str] = frozenset()
 
+    def _start(self, folder: Path, gpus: list[str]) -> Orders:
+        """The engine, with the model of a folder."""
+        config, rank, options = self._config, current_rank(), options_of(self._config, self.options)
+        start = Start(
+            str(folder.absolute()), config.dtype, self._words.max_tokens, config.slots, rank.threads,
+            group.size(rank), gpus, options.kv_cache_mib, options.memory_share, options.eager, options.sleep,
+            options.own,
+        )  # fmt: skip
+        engine = EngineProcess(self.kind, start, options.python)
+        log.info(f"{self.kind.title} runs", version=engine.version, process=engine.pid)
+        return engine
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether running rows read their tokens again with new weights."""
+        return options_of(self._config, self.options).after_load == "recompute"
+
     @property
     def engine_pid(self) -> int:
-        """The engine's process; 0 on a rank that lends its place."""
+        """The engine's process; 0 on a rank that runs none."""
         return 0 if self._lends else self._engine.pid
 
     def close(self) -> None:
@@ -119,12 +132,7 @@ class EngineSampler(Sampler):
         """
         if self._lends:
             return
-        coldest, hottest = self.temperatures
-        if sampling.temperature and not coldest <= sampling.temperature <= hottest:
-            raise DataError(
-                f"{self.kind.title} cannot draw at the temperature {sampling.temperature:g}: give 0, or {coldest:g} to "
-                f"{hottest:g}"
-            )
+        self._check_draws(sampling)
         rollouts = Rollouts(self._words, prompts, sampling)
         request = rollouts.request
         self._check_known(request)
@@ -164,9 +172,8 @@ class EngineSampler(Sampler):
                 for bucket in arriving.weights.buckets
                 if bucket.segment
             ]
-            recompute = options_of(self._config, self.options).after_load == "recompute"
             probe = weights.probe.tokens.tolist() if weights.probe else []
-            self._engine.send(Load(weights.version, buckets, recompute, probe))
+            self._engine.send(Load(weights.version, buckets, self._recomputes, probe))
             self._arriving.append(arriving)
             places = await arriving.places
             self._tell_way(weights, time.monotonic() - began)
@@ -187,6 +194,10 @@ class EngineSampler(Sampler):
         for call in self._calls.values():
             if call.number >= 0:
                 self._engine.send(Leave(sorted(call.left), told=True))
+
+    def _check_draws(self, sampling: Sampling) -> None:
+        """DataError where the engine does not draw so."""
+        check_temperature(self.kind.title, self.temperatures, sampling)
 
     def _check_known(self, request: Request) -> None:
         for number in np.unique(request.prefix).tolist():
@@ -289,6 +300,15 @@ class EngineSampler(Sampler):
         folder = Path(made.name, "model")
         checkpoint.write(load(self._config), str(folder))
         return folder
+
+
+def check_temperature(title: str, temperatures: tuple[float, float], sampling: Sampling) -> None:
+    """DataError where an engine does not draw at the temperature."""
+    coldest, hottest = temperatures
+    if sampling.temperature and not coldest <= sampling.temperature <= hottest:
+        raise DataError(
+            f"{title} cannot draw at the temperature {sampling.temperature:g}: give 0, or {coldest:g} to {hottest:g}"
+        )
 
 
 def _part(name: str, entry: Entry) -> messages.Part:

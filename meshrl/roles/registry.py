@@ -39,6 +39,11 @@ class BackendOptions(Config):
         """The key that gives a sampler's memory to what trains, whenever no row is decoded; "" where none does."""
         return ""
 
+    @property
+    def keeps_weights(self) -> str:
+        """The key without which a sampler takes no weights of a policy; "" where it takes them."""
+        return ""
+
 
 def backends() -> Mapping[str, str]:
     """Each installed backend and its module."""

@@ -10,7 +10,7 @@ import msgspec
 
 from meshrl.errors import ConfigError, ModelError
 from meshrl.hub import Repository, pinned
-from meshrl.roles import ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling
+from meshrl.roles import ModelConfig, NewModel, PolicyConfig, SamplerConfig, Sampling, chosen_options
 from meshrl.run.new import writer_of
 
 _TEMPLATE: Final = "chat_template.jinja"
@@ -25,6 +25,7 @@ def checks_of_model(
         yield partial(check_room, table, sampling)
     if isinstance(table, SamplerConfig) and policy:
         yield partial(check_dtype, table, policy)
+        yield partial(check_takes, table)
 
 
 def check_chat(config: ModelConfig) -> None:
@@ -46,6 +47,15 @@ def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
         raise ConfigError(
             f'dtype = "{config.dtype}", and the policy publishes {policy.dtype}, which a sampler takes as it is: leave '
             f'sampler.dtype out, and it is the policy\'s, or set policy.dtype = "{config.dtype}"'
+        )
+
+
+def check_takes(config: SamplerConfig) -> None:
+    """ConfigError where a sampler takes no weights, and there is a policy that publishes some."""
+    if key := chosen_options(config).keeps_weights:
+        raise ConfigError(
+            f"{config.backend}.{key} is not set, so this sampler keeps the weights that it has, and the policy "
+            f"publishes new ones: set sampler.{config.backend}.{key}, or draw without a policy"
         )
 
 

@@ -88,7 +88,8 @@ async def frequencies(trial: Trial) -> None:
 async def restricted_draws(trial: Trial) -> None:
     """`top_k` and `top_p` restrict what is drawn, and `sampler_logprobs` stay those of the whole distribution.
 
-    So a policy of the same weights, which computes no other, has the ratio 1 with its own rows.
+    So a policy of the same weights, which computes no other, has the ratio 1 with its own rows. What the subject does
+    not draw by is a DataError.
     """
     sampler, pair = await begun(trial), await trial.pair()
     policy = await trial.plain.policy(model=pair.old)
@@ -97,6 +98,10 @@ async def restricted_draws(trial: Trial) -> None:
     for keys in ({"top_k": 2}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.9}):
         for temperature in (1.0, 0.6):
             what = f"at temperature {temperature:g} with {keys}"
+            if len(keys) > trial.subject.restrictions:
+                call = rest(sampler.generate(one, Sampling.model_validate({"temperature": temperature, **keys})))
+                await refused(f"a draw {what}", call, DataError, *keys)
+                continue
             sampling = Sampling.model_validate({"max_tokens": 16, "temperature": temperature, **keys})
             rollouts = await drawn(sampler, questions(9), sampling)
             mask = np.asarray(rollouts.loss_mask.values, np.bool_)

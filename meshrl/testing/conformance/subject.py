@@ -79,6 +79,8 @@ class Subject:
     """The lowest and the highest above 0 that its sampler draws at; others it has to refuse."""
     replays: bool = True
     """Whether its sampler can repeat a record; otherwise it has to refuse one."""
+    restrictions: int = 2
+    """How many of `top_k` and `top_p` its sampler takes at once; more it has to refuse."""
 
     def __str__(self) -> str:
         axes = [f"{axis}{size}" for axis, size in self.axes.items()]

@@ -1,0 +1,117 @@
+"""Requests to one server: one try of each, and what its failures mean."""
+
+import socket
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+import msgspec
+
+from meshrl.errors import ModelError
+
+_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses that a server, or a proxy before it, may not answer with the next time."""
+_CONNECT: Final = 10.0
+"""Seconds that a connection may take to be made."""
+SHORT: Final = 60.0
+"""Seconds that a server has for what takes it none."""
+_KEEP_ALIVE: Final = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, int(getattr(socket, name)), value)
+        for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}.items()
+        if hasattr(socket, name)
+    ),
+]
+"""A machine that is gone says nothing: a row may take long, so only the silence of its system is a sign."""
+_TOLD: Final = 300
+"""Characters of what a server says, in an error."""
+
+
+class NoAnswerError(Exception):
+    """A server gave no answer, or one that it may not give the next time."""
+
+    def __init__(self, why: str, after: float = 0.0, status: int = 0) -> None:
+        super().__init__(why)
+        self.status = status
+        """Of the answer; 0 where there was none."""
+        self.after = after
+        """Seconds that the server asks to wait."""
+
+
+class RefusedError(ModelError):
+    """A server has understood, and refuses: it would again."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Client:
+    """One server. To be used in one event loop."""
+
+    def __init__(
+        self, url: str, key: str | None, connections: int, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.url: Final = url
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None, connect=_CONNECT),
+            transport=transport or httpx.AsyncHTTPTransport(limits=limits, socket_options=_KEEP_ALIVE, trust_env=False),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._http.aclose()
+
+    async def get(self, path: str) -> Any:
+        """Ask for what lies there."""
+        return await self._ask("GET", path, None, SHORT)
+
+    async def post(self, path: str, body: Mapping[str, object], seconds: float | None = None) -> Any:
+        """Ask for something to be done, and for what came of it; None where it says nothing. It may take for ever.
+
+        NoAnswerError where it may answer the next time, RefusedError where it will not.
+        """
+        return await self._ask("POST", path, msgspec.json.encode(body), seconds)
+
+    async def _ask(self, method: str, path: str, body: bytes | None, seconds: float | None) -> Any:
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        limit = httpx.Timeout(seconds, connect=_CONNECT)
+        try:
+            answer = await self._http.request(method, path, content=body, headers=headers, timeout=limit)
+        except httpx.HTTPError as error:
+            raise NoAnswerError(f"{type(error).__name__}: {error}".removesuffix(": ")) from None
+        except httpx.InvalidURL as error:
+            raise ModelError(f"{self.url} is no address: {error}") from None
+        status, text = answer.status_code, answer.text[:_TOLD].strip()
+        if status in _TRANSIENT:
+            raise NoAnswerError(f"status {status}: {text}".removesuffix(": "), _seconds(answer), status)
+        if not answer.is_success:
+            hint = ""
+            if status in (401, 403):
+                hint = ". Name the variable that has the server's API key: sampler.http.key_env"
+            raise RefusedError(f"{self.url} refuses {path} with status {status}: {text}{hint}", status)
+        if not answer.content:
+            return None
+        try:
+            return msgspec.json.decode(answer.content)
+        except msgspec.DecodeError:  # a proxy's page, or half of an answer
+            raise NoAnswerError(f"what came is no JSON: {text}") from None
+
+
+def _seconds(answer: httpx.Response) -> float:
+    """How long a server asks to wait, in seconds; 0 where it says nothing."""
+    told = answer.headers.get("Retry-After", "")
+    return min(float(told), 30.0) if told.isdigit() else 0.0

@@ -1,0 +1,97 @@
+"""New weights as folders that servers read: whole ones, of Hugging Face's form, in a place that they see too."""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from meshrl.errors import ConfigError
+from meshrl_inference.naming import Naming
+from meshrl_inference.tensors import Places, tensors
+
+_FILE: Final = 4 << 30
+"""Bytes of a file, at least, before another is begun."""
+
+
+class Folders:
+    """The folders of one sampler's weights: all of them in one of its own, which goes with it."""
+
+    def __init__(self, place: str, session: str, model: Path, naming: Naming) -> None:
+        """ConfigError where nothing can be written there."""
+        self._model = model
+        self._naming = naming
+        self._own = Path(place).expanduser().absolute() / session
+        try:
+            self._own.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(
+                f"sampler.http.weights: {self._own} cannot be made: {error.strerror}: name a folder that this rank may "
+                "write, and the servers see under the same name"
+            ) from None
+
+    def of_model(self) -> str:
+        """A folder of the weights that the model's own has. ConfigError where these are no safetensors."""
+        files = sorted(self._model.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{self._model} has no safetensors, of which servers could be given the first weights")
+        return self._write("model", _in_files(files))
+
+    def of(self, name: str, places: Places) -> str:
+        """A folder of a policy's weights that lie in shared memory."""
+        return self._write(name, self._naming.in_files(tensors(places)))
+
+    def keep(self, folder: str) -> None:
+        """Remove all others."""
+        for other in self._own.iterdir():
+            if str(other) != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    def _write(self, name: str, named: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """It has its name when it is whole."""
+        made = self._own / f"{name}.part"
+        made.mkdir()
+        for number, held in enumerate(_lots(self._with_tied(named)), 1):
+            save_file(held, made / f"model-{number:05}.safetensors", {"format": "pt"})
+        for file in self._model.glob("*.json"):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, made)
+        return str(made.rename(self._own / name))
+
+    def _with_tied(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Also by its other names, where a tensor has more: a server may hold them apart."""
+        others = self._naming.tied()
+        told = set[str]()
+        for name, tensor in named:
+            for each in (name, *others.get(name, ())):
+                if each not in told:
+                    told.add(each)
+                    yield each, tensor if each == name else tensor.clone()
+
+
+def _in_files(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 -- it is no dict
+                yield name, opened.get_tensor(name)
+
+
+def _lots(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors of a file each."""
+    lot: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        lot[name] = tensor.contiguous()
+        size += tensor.nbytes
+        if size > _FILE:
+            yield lot
+            lot, size = {}, 0
+    if lot:
+        yield lot

@@ -1,0 +1,187 @@
+"""What a server is: found out by asking it."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from meshrl import log
+from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, ModelError
+from meshrl.roles import RoleConfig, Sampling, options_of
+from meshrl_http.client import Client, NoAnswerError
+from meshrl_http.dialects import DIALECTS, Ask, Dialect
+from meshrl_http.options import HttpConfig
+
+_TRIED: Final = 4
+"""Prompts whose log-probs are compared."""
+_KNOWN: Final = 8
+"""Tokens that these are made of: every model knows so many."""
+_APART: Final = 0.1
+"""How far log-probs differ at least that are not the same: those of bfloat16 differ less."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A server."""
+
+    dialect: Dialect
+    version: str
+    """Of its package."""
+    model: str
+    """The name that it serves the model under."""
+    max_tokens: int | None
+    """The longest sequence that it takes; None where it does not say."""
+    takes_weights: bool
+    seeded: bool
+    """Whether it draws each row by the row's seed."""
+    tempered: bool
+    """Whether its log-probs are of the distribution at the temperature."""
+    whole: bool
+    """Whether its log-probs are of the whole distribution, whatever `top_p` and `top_k` leave."""
+
+    def __str__(self) -> str:
+        longest = f", up to {self.max_tokens} tokens" if self.max_tokens else ""
+        weights = "takes new weights" if self.takes_weights else "takes no new weights"
+        told = "at the temperature" if self.tempered else "at temperature 1"
+        seeds = "" if self.seeded else "; draws by no seed of a row, so that rows cannot be repeated"
+        return (
+            f"{self.dialect.title} {self.version} serves {self.model!r}{longest}; {weights}; log-probs are {told}, of "
+            f"{'the whole distribution' if self.whole else 'what top_p and top_k leave'}{seeds}"
+        )
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of a row; None where it does not say."""
+        return None if self.max_tokens is None else self.max_tokens - self.dialect.spare
+
+    def check(self, url: str, sampling: Sampling) -> None:
+        """DataError where it does not draw so, or would tell log-probs of another distribution than the trainer's."""
+        coldest, hottest = self.dialect.temperatures
+        if sampling.temperature and not coldest <= sampling.temperature <= hottest:
+            raise DataError(
+                f"{self.dialect.title} cannot draw at the temperature {sampling.temperature:g}: give 0, or "
+                f"{coldest:g} to {hottest:g}"
+            )
+        if not self.tempered and sampling.temperature not in (0, 1):
+            raise DataError(
+                f"{url} tells log-probs at temperature 1, and rows are to be drawn at {sampling.temperature:g}: start "
+                "vLLM with --logprobs-mode processed_logprobs, or give temperature = 1"
+            )
+        asked = [f"{key} = {value:g}" for key, value, off in _restrictions(sampling) if value != off]
+        if asked and not self.whole:
+            raise DataError(
+                f"{url} tells log-probs of what {' and '.join(asked)} leave, and a trainer's are of the whole "
+                "distribution: leave them out, or start vLLM with --logprobs-mode raw_logprobs and give temperature = 1"
+            )
+        if len(asked) > 1 and not self.dialect.restricts_twice:
+            raise DataError(
+                f"{self.dialect.title} takes top_p of the whole distribution, and not of what top_k leaves: of "
+                f"{' and '.join(asked)} give one"
+            )
+
+
+def _restrictions(sampling: Sampling) -> list[tuple[str, float, float]]:
+    return [("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0)]
+
+
+async def find(client: Client, asked: str | None) -> Found:
+    """What a server is; `asked` is the name of the model, where there is one to look for.
+
+    NoAnswerError where it does not answer, ModelError where it cannot be used.
+    """
+    cards = (await client.get("/v1/models")).get("data", [])
+    names = [str(card["id"]) for card in cards if not card.get("parent")]
+    named = [str(card["id"]) for card in cards]
+    # SGLang calls its model by the folder that it was given last, and draws whatever the name.
+    renamed = any(card.get("owned_by") == "sglang" for card in cards)
+    if asked is not None and asked not in named and not renamed:
+        raise ModelError(f"{client.url} serves {', '.join(map(repr, names))}, and not sampler.http.model = {asked!r}")
+    if asked is None and len(names) != 1:
+        raise ModelError(
+            f"{client.url} serves {', '.join(map(repr, names)) or 'no model'}: name one: sampler.http.model"
+        )
+    model = asked if asked in named else names[0]
+    card = next(card for card in cards if card["id"] == model)
+    dialect = DIALECTS.get(str(card.get("owned_by")))
+    if dialect is None:
+        raise ModelError(
+            f"{client.url} says that {card.get('owned_by')!r} owns its model: it is neither vLLM's server nor "
+            "SGLang's, and no other tells the token ids and log-probs that rows are trained on"
+        )
+    tempered, whole = await _told(client, dialect, model)
+    return Found(
+        dialect,
+        await dialect.version(client),
+        model,
+        card.get("max_model_len"),
+        await dialect.tag(client) is not None,
+        await dialect.seeded(client),
+        tempered,
+        whole,
+    )
+
+
+async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, bool]:
+    """Whether log-probs are at the temperature, and whether of the whole distribution: where it can be seen, it is so.
+
+    What is drawn is read again, which gives its log-prob at the temperature 1.
+    """
+    numbers = np.random.default_rng(0).integers(2, _KNOWN, (_TRIED, 6))
+
+    async def apart(number: int, temperature: float, top_k: int) -> tuple[float, float]:
+        prompt: list[int] = numbers[number].tolist()
+        name = f"meshrl-{np.random.default_rng().integers(1 << 62)}"
+        ask = Ask(name, prompt, 1, temperature=temperature, top_k=top_k, seed=number, salt=name)
+        piece = await dialect.draw(client, model, ask)
+        read = (await dialect.read(client, model, [*prompt, *piece.tokens[:1]], name))[-1]
+        return abs(piece.logprobs[0] - read), -read
+
+    hot = await asyncio.gather(*(apart(number, 2.0, 0) for number in range(_TRIED)))
+    first = await asyncio.gather(*(apart(number, 1.0, 1) for number in range(_TRIED)))
+    shown = any(surprise > 2 * _APART for _, surprise in first)
+    return any(far > _APART for far, _ in hot), shown and all(far < _APART for far, _ in first)
+
+
+def check_servers(config: RoleConfig) -> None:
+    """BackendError where one of a table's servers cannot be used; otherwise what each is, is told."""
+    options = options_of(config, HttpConfig)
+    if not options.urls:
+        raise BackendError('sampler.http.urls names no server: urls = ["http://HOST:PORT"]')
+    try:
+        key = options.key()
+    except ConfigError as error:
+        raise BackendError(str(error)) from None
+    with ThreadPoolExecutor(1) as thread:  # there may be a loop here that runs
+        for url, found in zip(options.urls, thread.submit(_find_all, options, key).result(), strict=True):
+            log.info(f"{url}: {found}")
+            if options.weights and not found.takes_weights:
+                raise BackendError(no_weights(url))
+
+
+def no_weights(url: str) -> str:
+    """Why a server takes no weights."""
+    return (
+        f"{url} has no endpoints for new weights: start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, where "
+        "nobody else reaches it, or leave sampler.http.weights out, and its weights stay as they are"
+    )
+
+
+def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
+    async def one(url: str) -> Found:
+        async with Client(url, key, 2 * _TRIED) as client:
+            try:
+                return await find(client, options.model)
+            except NoAnswerError as error:
+                raise BackendError(f"no answer of {url}: {error}. Is a server there?") from None
+            except BackendError:
+                raise
+            except MeshrlError as error:
+                raise BackendError(str(error)) from None
+
+    async def every() -> Sequence[Found]:
+        return await asyncio.gather(*map(one, options.urls))
+
+    return asyncio.run(every())

@@ -1,0 +1,74 @@
+"""A row that servers decode, perhaps piece by piece: it goes on after what it has, wherever that was drawn."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from meshrl_hf.text import decode, stopped_after
+from meshrl_http.dialects import Ask, Piece
+from meshrl_inference.messages import Done, Generate, Row
+
+_SEEDS = (1 << 63) - 1
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+@dataclass
+class Decoded:
+    """A row, and what was drawn of it."""
+
+    row: Row
+    order: Generate
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Versions, and the new token from which on each was used."""
+    tries: int = 0
+    told: bool = False
+    """Whether it is to come back as it is."""
+    stopped: bool = False
+    """Whether a stop text is whole."""
+
+    def ask(self, session: str, salt: str) -> Ask:
+        """What a server is asked for it next."""
+        self.tries += 1
+        order = self.order
+        return Ask(
+            name=f"{session}-{self.row.number}-{self.tries}.",  # no name begins with another: SGLang would take both
+            tokens=[*np.frombuffer(self.row.tokens, np.int32).tolist(), *self.tokens],
+            limit=self.row.max_tokens - len(self.tokens),
+            temperature=order.temperature,
+            top_p=order.top_p,
+            top_k=order.top_k,
+            seed=(self.row.seed + _STRIDE * len(self.tokens)) & _SEEDS,
+            ends=order.ends,
+            stop=order.stop,
+            salt=salt,
+        )
+
+    def take(self, piece: Piece, version: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Add what a version's weights have drawn, up to where a stop text is whole: servers do not find each."""
+        had = len(self.tokens)
+        if piece.tokens and (not self.spans or self.spans[-1][0] != version):
+            self.spans.append((version, had))
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        stop = self.order.stop
+        if stop and any(text in decode(tokenizer, [self.tokens])[0] for text in stop):
+            end = stopped_after(tokenizer, self.tokens, had, stop)
+            if end is not None:
+                self.stopped = True
+                del self.tokens[end:], self.logprobs[end:]
+
+    @property
+    def reason(self) -> str | None:
+        """Why it has ended; None where it goes on, whatever a server thinks that it ends by."""
+        if self.stopped or (self.tokens and self.tokens[-1] in self.order.ends):
+            return "stop"
+        if len(self.tokens) >= self.row.max_tokens:
+            return "length"
+        return "abort" if self.told else None
+
+    def done(self) -> Done:
+        """The row as a sampler is told of it."""
+        return Done.of(self.row.number, self.tokens, self.logprobs, self.spans, self.reason or "abort")

@@ -1,0 +1,35 @@
+"""The sampler of the http backend."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from meshrl.mesh import current_rank
+from meshrl.roles import Sampling, options_of
+from meshrl_http.options import HttpConfig
+from meshrl_http.servers import Servers
+from meshrl_inference.process import Kind
+from meshrl_inference.sampler import EngineSampler
+
+
+class HttpSampler(EngineSampler):
+    """Rollouts by servers that others have started, each rank by its own."""
+
+    kind: ClassVar = Kind("http", "HTTP")
+    axes: ClassVar = ("dp",)
+
+    def _start(self, folder: Path, gpus: list[str]) -> Servers:
+        """Ask the servers what they are."""
+        rank, options = current_rank(), options_of(self._config, HttpConfig)
+        urls = options.share(rank.index, rank.size)
+        self._servers = Servers(options, urls, folder, self._words.tokenizer, self._config.dtype, self._config.slots)
+        longest = min(self._words.max_tokens, self._servers.max_tokens)
+        self._words = replace(self._words, max_tokens=longest)
+        return self._servers
+
+    @property
+    def _recomputes(self) -> bool:
+        return True
+
+    def _check_draws(self, sampling: Sampling) -> None:
+        self._servers.check(sampling)

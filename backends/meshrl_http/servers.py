@@ -1,0 +1,152 @@
+"""A rank's servers as a sampler sees them: what `pool` does, in a thread of its own."""
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from meshrl import log
+from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import Sampling
+from meshrl_hf.probe import TOLERANCE
+from meshrl_http.client import Client, NoAnswerError
+from meshrl_http.folders import Folders
+from meshrl_http.found import find, no_weights
+from meshrl_http.options import HttpConfig
+from meshrl_http.pool import Model, Pool, silent
+from meshrl_http.server import Server
+from meshrl_inference.messages import Answer, Order
+from meshrl_inference.naming import Naming
+from meshrl_inference.process import Listener, while_it_lives
+
+T = TypeVar("T")
+
+_BESIDE: Final = 16
+"""Connections to a server beside those of its rows."""
+_GRACE: Final = 5.0
+"""Seconds that connections have to be closed."""
+
+
+class Servers:
+    """`meshrl_inference.process.Orders`, by servers that run already."""
+
+    def __init__(
+        self,
+        options: HttpConfig,
+        urls: Sequence[str],
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: str,
+        slots: int,
+    ) -> None:
+        """EngineDied where a server does not answer, ModelError and ConfigError where it cannot be used."""
+        self.tokens: Final = int(AutoConfig.from_pretrained(folder).get_text_config().vocab_size)
+        """How many different ones the model knows."""
+        self._options = options
+        naming, session = Naming(str(folder)), f"meshrl-{secrets.token_hex(6)}"
+        key = options.key()
+        self._folders = Folders(options.weights, session, folder, naming) if options.weights else None
+        self._end: ModelError | None = None
+        self._listener = Listener()
+        self._hear: Callable[[Answer], None] | None = None
+        self._tell_end: Callable[[ModelError], None] | None = None
+        self._pool: Pool | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="meshrl-http", daemon=True)
+        self._thread.start()
+
+        async def begun() -> Pool:
+            servers = [Server(Client(url, key, slots + _BESIDE), slots) for url in urls]
+            model = Model(tokenizer, naming.held(dtype), TOLERANCE[dtype])
+            self._pool = Pool(servers, self._folders, session, model, options.patience, self._tell, self._ended)
+            await asyncio.gather(*map(self._know, servers))
+            await self._pool.begin()
+            if self._end is not None:
+                raise self._end
+            return self._pool
+
+        try:
+            self._found = [each.found for each in self._run(begun()).servers]
+        except BaseException:
+            self.close()
+            raise
+        self._urls = urls
+
+    @property
+    def pid(self) -> int:
+        """None of this machine."""
+        return 0
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that all of them take."""
+        return min((each.longest for each in self._found if each.longest), default=1 << 62)
+
+    def check(self, sampling: Sampling) -> None:
+        """DataError where a server does not draw so."""
+        for url, found in zip(self._urls, self._found, strict=True):
+            found.check(url, sampling)
+
+    def listen(self, heard: Callable[[Answer], None], ended: Callable[[ModelError], None]) -> None:
+        """Call these methods, in the loop that runs, with what is answered, and when there will be no more."""
+        if self._hear is None:
+            self._hear, self._tell_end = while_it_lives(heard), while_it_lives(ended)
+        self._listener.become(asyncio.get_running_loop())
+
+    def send(self, order: Order) -> None:
+        """Send an order. The error with which the servers were given up, where they were."""
+        if self._end is not None or self._pool is None:
+            raise self._end or ModelError("the servers were not asked yet")
+        self._loop.call_soon_threadsafe(self._pool.take, order)
+
+    def fail(self, error: ModelError) -> None:
+        """Ask the servers no more, because of this."""
+        self._end = self._end or error
+        if self._pool is not None:
+            self._loop.call_soon_threadsafe(self._pool.drop)
+
+    def close(self) -> None:
+        """Ask the servers no more. They run on, with the weights that they have."""
+        self._end = self._end or ModelError("the sampler of these servers was stopped")
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+            self._thread.join(_GRACE)
+            if not self._thread.is_alive():
+                self._loop.close()
+        if self._folders:
+            self._folders.remove()
+
+    async def _stop(self) -> None:
+        try:
+            if self._pool is not None:
+                await self._pool.close()
+        finally:
+            self._loop.stop()
+
+    async def _know(self, server: Server) -> None:
+        """Ask a server what it is."""
+        patience = self._options.patience
+        try:
+            server.found = await server.insist(lambda: find(server.client, self._options.model), patience)
+        except NoAnswerError:
+            raise silent([server], patience) from None
+        log.info(f"{server.url}: {server.found}")
+        if self._folders and not server.found.takes_weights:
+            raise ConfigError(no_weights(server.url))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _tell(self, answer: Answer) -> None:
+        if self._hear is not None:
+            self._listener.soon(partial(self._hear, answer))
+
+    def _ended(self, error: ModelError) -> None:
+        self._end = self._end or error
+        if self._tell_end is not None:
+            self._listener.soon(partial(self._tell_end, self._end))

@@ -1,0 +1,266 @@
+"""The http sampler before a server of this test: what it does when a server does not as it should."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from meshrl import Batch, NewModel, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
+from meshrl.errors import BackendError, ConfigError, DataError, EngineDied, ModelError
+from meshrl_http.found import check_servers
+from meshrl_http.options import HttpConfig
+from meshrl_http.sampler import HttpSampler
+from meshrl_torch.policy import TorchPolicy
+
+NEW = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=1, heads=2, max_tokens=64)
+PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "d>"])
+GREEDY = Sampling(max_tokens=4, temperature=0, ignore_eos=True)
+
+Answer = tuple[int, object]
+"""A status, and what is sent as JSON; bytes are sent as they are, and None ends the connection without an answer."""
+
+
+class Vllm(ThreadingHTTPServer):
+    """What vLLM's server says, of a model that draws the token 3, always with the log-prob -1."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.model: dict[str, object] = {"id": "it", "owned_by": "vllm", "max_model_len": 64}
+        self.tag: str | None = None
+        self.headers: list[str | None] = []
+        self.folders: list[str] = []
+        self.completions = 0
+        self.instead: Callable[[dict[str, Any], int], Answer | None] = lambda _body, _number: None
+        """What it answers to a request for a completion, the first having the number 1; None: what it should."""
+
+    def answer(self, path: str, body: dict[str, Any]) -> Answer:
+        if path == "/v1/models":
+            return 200, {"data": [self.model]}
+        if path == "/version":
+            return 200, {"version": "0"}
+        if path == "/v1/completions":
+            return self._complete(body)
+        if self.tag is None:
+            return 404, {"detail": "Not Found"}
+        if path == "/collective_rpc":
+            self.folders.append(body["kwargs"]["weights_path"])
+        if path == "/update_weight_version":
+            self.tag = body["new_version"]
+        return 200, {"weight_version": self.tag}
+
+    def _complete(self, body: dict[str, Any]) -> Answer:
+        self.completions += 1
+        instead = self.instead(body, self.completions)
+        if instead is not None:
+            return instead
+        count, prompt = int(body["max_tokens"]), len(body["prompt"])
+        values: list[float | None] = [-1.0] * count
+        if body.get("echo"):
+            values = [None, *[-1.0] * (prompt - 1), *values]
+        logprobs = {"token_logprobs": values}
+        return 200, {"choices": [{"token_ids": [3] * count, "logprobs": logprobs, "finish_reason": "length"}]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Vllm  # pyright: ignore[reportIncompatibleVariableOverride]
+    quiet: ClassVar = True
+
+    def log_message(self, *arguments: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Nothing."""
+
+    def do_GET(self) -> None:
+        self._tell({})
+
+    def do_POST(self) -> None:
+        self._tell(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _tell(self, body: dict[str, Any]) -> None:
+        self.server.headers.append(self.headers["Authorization"])
+        status, told = self.server.answer(self.path.partition("?")[0], body)
+        if told is None:
+            self.close_connection = True
+            return
+        sent = told if isinstance(told, bytes) else json.dumps(told).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(sent)))
+        self.end_headers()
+        self.wfile.write(sent)
+
+
+@pytest.fixture
+def server() -> Iterator[Vllm]:
+    with Vllm() as made:
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def config(*urls: str, **options: object) -> SamplerConfig:
+    return SamplerConfig.model_validate(
+        {"backend": "http", "model": NEW, "slots": 4, "http": {"urls": urls, "patience": 20.0, **options}}
+    )
+
+
+def drawn(made: SamplerConfig, sampling: Sampling = GREEDY) -> Batch:
+    sampler = HttpSampler(made)
+    try:
+        return asyncio.run(rollout(sampler, PROMPTS, sampling))
+    finally:
+        sampler.close()
+
+
+def test_rows_are_what_a_server_draws_and_its_key_is_sent(server: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_THIS_TEST", "open sesame")
+    made = config(f"{server.url}/v1/", key_env="KEY_OF_THIS_TEST")
+    rows = drawn(made)
+    assert list(rows.objects("completion")) == ["bbbb"] * 3
+    assert rows.sampler_logprobs[0][-4:].tolist() == [-1.0] * 4
+    assert set(server.headers) == {"Bearer open sesame"}
+    assert "sesame" not in made.model_dump_json()
+    monkeypatch.delenv("KEY_OF_THIS_TEST")
+    with pytest.raises(ConfigError, match="KEY_OF_THIS_TEST is not set here"):
+        HttpSampler(made)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (503, {"error": "busy"}),
+        (429, {}),
+        (500, {}),
+        (502, b"<html>a proxy's page"),
+        (200, b'{"choices": [{'),
+        (200, None),
+    ],
+    ids=["503", "429", "500", "proxy", "cut", "closed"],
+)
+def test_what_may_be_answered_the_next_time_is_asked_again(server: Vllm, wrong: Answer) -> None:
+    made = config(server.url)
+    sampler = HttpSampler(made)
+    begun = server.completions
+    server.instead = lambda _body, number: wrong if number in (begun + 1, begun + 3) else None
+    rows = asyncio.run(rollout(sampler, PROMPTS, GREEDY))
+    sampler.close()
+    assert [len(row) for row in rows.tokens] == [8, 9, 6]
+    assert server.completions >= begun + 5
+
+
+def test_a_server_that_does_not_come_back_ends_the_sampler_with_what_it_said(server: Vllm) -> None:
+    sampler = HttpSampler(config(server.url, patience=0.5))
+    server.instead = lambda _body, _number: (503, {"error": "never again"})
+    with pytest.raises(EngineDied, match=r"no answer of http://127.*never again.*patience = 0.5"):
+        asyncio.run(rollout(sampler, PROMPTS, GREEDY))
+    with pytest.raises(EngineDied, match="respawn the sampler"):
+        asyncio.run(rollout(sampler, PROMPTS, GREEDY))
+    sampler.close()
+
+
+def test_rows_go_to_the_servers_that_answer(server: Vllm) -> None:
+    with Vllm() as other:
+        thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        sampler = HttpSampler(config(server.url, other.url))
+        other.instead = lambda _body, _number: (503, {})
+        rows = asyncio.run(rollout(sampler, PROMPTS, GREEDY))
+        sampler.close()
+        other.shutdown()
+        thread.join()
+    assert list(rows.objects("completion")) == ["bbbb"] * 3
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"), [("token_ids", "tells no token ids"), ("logprobs", "tells no log-probs")]
+)
+def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm, missing: str, words: str) -> None:
+    choice = {"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    server.instead = lambda _body, _number: (200, {"choices": [{**choice, missing: None}]})
+    with pytest.raises(ModelError, match=words):
+        HttpSampler(config(server.url))
+    with pytest.raises(BackendError, match=words):
+        check_servers(config(server.url))
+
+
+def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
+    with pytest.raises(DataError, match=r"at temperature 1, and rows are to be drawn at 0.5"):  # -1 at 2 and at 1
+        drawn(config(server.url), Sampling(temperature=0.5))
+    server.instead = lambda body, _number: (
+        (200, {"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "length"}]})
+        if body["top_k"] == 1
+        else None
+    )
+    with pytest.raises(DataError, match=r"log-probs of what top_p = 0.5 leave"):
+        drawn(config(server.url), Sampling(top_p=0.5))
+    with pytest.raises(DataError, match="cannot draw at the temperature 3"):
+        drawn(config(server.url), Sampling(temperature=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "card", "words"),
+    [
+        ({"model": "other"}, {}, "serves 'it', and not sampler.http.model = 'other'"),
+        ({}, {"owned_by": "llamacpp"}, "neither vLLM's server nor SGLang's"),
+        ({"weights": "shared"}, {}, "VLLM_SERVER_DEV_MODE=1"),
+    ],
+    ids=["model", "kind", "weights"],
+)
+def test_a_server_that_cannot_be_used_is_told_before_a_run(
+    server: Vllm, tmp_path: Path, options: dict[str, str], card: dict[str, object], words: str
+) -> None:
+    server.model |= card
+    if "weights" in options:
+        options = {"weights": str(tmp_path)}
+    with pytest.raises(BackendError, match=words):
+        check_servers(config(server.url, **options))
+
+
+def test_no_server_is_told() -> None:
+    with pytest.raises(BackendError, match=r"no answer of http://127.0.0.1:9: .*Is a server there"):
+        check_servers(config("http://127.0.0.1:9"))
+    with pytest.raises(BackendError, match="names no server"):
+        check_servers(config())
+    with pytest.raises(ConfigError, match="1 servers for 2 ranks"):
+        HttpConfig(urls=("http://a",)).share(0, 2)
+    for wrong in ("ftp://a", "a:80", "http://user:secret@a"):
+        with pytest.raises(ValueError, match=r"address") as told:
+            HttpConfig(urls=(wrong,))
+        assert "secret@" not in str(told.value).replace(wrong, "")
+
+
+def new_weights(version: int) -> Weights:
+    weights = asyncio.run(TorchPolicy(PolicyConfig(model=NEW, seed=version)).weights())
+    return Weights.of(version, weights.buckets)  # of no probe: this server computes nothing
+
+
+def test_a_server_that_was_started_anew_is_given_its_weights_again(server: Vllm, tmp_path: Path) -> None:
+    server.tag = "default"
+    sampler = HttpSampler(config(server.url, weights=str(tmp_path)))
+    asyncio.run(sampler.load(new_weights(3)))
+    assert [Path(folder).name for folder in server.folders] == ["model", "version-3-1"]
+    last = server.folders[-1]
+    server.tag = "default"
+    rows = asyncio.run(rollout(sampler, PROMPTS, GREEDY))
+    assert server.folders[2:] == [last]
+    assert {path.name for path in Path(last).iterdir()} >= {"config.json", "model-00001.safetensors"}
+    assert set(rows.versions[0][-4:].tolist()) == {3}
+    sampler.close()
+    assert not list(tmp_path.iterdir()), "its folders go with it"
+
+
+def test_weights_without_a_way_to_the_server_are_refused(server: Vllm) -> None:
+    sampler = HttpSampler(config(server.url))
+    with pytest.raises(ModelError, match=r"sampler\.http\.weights is not set"):
+        asyncio.run(sampler.load(new_weights(2)))
+    assert len(asyncio.run(rollout(sampler, PROMPTS, GREEDY))) == 3
+    sampler.close()
+    assert config(server.url).model_extra

@@ -1,0 +1,159 @@
+"""The http sampler against the suite that each sampler must pass, on the servers that vLLM and SGLang bring."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import pytest_asyncio
+
+import meshrl_sglang
+from meshrl import PolicyConfig
+from meshrl.testing.conformance import SAMPLER, Check, Harness, Subject, draws, name_of
+from meshrl.testing.conformance.material import SAMPLED, SLOTS
+from meshrl_torch.policy import TorchPolicy
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+UNSEEDED = (draws.seeds, draws.calls_beside)
+"""What hangs on a row's seed, which SGLang reads in its deterministic mode alone; a CPU has no kernels for that."""
+START = 300.0
+"""Seconds that a server has."""
+
+
+class Server(NamedTuple):
+    """One that runs, and a folder that it sees too."""
+
+    name: str
+    url: str
+    weights: Path
+    process: int
+
+
+def commands(python: str | None, folder: Path, port: int) -> dict[str, list[str]]:
+    """What starts each server, as its own users do, and what a CPU asks for besides."""
+    here = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    vllm = {
+        "--model": str(folder),
+        # On a CPU vLLM's head has a copy of its own, which a reload of the embeddings that it is tied to leaves.
+        "--hf-overrides": '{"tie_word_embeddings": false}',
+        "--logprobs-mode": "processed_logprobs",
+        "--max-num-seqs": str(SLOTS),
+        "--kv-cache-memory-bytes": str(32 << 20),
+    }
+    sglang = {
+        "--model-path": str(folder),
+        "--context-length": str(SAMPLED.max_tokens + 8),
+        "--max-running-requests": str(SLOTS),
+        "--max-total-tokens": "4096",
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--sampling-backend": "pytorch",
+        "--grammar-backend": "none",
+        "--log-level": "warning",
+    }
+    flags = ["--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle", "--skip-server-warmup"]
+    return {
+        "vllm": [
+            str(python), "-m", "vllm.entrypoints.openai.api_server", *here, *(word for pair in vllm.items() for word in
+            pair), "--enforce-eager", "--no-enable-chunked-prefill",
+        ],
+        "sglang": [
+            str(python), "-m", "sglang.launch_server", *here, *(word for pair in sglang.items() for word in pair),
+            *flags,
+        ],
+    }  # fmt: skip
+
+
+def variables(name: str) -> dict[str, str]:
+    standins = Path(str(meshrl_sglang.__file__)).parent / "standins"
+    own = {
+        "vllm": {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
+        "sglang": {
+            "PYTHONPATH": str(standins),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        },
+    }
+    shared = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "PYTHONPATH": "", **shared, **own[name]}
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:  # noqa: S310 -- an address of this test
+            return int(answer.status) == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests: of a model of the suite's shape, with other weights."""
+    place = tmp_path_factory.mktemp("server")
+    asyncio.run(TorchPolicy(PolicyConfig(model=SAMPLED, seed=7)).save(str(place / "model")))
+    untied(place / "model")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = int(found.getsockname()[1])
+    (place / "shared").mkdir()
+    command = commands(backend.python, place / "model", port)[backend.name]
+    with (place / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=variables(backend.name), start_new_session=True, cwd=place
+        )
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + START
+    while not answers(url):
+        lasts = process.poll() is None and time.monotonic() < until
+        assert lasts, (place / "log").read_text(errors="replace")[-3000:]
+        time.sleep(0.5)
+    yield Server(backend.name, url, place / "shared", process.pid)
+    os.killpg(process.pid, 15)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait()
+
+
+def untied(folder: Path) -> None:
+    """Also with the head by its own name, for a server that is to hold it apart."""
+    from safetensors.numpy import load_file, save_file  # noqa: PLC0415 -- for this alone
+
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def harness(server: Server, harness_of: Callable[[Subject], Awaitable[Harness]]) -> Harness:
+    options = {"urls": [server.url], "weights": str(server.weights)}
+    subject = Subject(
+        "http",
+        keys={"http": options},
+        seconds=240,
+        temperatures={"vllm": (0.01, 2.0), "sglang": (1e-6, float("inf"))}[server.name],
+        replays=False,
+        restrictions={"vllm": 0, "sglang": 1}[server.name],
+    )
+    return await harness_of(subject)
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, id=name_of(check)) for check in SAMPLER])
+async def test_the_sampler_conforms(harness: Harness, server: Server, check: Check) -> None:
+    if server.name == "sglang" and check in UNSEEDED:
+        pytest.skip("SGLang's server draws by no seed of a row")
+    await harness.run(check)
+    assert len(list(server.weights.iterdir())) <= 2, "a sampler's folders go with it"
