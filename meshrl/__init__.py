@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshrl.errors import ConfigError as ConfigError
     from meshrl.errors import ContractError as ContractError
     from meshrl.errors import DataError as DataError
+    from meshrl.errors import DataLost as DataLost
     from meshrl.errors import EngineDied as EngineDied
     from meshrl.errors import MeshrlError as MeshrlError
     from meshrl.errors import MeshStopped as MeshStopped
@@ -165,8 +166,8 @@ else:
         "engines.local": "LocalEngine",
         "environments": "Environment EnvironmentConfig Episodes",
         "errors": (
-            "BackendError CallTimeout ConfigError ContractError DataError EngineDied MeshrlError MeshStopped "
-            "ModelError RankDied RankFailed ReplicasDisagree"
+            "BackendError CallTimeout ConfigError ContractError DataError DataLost EngineDied MeshrlError "
+            "MeshStopped ModelError RankDied RankFailed ReplicasDisagree"
         ),
         "evaluation": "evaluate evaluate_during held_out",
         "losses": (

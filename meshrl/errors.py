@@ -53,6 +53,27 @@ class DataError(MeshrlError):
     """A batch, a column or a data file is not what it should be."""
 
 
+class DataLost(DataError):
+    """What a rank made and kept, such as a column of a batch, has gone with its process or its host."""
+
+    def __init__(self, where: str, reason: str, what: str = "what a rank made") -> None:
+        self.where = where
+        self.reason = reason
+        self.what = what
+        super().__init__(
+            f"{what} lay on {where} and is lost: {reason}; make the batch again, or load what is needed later while "
+            "its ranks live"
+        )
+
+    def __reduce__(self) -> tuple[type["DataLost"], tuple[object, ...]]:
+        return DataLost, (self.where, self.reason, self.what)
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether it is `DataLost`, here or on a rank that asked for the data."""
+    return isinstance(error, DataLost) or (isinstance(error, RankFailed) and is_lost(error.__cause__))
+
+
 class ModelError(MeshrlError):
     """A model folder or file cannot be used."""
 

@@ -41,6 +41,7 @@ PUBLIC = [
     "CriticConfig",
     "CrossEntropy",
     "DataError",
+    "DataLost",
     "EngineDied",
     "Environment",
     "EnvironmentConfig",

@@ -11,7 +11,7 @@ from meshrl.data import columns as kinds
 from meshrl.data.columns import TOKEN_COLUMNS, Column
 from meshrl.data.ragged import Ragged, bounds_of, gather, sealed
 from meshrl.data.remote_column import Chunk, ColumnType, RemoteColumn, RowIndex, as_remote, renumbered, source_of
-from meshrl.errors import DataError
+from meshrl.errors import DataError, DataLost
 from meshrl.mesh import Put, Rows, fetch
 
 Stored: TypeAlias = Column | RemoteColumn
@@ -124,9 +124,14 @@ def hold(table: Table, rows: int, put: Put, limit: int, shares: bool) -> dict[st
 
 
 async def load(table: Table, names: Iterable[str]) -> dict[str, Stored]:
-    """The table with these columns, which lie elsewhere, readable. Each piece is fetched once."""
+    """The table with these columns, which lie elsewhere, readable. Each piece is fetched once, or `DataLost`."""
     wanted = {name: column for name in names if isinstance(column := table[name], RemoteColumn)}
-    values = await fetch(piece.held for column in wanted.values() for piece in column.missing)
+    try:
+        values = await fetch(piece.held for column in wanted.values() for piece in column.missing)
+    except DataLost as lost:
+        missing = [f"`{name}`" for name, column in wanted.items() if column.missing]
+        what = f"the column{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        raise DataLost(lost.where, lost.reason, what) from None
     return {**table, **{name: column.arrived(values) for name, column in wanted.items()}}
 
 

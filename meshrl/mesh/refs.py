@@ -21,7 +21,7 @@ class Ref(ABC):
     @classmethod
     @abstractmethod
     async def fetch(cls, held: "Sequence[Ref]") -> list[object]:
-        """The values of several of this class, read-only, uncopied where the engine can. `DataError` if one is lost."""
+        """The values of several of this class, read-only, uncopied where the engine can. `DataLost` if one is lost."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
@@ -29,6 +29,23 @@ class Ref(ABC):
 
 Put = Callable[[object], Ref]
 """How an engine keeps a value."""
+
+
+class NotHere(Exception):
+    """A value was to be handed to a process of this machine, and is on another one still."""
+
+    def __init__(self, held: Ref) -> None:
+        super().__init__("a value lies on another machine")
+        self.held = held
+
+
+async def when_here(send: Callable[[], T]) -> T:
+    """What this returns, after what it hands on is on this machine. `DataLost` if it is lost."""
+    while True:
+        try:
+            return send()
+        except NotHere as far:
+            await far.held.fetch([far.held])
 
 
 class HasRefs(ABC):

@@ -166,11 +166,9 @@ class Producer:
 
         When it is over on all of them, what it stopped goes on.
         """
-        if error is not None:
+        if error := error or call.unread.get(replica):
             self.replicas.failed(call.lives[replica], error)
             self._lose(self._state.buffer.incomplete(call.labels(replica)))
-        elif replica in call.unread:
-            raise call.unread[replica]
         else:
             call.check(replica)
         self._router.end(share for _, share in call.shares(replica))
@@ -180,6 +178,13 @@ class Producer:
             if call.aborted:
                 rows = Batch.join(call.aborted).drop("aborted")
                 self._resume(rows.select(np.logical_not(np.isin(rows.groups, list(call.lost)))), call)
+        self._state.condition.notify_all()
+
+    def unread(self, labels: list[int], error: Exception) -> None:
+        """Columns of whole groups cannot be fetched, though nobody says that a replica has died: draw them again."""
+        self.replicas.unread(error)
+        self._state.decisions.break_off("rows were lost on their way and drawn again")
+        self._lose(labels)
         self._state.condition.notify_all()
 
     def _may_draw(self) -> bool:

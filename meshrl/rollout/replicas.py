@@ -138,7 +138,19 @@ class Replicas:
         if self._least and not unknown and (died(error) or number in self._away):
             log.warning("a replica of the sampler is away, and its rows are drawn again elsewhere", error=str(error))
             return
-        if not self._retries or (died(error) and unknown):
+        if died(error) and unknown:
+            raise error
+        self._retry(error)
+
+    def unread(self, error: Exception) -> None:
+        """Rows have come that cannot be fetched. Raises the error where that is not to be survived."""
+        if self._least:
+            log.warning("rows are out of reach, and are drawn again", error=str(error))
+        else:
+            self._retry(error)
+
+    def _retry(self, error: Exception) -> None:
+        if not self._retries:
             raise error
         self._retries -= 1
         log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))

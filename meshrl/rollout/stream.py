@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from meshrl import log
 from meshrl.data import Batch, lengths
-from meshrl.errors import DataError
+from meshrl.errors import DataError, is_lost
 from meshrl.events import Delivery, Pending, gauge, sink
 from meshrl.mesh import parts
 from meshrl.roles import Sampler, Sampling
@@ -287,8 +287,7 @@ class Rollouts:
         return f"{self.ledger.ready} of {self.ledger.size} groups are ready, {self.ledger.running} run"
 
     def _say_who_waits(self) -> None:
-        lines = [str(each) for each in Pending.of(asyncio.get_running_loop())]
-        log.info(f"no batch for {_PATIENCE:g} s: {'; '.join(lines)}")
+        log.info(f"no batch for {_PATIENCE:g} s: {'; '.join(map(str, Pending.of(asyncio.get_running_loop())))}")
 
     # --- from the sampler ----------------------------------------------------------------------------
 
@@ -333,11 +332,13 @@ class Rollouts:
         try:
             scored = await self._scored(groups)
             unwanted = await self._unwanted(scored)
-        except Exception:
+        except Exception as error:
             if groups.elsewhere and not lost():  # where a column lay on a rank that died, that may not be known yet
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_NEWS):
                         await self._condition.wait_quietly_for(lambda: bool(lost()))
+            if not lost() and is_lost(error):  # from where it was wanted; perhaps not from here
+                self._producer.unread(list(whole), error)
             if not (gone := lost()):
                 raise
             if rest := {label: oldest for label, oldest in whole.items() if label not in gone}:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshrl import log
-from meshrl.errors import EngineDied, MeshrlError, RankDied, described
+from meshrl.errors import DataLost, EngineDied, MeshrlError, RankDied, described
 from meshrl.events import Restart, sink
 from meshrl.run.config import RunConfig
 from meshrl.run.jobs import Job
@@ -42,10 +42,10 @@ async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: 
 
 
 def is_fault_of_a_machine(error: BaseException) -> bool:
-    """Whether a rank's process is gone, or what an actor computes with: what new ranks may not meet again."""
+    """Whether a rank's process is gone, what it kept, or what an actor computes with: what may not happen again."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_fault_of_a_machine, error.exceptions))
-    if isinstance(error, RankDied | EngineDied):
+    if isinstance(error, RankDied | EngineDied | DataLost):
         return True
     cause = error.__cause__
     return isinstance(error, MeshrlError) and cause is not None and is_fault_of_a_machine(cause)

@@ -135,6 +135,20 @@ async def test_what_this_process_sleeps_is_no_silence_of_the_host() -> None:
     await asyncio.sleep(0.2)
 
 
+async def test_a_connection_counts_that_this_process_hears_of_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes meanwhile: what the kernel has heard is no silence of the host."""
+
+    async def connect_and_compute(knock: socket.socket, address: tuple[str, int]) -> None:
+        knock.connect_ex(address)
+        await asyncio.sleep(10)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", connect_and_compute)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        door = Door("127.0.0.1", server.getsockname()[1], patience=0.2)
+        assert await knocked(door)
+    assert not await knocked(door)
+
+
 async def test_a_knock_is_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         door = Door("127.0.0.1", server.getsockname()[1], patience=5)

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from meshrl import (
-    DataError,
+    DataLost,
     Mesh,
     MeshStopped,
     RankDied,
@@ -116,7 +116,7 @@ async def test_a_closed_engine_joins_no_other_cluster(
         patched.setattr(ray, "is_initialized", lambda: False)
         with pytest.raises(MeshStopped, match="the engine is closed"):
             await probe.take(np.zeros(100_000))
-        with pytest.raises(DataError, match="of an engine that is closed"):
+        with pytest.raises(DataLost, match="the engine is closed"):
             await batch.load()
 
 

@@ -11,6 +11,7 @@ from meshrl import (
     ContractError,
     CrossEntropy,
     DataError,
+    DataLost,
     LocalEngine,
     Mesh,
     PolicyConfig,
@@ -102,6 +103,36 @@ class Together(FakeSampler, CollectiveActor):
 
     def agree(self, work: object) -> list[object]:  # type: ignore[override]
         return []
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
+    """As where the host of a reward cannot reach that of a sampler, and the controller reaches both."""
+    lost = DataLost("node2 (10.0.0.2)", "nothing was heard of its host")
+    failed = RankFailed("Judge", 0, {"dp": 0}, "score", str(lost), "")
+    failed.__cause__ = lost
+    calls = count()
+
+    async def score(batch: Batch) -> Batch:
+        if next(calls) == 2:
+            raise failed
+        return batch
+
+    async def script() -> list[int]:
+        policy, sampler = FakePolicy(POLICY), delayed(FakeSampler, generate=1.0)(SAMPLER)
+        await publish(policy, sampler)
+        labels: list[int] = []
+        async with rollouts(sampler, prompts(6, 4), Sampling(n=2), ahead=1, score=score, retries=retries) as stream:
+            async for batch in stream:
+                labels += batch.groups.tolist()
+                await publish(policy, stream)
+        return labels
+
+    if retries:
+        assert sorted(simulate(script)) == sorted([*range(24)] * 2)
+    else:
+        with pytest.raises(RankFailed, match=r"what a rank made lay on node2 \(10.0.0.2\) and is lost"):
+            simulate(script)
 
 
 async def test_replicas_are_ranks_that_work_alone() -> None:

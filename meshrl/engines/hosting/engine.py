@@ -16,7 +16,7 @@ from meshrl.engines.hosting.patience import patiently
 from meshrl.engines.hosting.process import RankMember, Spawn, sendable
 from meshrl.engines.hosting.reservation import ProcessSlot, Reservation
 from meshrl.errors import MeshStopped, RankFailed
-from meshrl.mesh import CollectiveActor, Member, Rank, Resources, Slot, sweep
+from meshrl.mesh import CollectiveActor, Member, Rank, Resources, Slot, sweep, when_here
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class HostingEngine(Caller):
             log.info(f"waiting for {name} to be made", ranks=missing)
 
         try:
-            recipe = sendable(f"{name}.__init__", partial(self.put, origin.recipe))
+            recipe = await when_here(partial(sendable, f"{name}.__init__", partial(self.put, origin.recipe)))
             for member in members:
                 made = member.construct(reservation.environments[member.index], recipe)
                 running.append(asyncio.create_task(made))

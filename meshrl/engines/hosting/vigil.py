@@ -1,7 +1,9 @@
 """Whether a host is still there: knocks at a port of it while somebody waits for an answer from there."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -91,14 +93,17 @@ def silence(door: Door) -> str:
 
 
 async def knocked(door: Door) -> bool:
-    """Whether the host takes a connection."""
-    try:
-        async with asyncio.timeout(door.patience):
-            _, writer = await asyncio.open_connection(door.ip, door.port)
-            writer.close()
-    except OSError:  # TimeoutError is one
-        return False
-    return True
+    """Whether the host takes a connection. A process that computes may hear of it late, its kernel does not."""
+    with socket.socket(socket.AF_INET6 if ":" in door.ip else socket.AF_INET) as knock:
+        knock.setblocking(False)
+        with suppress(OSError):  # TimeoutError is one
+            async with asyncio.timeout(door.patience):
+                await asyncio.get_running_loop().sock_connect(knock, (door.ip, door.port))
+        try:
+            knock.getpeername()
+        except OSError:
+            return False
+        return True
 
 
 _vigils: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Door, Vigil]] = WeakKeyDictionary()

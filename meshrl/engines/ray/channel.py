@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -21,6 +22,7 @@ from ray.exceptions import (
 from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Reply, Service, boot, vigil
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.transport import Address, SocketChannel
+from meshrl.mesh import NotHere
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -97,8 +99,10 @@ class RayChannel(Channel):
         if self._lost:
             return self._refused()
         if self._near is not None:
-            return self._near.call(ask, given, stream=stream)
-        name = label(ask, whole=self._cancelled or len(self._open) >= CYCLE // 2)
+            with suppress(NotHere):  # Ray brings to the rank what is on another machine, past this process
+                return self._near.call(ask, given, stream=stream)
+        far = self._near is not None or self._cancelled or len(self._open) >= CYCLE // 2
+        name = label(ask, whole=far)
         method = (self._stream if stream else self._call).options(name=name)
         return self._reply(method.remote(pack(given)) if given else method.remote())
 

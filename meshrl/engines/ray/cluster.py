@@ -1,40 +1,29 @@
 """The Ray cluster: found or started, what its nodes have, and whether a mesh can ever fit there."""
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import floor
-from threading import current_thread, main_thread
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from threading import Thread, current_thread, main_thread
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 
 import ray
 
 from meshrl import log
-from meshrl.engines.hosting import Door, Reply, vigil
+from meshrl.engines.hosting import Door, Reply, knocked, vigil
+from meshrl.engines.ray.nodes import Amounts, Home, Node, home, nodes
 from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Resources, free_cores
 
 T = TypeVar("T")
-
-Amounts: TypeAlias = Mapping[str, float]
-"""How much of each of Ray's resources."""
-
-
-class Node(NamedTuple):
-    """A machine of the cluster."""
-
-    id: str
-    address: str
-    port: int
-    """At which Ray's own process of the node takes connections."""
-    has: Amounts
-    """In all, also what is taken."""
-
 
 NOTHING: Final[Amounts] = {"memory": 1}
 """What a rank reserves that needs nothing. Ray refuses an empty request; a byte is always there."""
@@ -57,9 +46,12 @@ class Cluster:
         self._patience = patience
         self._told = told
         self._connecting: asyncio.Task[_Link] | None = None
-        self._doors: dict[str, Door] = {}
+        self._head: Door | None = None
+        self._home: Home | None = None
         self._open = Reply()
         """Here when this is closed."""
+        self._gone = asyncio.Event()
+        """Set when the head is given up."""
         self.lost = ""
         """Why the cluster can be asked for nothing any more."""
 
@@ -74,46 +66,54 @@ class Cluster:
     async def _connect(self) -> "_Link":
         link = await _connect(self._address)
         ip, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-        vigil(Door(ip, int(port), self._patience)).attend(self._open, self)
+        self._head = Door(ip, int(port), self._patience)
+        vigil(self._head).attend(self._open, self)
+        self._home = await self.ask(partial(home, self._patience))
         return link
 
-    def lose(self, reason: str) -> None:
-        """The head is given up: without it no rank is found, made or ended, and Ray ends this process in a minute."""
-        self.lost = f"Ray's head is gone, without which no rank can be used: {reason}"
-        self._told(self.lost)
+    @property
+    def home(self) -> Home:
+        """Where this process is, once it is connected."""
+        return cast("Home", self._home)
 
-    async def door(self, node: str) -> Door | None:
-        """Where a node takes connections while it is there; None for one that is gone already."""
-        if node not in self._doors:
-            living = await self.nodes()
-            self._doors |= {each.id: Door(each.address, each.port, self._patience) for each in living}
-        return self._doors.get(node)
+    def lose(self, reason: str) -> None:
+        """The head is given up: without it no rank is found, made or ended, and Ray waits for it in vain."""
+        self.lost = f"Ray's head is gone, without which no rank can be used: {reason}"
+        self._gone.set()
+        self._told(self.lost)
 
     async def nodes(self) -> list[Node]:
         """The living nodes."""
-        found = cast("list[dict[str, object]]", await asyncio.to_thread(ray.nodes))
-        living = (node for node in found if node.get("Alive"))
-        return [
-            Node(
-                str(node["NodeID"]),
-                str(node["NodeManagerAddress"]),
-                int(cast("int", node["NodeManagerPort"])),
-                cast("Amounts", node["Resources"]),
-            )
-            for node in living
-        ]
+        return await self.ask(nodes)
 
-    async def with_free_cores(self, nodes: Sequence[Node]) -> list[Node]:
+    async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:
         """The nodes as if they had no other cores than those that are not taken now: two free ones may lie apart."""
         from ray._private.state import available_resources_per_node  # noqa: PLC0415 -- Ray has no public way to ask
 
-        found = await asyncio.to_thread(available_resources_per_node)
-        free = cast("Mapping[str, Amounts]", found)
-        return [node._replace(has={**node.has, "CPU": free.get(node.id, {}).get("CPU", 0)}) for node in nodes]
+        free = cast("Mapping[str, Amounts]", await self.ask(available_resources_per_node))
+        return [node._replace(has={**node.has, "CPU": free.get(node.id, {}).get("CPU", 0)}) for node in among]
 
     async def free(self) -> Amounts:
         """What is not taken now. It lags behind by a moment."""
-        return cast("Amounts", await asyncio.to_thread(ray.available_resources))
+        return cast("Amounts", await self.ask(ray.available_resources))
+
+    async def ask(self, question: Callable[[], T]) -> T:
+        """What Ray's head answers. `ConfigError` where it is given up before: Ray would go on waiting."""
+        answer: Future[T] = Future()
+        # This process may end before it comes, for which threads of the loop's own would keep it.
+        Thread(target=_answer, args=(question, answer), name="meshrl-ray-head", daemon=True).start()
+        waits: list[asyncio.Task[object]] = [
+            asyncio.create_task(_heard(answer)),
+            asyncio.create_task(self._gone.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not answer.done():
+            raise ConfigError(self.lost)
+        return answer.result()
 
     async def free_cores(self, expected: float) -> float:
         """The cores that are not taken. What was just given back is seen late: wait a moment for those expected."""
@@ -133,10 +133,43 @@ class Cluster:
         """Disconnect; stop the cluster if it was started here."""
         self._open.arrive(None)
         connecting, self._connecting = self._connecting, None
-        if connecting is not None:
-            with suppress(ConfigError):
-                if await connecting != "found":
-                    ray.shutdown()
+        if connecting is None:
+            return
+        with suppress(ConfigError):
+            if await connecting != "found" and await self._is_there():
+                ray.shutdown()
+
+    async def _is_there(self) -> bool:
+        """Whether Ray can take its leave of the head. Else it would wait for it, and keep this process from its end."""
+        if self.lost or not (self._head and await knocked(self._head)):
+            atexit.unregister(ray.shutdown)
+            atexit.register(_leave)
+            return False
+        return True
+
+
+def _leave() -> None:
+    """End this process after all else that is done at its end: Ray, which has not taken its leave, would crash it."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()  # noqa: SLF001 -- what was registered earlier comes later
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+async def _heard(answer: "Future[T]") -> None:
+    await asyncio.wrap_future(answer)
+
+
+def _answer(question: Callable[[], T], answer: "Future[T]") -> None:
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        found = question()
+    except Exception as error:  # noqa: BLE001 -- who waits for the answer is told
+        answer.set_exception(error)
+    else:
+        answer.set_result(found)
 
 
 _Link: TypeAlias = Literal["started", "joined", "found"]

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
-from meshrl.engines.ray.cluster import Cluster, Node, amounts, check_room, has_room
+from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room
+from meshrl.engines.ray.nodes import Node
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.ray.reservation import RayReservation
 from meshrl.errors import ConfigError
@@ -76,7 +77,7 @@ class RayEngine(HostingEngine, RayCaller):
                 # On a cluster of our own only the run's own meshes could be waited for, and they may never end.
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
-            keeps = self.inline_bytes, self.shares_memory, self._share
+            keeps = self.inline_bytes, self.shares_memory, self._share, self._cluster.home
             reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources, keeps)
             self._reservations.append(reservation)
         return await self._settled(reservation)

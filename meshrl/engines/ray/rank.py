@@ -1,5 +1,6 @@
 """The Ray actor that is a rank's process."""
 
+import asyncio
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -8,11 +9,13 @@ from typing import cast
 
 import ray
 
-from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host, work_as
+from meshrl import log
+from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host, Reply, vigil, work_as
 from meshrl.engines.ray.channel import current_ask
 from meshrl.engines.ray.interface import interface_of
+from meshrl.engines.ray.nodes import Home, home
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
-from meshrl.engines.ray.refs import HostRef
+from meshrl.engines.ray.refs import HostRef, RayRef
 from meshrl.engines.transport import TOKEN_BYTES, Server, listen, remove_folder, socket_folder
 from meshrl.mesh import Share, pool
 
@@ -20,17 +23,30 @@ from meshrl.mesh import Share, pool
 class RankProcess:
     """One process for one rank of a mesh: a `Host`, whose calls are the tasks of a Ray actor."""
 
-    def __init__(self, folder: str, paths: Sequence[str], inline_bytes: int, shares_memory: bool, share: Share) -> None:
+    def __init__(
+        self,
+        folder: str,
+        paths: Sequence[str],
+        inline_bytes: int,
+        shares_memory: bool,
+        share: Share,
+        controller: Home,
+    ) -> None:
+        """`controller`: where that is. The rest is as of `work_as`, `Host` and `pool`."""
         work_as(folder, paths)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         pool.join(share, hands_on=True)
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
         self._socket: tuple[str, bytes] | None = None
+        self._controller = controller
 
     async def place(self) -> Parcel | None:
-        """Where this is, a free port, and how neighbours reach it."""
+        """Where this is, a free port, and how others reach it. From now on this process ends without its controller."""
         self._host.keep_loop()
         if self._socket is None:
+            RayRef.here = await asyncio.to_thread(home, self._controller.door.patience)
+            if not self._controller.is_here:
+                vigil(self._controller.door).attend(Reply(), self)
             path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
             Server(listen(path), token, self._host)
             self._socket = str(path), token
@@ -40,7 +56,14 @@ class RankProcess:
         if interface := interface_of(ip):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         node = ray.get_runtime_context().get_node_id()
-        return pack((await self._host.place())._replace(ip=ip, node=node, socket=self._socket))
+        door = RayRef.here and RayRef.here.door
+        return pack((await self._host.place())._replace(ip=ip, node=node, socket=self._socket, door=door))
+
+    def lose(self, reason: str) -> None:
+        """The controller cannot be reached, and gives this rank up: so that nothing is done twice, it ends at once."""
+        log.warning("a rank ends, which its controller has given up", controller=str(self._controller), reason=reason)
+        self._host.leave()
+        os._exit(1)
 
     async def clock(self) -> Parcel | None:
         """Seconds on this machine's clock."""

@@ -1,6 +1,7 @@
 """The processes of one mesh on Ray: a placement group, and one actor a rank."""
 
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from secrets import token_hex
@@ -23,7 +24,8 @@ from meshrl.engines.hosting import (
     clock_ahead,
 )
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.cluster import Amounts, Cluster, written
+from meshrl.engines.ray.cluster import Cluster, written
+from meshrl.engines.ray.nodes import Amounts, Home
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import Resources, Share
@@ -45,7 +47,7 @@ class RayReservation(Reservation):
         asked: Amounts,
         threads: int,
         resources: Resources,
-        keeps: tuple[int, bool, Share],
+        keeps: tuple[int, bool, Share, Home],
     ) -> None:
         """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given."""
         super().__init__(count, threads, asked.get("CPU", 0), resources.least)
@@ -97,7 +99,6 @@ class RayReservation(Reservation):
         """Where it is, when it runs. From now on it is watched."""
         channel = cast("RayChannel", process.channel)
         place = cast("Place", await channel.request("place"))
-        place = place._replace(door=await self._cluster.door(place.node))
         channel.found(place)
         if place.boot != boot():
             process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", channel.request("clock")))
@@ -109,9 +110,12 @@ class RayReservation(Reservation):
         try:
             await super().release()
         finally:
-            if not self._cluster.lost:
-                for group in self._groups:
-                    remove_placement_group(group)
+            with suppress(ConfigError):  # the head is gone
+                await self._cluster.ask(self._give_back)
+
+    def _give_back(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
 
     def begin(self, slot: ProcessSlot) -> Process:
         """Ask Ray for a process. It comes when its resources are free."""

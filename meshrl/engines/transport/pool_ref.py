@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from meshrl.engines.hosting import Pickler, carry_modules
-from meshrl.errors import DataError
+from meshrl.errors import DataError, DataLost
 from meshrl.mesh import Ref, Segment, address_of, in_transit, note_transit, pool
 
 _ALIGNED = 64
@@ -70,16 +70,13 @@ class PoolRef(Ref):
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
-        """The values, arrays read-only. Raises `DataError` if one is lost."""
+        """The values, arrays read-only. Raises `DataLost` if one is lost."""
         return [each.value() for each in cast("Sequence[PoolRef]", held)]
 
     def value(self) -> object:
-        """What is kept. DataError where it is lost."""
+        """What is kept. `DataLost` where it is lost."""
         if not self._segments:
-            raise DataError(
-                f"a column lay in the memory of a rank that has died or was stopped, and is lost ({self._lost}): make "
-                "the batch again, or load what is needed later while its ranks live"
-            )
+            raise DataLost("a rank of this machine", f"the rank has died or was stopped ({self._lost})")
         memory = [segment.memory for segment in self._segments]
         head, *rest = (memory[where][start:stop] for where, start, stop in self._spans)
         return cast("object", pickle.loads(head.data, buffers=rest))  # noqa: S301 -- of this run's own processes

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import traceback
+from functools import partial
 from hmac import compare_digest
 from inspect import isawaitable
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshrl import log
 from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Host
 from meshrl.engines.transport.connection import LONGEST, Connection, leave_to_parent
 from meshrl.engines.transport.frames import TOKEN_BYTES, Answer, Question, Taken, decode, dumped, encode, loaded
+from meshrl.mesh import when_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +116,7 @@ class _Peer:
     async def _answer(self, question: Question, arguments: object, lost: BaseException | None) -> None:
         try:
             value = await self._work(question, arguments, lost)
-            values, segments = dumped(value)
+            values, segments = await when_here(partial(dumped, value))
             answer = encode(Answer(question.number, values, leased=bool(segments)))
             self._connection.send(answer)
         except asyncio.CancelledError:  # the caller is gone
