@@ -155,7 +155,7 @@ class Run:
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh of one's own; the run stops it at the end."""
-        return await Mesh.reserve(self.engine, ranks, resources, str(next(self._numbered)))
+        return await Mesh.reserve(self.engine, ranks, resources, str(next(self._numbered)), self._logs)
 
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
@@ -360,8 +360,12 @@ class Run:
 
     async def _reserve(self, name: str) -> Mesh:
         config = self._mesh_config(name)
-        mesh = await Mesh.reserve(self.engine, config.ranks, config.resources, name)
+        mesh = await Mesh.reserve(self.engine, config.ranks, config.resources, name, self._logs)
         return mesh.shape(**config.axes) if config.axes else mesh
+
+    @property
+    def _logs(self) -> str:
+        return str(self.recorder.folder / "logs")
 
     def _mesh_config(self, name: str) -> MeshConfig:
         return self.config.meshes.get(name, MeshConfig())
