@@ -124,10 +124,21 @@ class RankFailed(MeshrlError):
 
 
 class RankDied(MeshrlError):
-    """The process of a rank is gone; calls on it are refused until `respawn`."""
+    """The process of a rank is gone; calls on it are refused until `respawn`.
+
+    `written` has the last lines that it wrote, where the run keeps them.
+    """
 
     def __init__(
-        self, actor: str, rank: int, axes: Mapping[str, int], endpoint: str, pid: int, host: str, reason: str
+        self,
+        actor: str,
+        rank: int,
+        axes: Mapping[str, int],
+        endpoint: str,
+        pid: int,
+        host: str,
+        reason: str,
+        written: str = "",
     ) -> None:
         self.actor = actor
         self.rank = rank
@@ -136,11 +147,13 @@ class RankDied(MeshrlError):
         self.pid = pid
         self.host = host
         self.reason = reason
+        self.written = written
         where = ", ".join(f"{axis}={index}" for axis, index in axes.items())
         super().__init__(
             f"{actor}.{endpoint} on rank {rank} ({where}) failed: its process {pid} on {host} died: {reason}; "
-            f"calls on it fail until it is made again with `await respawn(...)`"
+            f"calls on it fail until it is made again with `await respawn(...)`{written and chr(10)}{written}"
         )
 
     def __reduce__(self) -> tuple[type["RankDied"], tuple[object, ...]]:
-        return RankDied, (self.actor, self.rank, self.axes, self.endpoint, self.pid, self.host, self.reason)
+        told = (self.actor, self.rank, self.axes, self.endpoint, self.pid, self.host, self.reason, self.written)
+        return RankDied, told

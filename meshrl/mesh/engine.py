@@ -111,8 +111,8 @@ class Engine(Protocol):
         """Keep a value, once, for whoever fetches it."""
         ...
 
-    async def reserve(self, count: int, resources: Resources) -> Sequence[Slot]:
-        """Places for `count` ranks. Raises `ConfigError` where they cannot exist."""
+    async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[Slot]:
+        """Places for `count` ranks, whose processes write to LOG-RANK.log. ConfigError where they cannot exist."""
         ...
 
     async def release(self, slots: Sequence[Slot]) -> None:

@@ -42,11 +42,11 @@ class Mesh:
 
     @classmethod
     async def reserve(
-        cls, engine: Engine, count: int, resources: Resources | None = None, name: str = "mesh"
+        cls, engine: Engine, count: int, resources: Resources | None = None, name: str = "mesh", logs: str = ""
     ) -> "Mesh":
-        """Reserve `count` ranks of an engine."""
-        asked = resources or Resources()
-        return cls(engine, await engine.reserve(count, asked), name=name, least=asked.least)
+        """Reserve `count` ranks of an engine. `logs`: a folder for what their processes write, as NAME-RANK.log."""
+        asked, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
+        return cls(engine, await engine.reserve(count, asked, log), name=name, least=asked.least)
 
     def shape(self, **axes: int) -> "Mesh":
         """The same ranks under these axes, the last one fastest. The sizes multiply to the number of ranks."""

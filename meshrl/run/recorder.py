@@ -49,6 +49,7 @@ class Recorder:
     evaluations.jsonl   an object an evaluation beside the steps: `step`, as many as were done when it began, and so on
     groups.jsonl    a `StepAccount` a step: what became of which prompts; `meshrl audit` reads it
     samples.jsonl   now and then some rows: prompt, completion, reward, answer, reward_error
+    logs/           what the process of each rank writes, MESH-RANK.log: see `engines.hosting.rank_log`
     summary.json    at the end, however the run ends: status, steps, wall_s, tokens, first and last reward
     """
 

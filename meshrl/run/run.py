@@ -163,7 +163,8 @@ class Run:
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh of one's own; the run stops it at the end."""
         name = str(next(self._numbered))
-        return await with_room(partial(Mesh.reserve, self.engine, ranks, resources, name), name, self.waits)
+        reserve = partial(Mesh.reserve, self.engine, ranks, resources, name, self._logs)
+        return await with_room(reserve, name, self.waits)
 
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
@@ -368,9 +369,13 @@ class Run:
 
     async def _reserve(self, name: str) -> Mesh:
         config = self._mesh_config(name)
-        reserve = partial(Mesh.reserve, self.engine, config.ranks, config.resources, name)
+        reserve = partial(Mesh.reserve, self.engine, config.ranks, config.resources, name, self._logs)
         mesh = await with_room(reserve, name, self.waits)
         return mesh.shape(**config.axes) if config.axes else mesh
+
+    @property
+    def _logs(self) -> str:
+        return str(self.recorder.folder / "logs")
 
     def _mesh_config(self, name: str) -> MeshConfig:
         return self.config.meshes.get(name, MeshConfig())

@@ -132,7 +132,7 @@ class SimEngine(LocalEngine):
         self._pace = pace
         self._processors: dict[LocalSlot, Processor] = {}
 
-    async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
+    async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[LocalSlot]:
         """Places for `count` ranks, whatever they ask for."""
         slots = await super().reserve(count, Resources(cpus=0))
         self._processors.update((slot, Processor()) for slot in slots)

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from meshrl import Actor, ConfigError, Mesh, RankDied, Resources, Same, each, endpoint, respawn
+from meshrl.engines.hosting import RankLog
 from meshrl.engines.processes import ProcessEngine
 from meshrl.engines.transport import SocketChannel
 from tests.processes.conftest import NO_CORE
@@ -137,11 +138,11 @@ async def test_a_rank_that_cannot_be_started_takes_nothing(
 ) -> None:
     begin, begun = engine._launcher.begin, list[object]()
 
-    def late(environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
+    def late(environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None) -> SocketChannel:
         if begun:
             raise OSError("no more processes")
         begun.append(None)
-        return begin(environment, cores)
+        return begin(environment, cores, log)
 
     monkeypatch.setattr(engine._launcher, "begin", late)
     with pytest.raises(OSError, match="no more processes"):

@@ -23,6 +23,7 @@ from meshrl.engines.hosting.messages import (
 from meshrl.engines.hosting.patience import patiently
 from meshrl.engines.hosting.pickling import Pickler, carries, carry_modules, check_picklable, packed, unpacked
 from meshrl.engines.hosting.process import Process, RankMember, clock_ahead
+from meshrl.engines.hosting.rank_log import LogFolder, RankLog
 from meshrl.engines.hosting.reservation import ProcessSlot, Reservation, environments
 from meshrl.engines.hosting.vigil import Vigil, knocked, vigil
 
@@ -41,10 +42,12 @@ __all__ = [
     "Gone",
     "Host",
     "HostingEngine",
+    "LogFolder",
     "Pickler",
     "Place",
     "Process",
     "ProcessSlot",
+    "RankLog",
     "RankMember",
     "Reply",
     "Reservation",

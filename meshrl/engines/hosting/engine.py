@@ -37,8 +37,8 @@ class HostingEngine(Caller):
         self._origins: WeakKeyDictionary[Spawn, _Origin] = WeakKeyDictionary()
 
     @abstractmethod
-    async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
-        """Processes for `count` ranks. Raises `ConfigError` where they cannot exist."""
+    async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[ProcessSlot]:
+        """Processes for `count` ranks; what they write goes to LOG-RANK.log. ConfigError where they cannot be."""
 
     async def _settled(self, reservation: Reservation) -> Sequence[ProcessSlot]:
         """The slots of a reservation, when its processes run."""

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -35,6 +35,8 @@ class Place(NamedTuple):
     """The path at which it answers processes of its machine too, and what these have to show."""
     door: Door | None = None
     """Where other machines see whether this one is there."""
+    files: Sequence[str] = ()
+    """Those of its machine to which all goes that it writes."""
 
 
 def boot() -> str:

@@ -1,30 +1,24 @@
 """A rank's process, and an actor's ranks in such processes, as a caller sees them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pickle import PicklingError
 from secrets import token_hex
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakSet, WeakValueDictionary
 
 from meshrl.engines.hosting.channel import Broken, Channel, Gone, Reply
+from meshrl.engines.hosting.death import Death
 from meshrl.engines.hosting.messages import Ask, Construction, Failure, Place, Stopped
 from meshrl.engines.hosting.pickling import carry_modules, unpacked
 from meshrl.errors import ContractError, MeshStopped, RankDied, RankFailed
 from meshrl.events import clock
 from meshrl.mesh import Rank, Ref, Request
 
+if TYPE_CHECKING:
+    from meshrl.engines.hosting.rank_log import RankLog
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Death:
-    """How a process ended."""
-
-    pid: int
-    host: str
-    reason: str
 
 
 class Process:
@@ -37,6 +31,8 @@ class Process:
         self.ahead = 0.0
         """Seconds by which its clock is ahead of this process's."""
         self.death: Death | None = None
+        self.log: RankLog | None = None
+        """What it writes, where the run of this process keeps that."""
         self.spawns: WeakSet[Spawn] = WeakSet()
         self.line = token_hex(8)
         """Names the calls that are sent with this object; they are numbered."""
@@ -55,7 +51,8 @@ class Process:
         """Remember that the process is gone, for all actors in it."""
         if self.death is None:
             place = self.known
-            self.death = Death(place.pid if place else 0, place.host if place else "an unknown host", reason)
+            pid, host = (place.pid, place.host) if place else (0, "an unknown host")
+            self.death = Death(pid, host, reason, self.log.last() if self.log else "")
             for spawn in self.spawns:
                 spawn.dead = spawn.dead or self
             _met.pop(self.key, None)
@@ -148,7 +145,8 @@ class RankMember:
             return self.refusal(endpoint)
         found = self.spawn.processes.index(process) if process in self.spawn.processes else self.index
         rank, death = self.spawn.ranks[found], process.death
-        return RankDied(self.spawn.name, rank.index, rank.axes, endpoint, death.pid, death.host, death.reason)
+        where = self.spawn.name, rank.index, rank.axes, endpoint
+        return RankDied(*where, death.pid, death.host, death.reason, death.written)
 
     def failed(self, endpoint: str, failure: Failure) -> RankFailed:
         """What is raised when the rank raised."""

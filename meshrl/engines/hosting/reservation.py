@@ -8,12 +8,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from meshrl import log
 from meshrl.engines.hosting.messages import Place
 from meshrl.engines.hosting.patience import patiently
 from meshrl.engines.hosting.process import Process, RankMember
+from meshrl.engines.hosting.rank_log import LogFolder
 
 GRACE: Final = 5.0
 """Seconds that a process has to end its calls when its mesh goes. One that computes without a pause is killed then."""
@@ -40,8 +42,12 @@ class ProcessSlot:
 class Reservation(ABC):
     """What one mesh holds of its engine."""
 
-    def __init__(self, count: int, threads: int, cpus: float, least: int = 0) -> None:
-        """`threads`: of each rank; `cpus`: cores that it has for itself; `least`: ranks that are enough to begin."""
+    def __init__(self, count: int, threads: int, cpus: float, least: int = 0, log: str = "") -> None:
+        """`threads`: of each rank; `cpus`: cores that it has for itself; `least`: ranks that are enough to begin.
+
+        `log`: as in `Engine.reserve`.
+        """
+        self.logs = LogFolder(Path(log)) if log else None
         self.least = least or count
         self.cpus = cpus * count
         """Cores that are reserved in all."""

@@ -37,7 +37,7 @@ class LocalEngine:
         """Keep a value; the ranks share it."""
         return LocalRef(value)
 
-    async def reserve(self, count: int, resources: Resources) -> Sequence[LocalSlot]:
+    async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[LocalSlot]:
         """Places for `count` ranks, with the threads they ask for, but no more than there are free cores.
 
         Where no core is free, a rank still gets one thread. With `cpus = 0` a rank has none: it runs in the

@@ -54,13 +54,13 @@ class ProcessEngine(HostingEngine, PoolCaller):
         self._machine = Machine()
         self._launcher = Launcher(modules, inline_bytes, share)
 
-    async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
+    async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[ProcessSlot]:
         """Processes for `count` ranks, each pinned to the cores that it asks for, while there are any free.
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank gets one thread, as with
         `cpus = 0`. Raises `ConfigError` for GPUs that this machine does not have, or has given away.
         """
-        reservation = _Processes(self._launcher, self._machine, count, resources)
+        reservation = _Processes(self._launcher, self._machine, count, resources, log)
         self._reservations.append(reservation)
         return await self._settled(reservation)
 
@@ -75,11 +75,11 @@ class ProcessEngine(HostingEngine, PoolCaller):
 class _Processes(Reservation):
     """The processes of one mesh."""
 
-    def __init__(self, launcher: Launcher, machine: Machine, count: int, resources: Resources) -> None:
+    def __init__(self, launcher: Launcher, machine: Machine, count: int, resources: Resources, log: str) -> None:
         self._launcher, self._machine, self._resources = launcher, machine, resources
         self._shares = machine.take(count, resources)
         threads = self._shares[0].threads
-        super().__init__(count, threads, len(self._shares[0].cores), resources.least)
+        super().__init__(count, threads, len(self._shares[0].cores), resources.least, log)
 
     async def place(self, slot: ProcessSlot) -> Place:
         """Where a slot's process is, when it runs. ConfigError where it does not start."""
@@ -89,7 +89,7 @@ class _Processes(Reservation):
         except Gone as gone:
             if self.released:
                 raise MeshStopped("the mesh was stopped while its ranks were started") from None
-            raise ConfigError(f"a rank's process did not start: {process.died(str(gone)).reason}") from None
+            raise ConfigError(f"a rank's process did not start: {process.died(str(gone)).told}") from None
         return place
 
     def begin(self, slot: ProcessSlot) -> Process:
@@ -98,8 +98,10 @@ class _Processes(Reservation):
         environment = {"OMP_NUM_THREADS": str(share.threads)}
         if self._machine.has_gpus:  # a rank without any must not take memory of those that others have
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(share.gpus)
-        channel = self._launcher.begin(environment, share.cores)
+        log = self.logs.of(slot.index) if self.logs else None
+        channel = self._launcher.begin(environment, share.cores, log)
         process = Process(token_hex(8), channel)
+        process.log = log
         if channel.end is not None:
             channel.end.add_done_callback(lambda end: process.died(end.result()))
         return process

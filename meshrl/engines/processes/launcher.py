@@ -12,6 +12,7 @@ from secrets import token_bytes, token_hex
 from typing import Final
 from weakref import WeakSet, finalize
 
+from meshrl.engines.hosting import RankLog
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
 from meshrl.engines.transport import TOKEN_BYTES, Address, SocketChannel, listen, remove_folder, socket_folder
 from meshrl.errors import ConfigError
@@ -45,16 +46,16 @@ class Launcher:
         _launchers.add(self)
         self._started()
 
-    def begin(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
-        """A new rank's process. Raises `ConfigError` where none can be made."""
+    def begin(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None = None) -> SocketChannel:
+        """A new rank's process, which writes to `log`. Raises `ConfigError` where none can be made."""
         for _ in range(2):
             try:
-                return self._ordered(environment, cores)
+                return self._ordered(environment, cores, log)
             except (BrokenPipeError, ConnectionResetError):
                 self._lost()  # the loop has not heard of it yet
         raise ConfigError("the process that ranks are made of ends as soon as it is started: see what it has printed")
 
-    def _ordered(self, environment: Mapping[str, str], cores: Sequence[int]) -> SocketChannel:
+    def _ordered(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None) -> SocketChannel:
         control, folder = self._started()
         asyncio.get_running_loop().add_reader(control, self._hear)
         self._was_used = True
@@ -63,8 +64,9 @@ class Launcher:
         channel = SocketChannel(Address(str(path), self._token))
         since = {name: value for name, value in os.environ.items() if self._inherited.get(name) != value}
         with listen(path) as listening:
-            order = Begin(key, str(Path.cwd()), sys.path, {**since, **environment}, cores, self._token, *self._keeps)
-            send(control, order, [listening.fileno()])
+            place, own, name = str(Path.cwd()), {**since, **environment}, log.name if log else ""
+            order = Begin(key, place, sys.path, own, cores, self._token, *self._keeps, name)
+            send(control, order, [listening.fileno(), *([log.folder] if log else [])])
         channel.end = self._ends[key] = asyncio.get_running_loop().create_future()
         return channel
 

@@ -13,7 +13,7 @@ _LENGTH: Final = Struct("<I")
 
 
 class Begin(msgspec.Struct, tag="begin", frozen=True):
-    """Make a rank's process. The socket that it answers on comes along."""
+    """Make a rank's process. The socket that it answers on comes along, and the folder of `log`."""
 
     key: str
     folder: str
@@ -27,6 +27,8 @@ class Begin(msgspec.Struct, tag="begin", frozen=True):
     inline_bytes: int
     share: Share
     """Of shared memory."""
+    log: str = ""
+    """The file for what it writes, in a folder that comes along; empty: it writes where the engine does."""
 
 
 class Kill(msgspec.Struct, tag="kill", frozen=True):
@@ -55,7 +57,7 @@ def send(control: socket.socket, order: Order, files: Sequence[int] = ()) -> Non
 
 def receive(control: socket.socket) -> tuple[Order, list[int]] | None:
     """The next order, with the files that came along; None where the other side is gone."""
-    head, files, _, _ = socket.recv_fds(control, _LENGTH.size, 1)
+    head, files, _, _ = socket.recv_fds(control, _LENGTH.size, 2)
     while head and len(head) < _LENGTH.size:
         more = control.recv(_LENGTH.size - len(head))
         if not more:

@@ -7,6 +7,7 @@ it is the whole path of the controller.
 
 import asyncio
 import ctypes
+import faulthandler
 import os
 import selectors
 import shutil
@@ -19,8 +20,9 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import Final
 
-from meshrl.engines.hosting import Host, work_as
+from meshrl.engines.hosting import Host, RankLog, work_as
 from meshrl.engines.processes.orders import Begin, Ended, Kill, receive, send
+from meshrl.engines.processes.outputs import Output
 from meshrl.engines.transport import PoolRef, Server
 from meshrl.mesh import pool, sweep
 
@@ -49,6 +51,8 @@ class Template:
         self._control = control
         self._ranks: dict[int, str] = {}
         """The key of each process."""
+        self._outputs: dict[int, Output] = {}
+        self._ready = selectors.DefaultSelector()
         self._news, self._bell = socket.socketpair()
         for each in (self._news, self._bell):
             each.setblocking(False)
@@ -57,13 +61,15 @@ class Template:
 
     def run(self) -> None:
         """Until the engine is gone."""
-        with selectors.DefaultSelector() as ready:
+        with self._ready as ready:
             ready.register(self._control, selectors.EVENT_READ)
             ready.register(self._news, selectors.EVENT_READ)
             try:
                 while True:
                     for key, _ in ready.select():
-                        if key.fileobj is self._news:
+                        if isinstance(key.data, Output):
+                            key.data.pass_on(key.fd, ready)
+                        elif key.fileobj is self._news:
                             self._bury()
                         elif not self._obey():
                             return
@@ -79,13 +85,16 @@ class Template:
             return False
         order, files = received
         if isinstance(order, Begin):
-            self._fork(order, files[0])
+            try:
+                self._fork(order, files[0], Output(RankLog(files[1], order.log)) if order.log else None)
+            finally:
+                os.close(files[0])
         elif isinstance(order, Kill):
             for pid in [pid for pid, key in self._ranks.items() if key == order.key]:
                 _kill(pid)
         return True
 
-    def _fork(self, order: Begin, listening: int) -> None:
+    def _fork(self, order: Begin, listening: int, output: Output | None) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # where nobody reads it any more
                 stream.flush()  # or every rank has what is left in it
@@ -94,13 +103,16 @@ class Template:
             pid = os.fork()
         except OSError as error:
             send(self._control, Ended(order.key, f"this machine takes no more processes ({error})"))
-            os.close(listening)
+            if output:
+                output.let_go()
             return
         with suppress(OSError):  # done here and there: neither waits for the other
             os.setpgid(pid, pid or os.getpid())
         if pid:
             self._ranks[pid] = order.key
-            os.close(listening)
+            if output:
+                self._outputs[pid] = output
+                output.begun(pid, socket.gethostname(), self._ready)
             return
         status = 1
         try:
@@ -108,6 +120,12 @@ class Template:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (self._control, self._news, self._bell):
                 each.close()
+            self._ready.close()
+            for other in self._outputs.values():
+                other.let_go()
+            if output:
+                output.taken()
+            faulthandler.enable()
             _become_rank(order, listening, template)
             status = 0
         except BaseException:  # noqa: BLE001 -- nobody else will tell
@@ -124,6 +142,8 @@ class Template:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 _kill(pid)
+                if output := self._outputs.pop(pid, None):
+                    output.finish(self._ready)
                 send(self._control, Ended(self._ranks.pop(pid, ""), _how(os.waitstatus_to_exitcode(status))))
         sweep()  # what they leave; what is still read, its last reader removes
 
@@ -133,6 +153,8 @@ class Template:
         with suppress(ChildProcessError):
             while os.waitpid(-1, 0)[0]:
                 pass
+        for output in self._outputs.values():
+            output.finish(self._ready)
         sweep()  # what killed processes leave
 
 

@@ -62,6 +62,8 @@ class RayChannel(Channel):
         """Those that come by Ray and are not here."""
         self._cancelled = False
         """Whether one was cancelled, so that the process may have seen calls of later numbers."""
+        self.farewell: Callable[[], Awaitable[None]] | None = None
+        """What is to be done when the process is gone, before anybody is told."""
         self._lost = ""
         """Why nothing is sent to it any more."""
         if place:
@@ -147,6 +149,8 @@ class RayChannel(Channel):
             await asyncio.to_thread(self.kill)
             return
         except (Gone, Broken) as failure:
+            if isinstance(failure, Gone) and self.farewell:
+                await self.farewell()
             value, error = None, failure
         except BaseException as failure:  # noqa: BLE001 -- a value's own code may raise anything; who waits hears it
             value, error = None, Broken(f"{type(failure).__name__}: {failure}")

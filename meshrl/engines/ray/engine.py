@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
 from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room
+from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Node
 from meshrl.engines.ray.refs import HostRef
 from meshrl.engines.ray.reservation import RayReservation
@@ -47,13 +48,14 @@ class RayEngine(HostingEngine, RayCaller):
         self._share = share
         self._cluster = Cluster(address, patience, self._lose)
         self._planning = asyncio.Lock()
+        self._rank_logs = RankLogs()
 
     @property
     def shares_memory(self) -> bool:
         """Whether the cluster is this machine's own, to which no other is ever added."""
         return self._cluster.is_ours
 
-    async def reserve(self, count: int, resources: Resources) -> Sequence[ProcessSlot]:
+    async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[ProcessSlot]:
         """Processes for `count` ranks, when the cluster has room for them.
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
@@ -78,7 +80,8 @@ class RayEngine(HostingEngine, RayCaller):
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
             keeps = self.inline_bytes, self.shares_memory, self._share, self._cluster.home
-            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), resources, keeps)
+            how = resources, keeps, log, self._rank_logs
+            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), *how)
             self._reservations.append(reservation)
         return await self._settled(reservation)
 
@@ -96,6 +99,7 @@ class RayEngine(HostingEngine, RayCaller):
         """Stop everything, and the cluster if it was started here."""
         try:
             await super().close()
+            await self._rank_logs.close()
         finally:
             await self._cluster.close()
             sweep()

@@ -57,7 +57,8 @@ class RankProcess:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         node = ray.get_runtime_context().get_node_id()
         door = RayRef.here and RayRef.here.door
-        return pack((await self._host.place())._replace(ip=ip, node=node, socket=self._socket, door=door))
+        place = await self._host.place()
+        return pack(place._replace(ip=ip, node=node, socket=self._socket, door=door, files=_written_to()))
 
     def lose(self, reason: str) -> None:
         """The controller cannot be reached, and gives this rank up: so that nothing is done twice, it ends at once."""
@@ -98,6 +99,14 @@ class RankProcess:
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         self._host.leave()
+
+
+def _written_to() -> Sequence[str]:
+    """Ray's files of this process; none where it has no file of its own."""
+    from ray._private.worker import global_worker  # noqa: PLC0415 -- Ray has no public way to ask
+
+    files: list[str] = [global_worker.get_out_file_path(), global_worker.get_err_file_path()]
+    return [file for file in files if file]
 
 
 def _arguments(given: Parcel | None) -> Arguments:

@@ -1,8 +1,9 @@
 """The processes of one mesh on Ray: a placement group, and one actor a rank."""
 
+import asyncio
 import sys
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Final, cast
@@ -25,6 +26,7 @@ from meshrl.engines.hosting import (
 )
 from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.cluster import Cluster, written
+from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Amounts, Home
 from meshrl.engines.ray.rank import RankProcess
 from meshrl.errors import ConfigError, MeshStopped
@@ -48,9 +50,12 @@ class RayReservation(Reservation):
         threads: int,
         resources: Resources,
         keeps: tuple[int, bool, Share, Home],
+        log: str,
+        rank_logs: RankLogs,
     ) -> None:
-        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given."""
-        super().__init__(count, threads, asked.get("CPU", 0), resources.least)
+        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given; `log`: as in `Engine.reserve`."""
+        super().__init__(count, threads, asked.get("CPU", 0), resources.least, log)
+        self._rank_logs = rank_logs
         self.asked = asked
         self._cluster = cluster
         self._keeps = keeps
@@ -103,6 +108,9 @@ class RayReservation(Reservation):
         if place.boot != boot():
             process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", channel.request("clock")))
         process.known = place
+        if process.log:
+            self._rank_logs.follow(process)
+            channel.farewell = partial(self._rank_logs.last, place.node)
         return place
 
     async def release(self) -> None:
@@ -110,6 +118,8 @@ class RayReservation(Reservation):
         try:
             await super().release()
         finally:
+            nodes = {process.known.node for process in self.processes if process.known}
+            await asyncio.gather(*map(self._rank_logs.last, nodes))
             with suppress(ConfigError):  # the head is gone
                 await self._cluster.ask(self._give_back)
 
@@ -131,7 +141,9 @@ class RayReservation(Reservation):
             max_concurrency=CALLS_AT_ONCE,
             enable_task_events=False,  # one thing less to do for every call
         )
-        return Process(token_hex(8), RayChannel(actor.remote(str(Path.cwd()), sys.path, *self._keeps)))
+        process = Process(token_hex(8), RayChannel(actor.remote(str(Path.cwd()), sys.path, *self._keeps)))
+        process.log = self.logs.of(slot.index) if self.logs else None
+        return process
 
     def kill(self, process: Process) -> None:
         """End a process at once."""

@@ -1,0 +1,19 @@
+"""How a rank's process ended, and what it wrote last."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a process ended."""
+
+    pid: int
+    host: str
+    reason: str
+    written: str = ""
+    """The last lines that it wrote."""
+
+    @property
+    def told(self) -> str:
+        """Why, and what it wrote last."""
+        return f"{self.reason}\n{self.written}" if self.written else self.reason

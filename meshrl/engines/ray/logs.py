@@ -1,0 +1,156 @@
+"""What the ranks of Ray write, brought from the files that Ray keeps on each node to those of the run."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from meshrl.engines.hosting import Process, RankLog, boot
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_PAUSE: Final = 1.0
+"""Seconds between two looks at the files."""
+_AT_ONCE: Final = 2**20
+"""Bytes of a file that are taken at one look; of more than that, the last ones."""
+_MARKS: Final = re.compile(rb"^:(?:job_id|actor_name|task_name):.*\n", re.MULTILINE)
+"""Lines by which Ray tells itself who writes."""
+_LAST: Final = 3.0
+"""Seconds that a node has to give what a dead rank wrote last."""
+
+
+def read_on(files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
+    """What each of these files of this machine has from a place on, and the place after that."""
+    return [_read_on(Path(file), since) for file, since in files]
+
+
+def _read_on(file: Path, since: int) -> tuple[bytes, int]:
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            since = since if since <= size else 0  # Ray has begun it anew
+            opened.seek(max(since, size - _AT_ONCE))
+            return _MARKS.sub(b"", opened.read()), opened.tell()
+    except OSError:
+        return b"", since
+
+
+class Reader:
+    """Reads files on another node."""
+
+    async def read_on(self, files: Sequence[tuple[str, int]]) -> list[tuple[bytes, int]]:
+        """As the function of this name."""
+        return read_on(files)
+
+
+class _Remote(Protocol):
+    def remote(self, files: Sequence[tuple[str, int]]) -> "asyncio.Future[list[tuple[bytes, int]]]": ...
+
+
+class Node:
+    """The ranks of one node. Those of this machine's are read at once, those of others by an actor there."""
+
+    def __init__(self, name: str, *, is_here: bool) -> None:
+        self._reader = None if is_here else _reader(name)
+        self._ranks: WeakKeyDictionary[Process, dict[str, int]] = WeakKeyDictionary()
+        """How much of each file was taken."""
+        self._taking = asyncio.Lock()
+        self._gone = False
+        """Whether the node did not answer."""
+        self._task = asyncio.create_task(self._follow())
+
+    def add(self, process: Process, files: Sequence[str], log: RankLog) -> None:
+        """Follow another rank."""
+        self._ranks[process] = dict.fromkeys(files, 0)
+        if self._reader is None:
+            log.catch_up = self._take
+
+    async def look(self) -> None:
+        """Take what is new."""
+        if self._reader is None:
+            self._take()
+            return
+        async with self._taking:
+            wanted = self._wanted()
+            read_on = cast("_Remote", self._reader.read_on)
+            self._keep(wanted, await read_on.remote([(file, since) for _, file, since in wanted]))
+
+    async def last(self) -> None:
+        """Take what a rank wrote before it died; what cannot be had in a moment is done without."""
+        if not self._gone:
+            try:
+                async with asyncio.timeout(_LAST):
+                    await self.look()
+            except (RayError, TimeoutError):
+                self._gone = True
+
+    async def close(self) -> None:
+        """Take what is there, and let the node go."""
+        self._task.cancel()
+        await self.last()
+        if self._reader is not None:
+            with suppress(RayError):
+                ray.kill(self._reader)
+
+    async def _follow(self) -> None:
+        try:
+            while not self._gone:
+                await asyncio.sleep(_PAUSE)
+                await self.look()
+        except RayError:  # its ranks say so
+            self._gone = True
+
+    def _take(self) -> None:
+        wanted = self._wanted()
+        self._keep(wanted, read_on([(file, since) for _, file, since in wanted]))
+
+    def _wanted(self) -> list[tuple[Process, str, int]]:
+        return [(process, file, since) for process, files in self._ranks.items() for file, since in files.items()]
+
+    def _keep(self, wanted: Sequence[tuple[Process, str, int]], found: Sequence[tuple[bytes, int]]) -> None:
+        for (process, file, _), (text, reached) in zip(wanted, found, strict=True):
+            self._ranks[process][file] = reached
+            if text and process.log:
+                process.log.append(text)
+
+
+def _reader(node: str) -> "ActorHandle[Reader]":
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    made = ray.remote(Reader).options(num_cpus=0, scheduling_strategy=there, enable_task_events=False)
+    return cast("ActorHandle[Reader]", made.remote())
+
+
+class RankLogs:
+    """The nodes that have ranks whose logs are kept."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+
+    def follow(self, process: Process) -> None:
+        """Bring what a process writes from now on, and what it has written, to its log."""
+        place, log = process.known, process.log
+        if place is None or log is None:
+            return
+        node = self._nodes.get(place.node)
+        if node is None:
+            node = self._nodes[place.node] = Node(place.node, is_here=place.boot == boot())
+        log.begin(place.pid, place.host)
+        node.add(process, place.files, log)
+
+    async def last(self, node: str) -> None:
+        """Have what ranks of a node wrote last."""
+        if node in self._nodes:
+            await self._nodes[node].last()
+
+    async def close(self) -> None:
+        """Take what is there, and let the nodes go."""
+        nodes, self._nodes = list(self._nodes.values()), {}
+        await asyncio.gather(*(node.close() for node in nodes))

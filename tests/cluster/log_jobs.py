@@ -1,0 +1,56 @@
+"""Jobs whose ranks write, and die."""
+
+import asyncio
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+from meshrl import Actor, Mesh, RankDied, endpoint
+from meshrl.engines.ray import RayEngine
+from tests.cluster.jobs import on
+
+LOGS = Path("/tmp/meshrl-test-logs")  # noqa: S108 -- each host's own
+
+
+class Talks(Actor):
+    """Writes, and dies."""
+
+    @endpoint
+    async def say(self, text: str) -> None:
+        print(text, flush=True)  # noqa: T201 -- what is tested
+
+    @endpoint
+    async def die(self, how: str) -> None:
+        print("last words", flush=True)  # noqa: T201 -- what is tested
+        if how == "exit":
+            os._exit(3)
+        if how == "segfault":
+            ctypes.string_at(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def written(engine: RayEngine, host: str, how: str) -> object:
+    """A rank on this host writes and dies: what the error tells, and the file on this one."""
+    talks = await (await Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Talks)
+    await talks.say("hello from there")
+    try:
+        await talks.die(how)
+    except RankDied as died:
+        return str(died), (LOGS / "far-0.log").read_text()
+    raise AssertionError("it lives")
+
+
+async def written_until_the_host_died(engine: RayEngine, host: str) -> object:
+    """A rank writes, and its host is killed when that is here: what the error tells."""
+    talks = await (await Mesh.reserve(engine, 1, on(host), "far", str(LOGS))).spawn(Talks)
+    await talks.say("hello from there")
+    while "hello from there" not in (LOGS / "far-0.log").read_text():  # noqa: ASYNC110 -- the folder of another process
+        await asyncio.sleep(0.1)
+    print("ready", flush=True)  # noqa: T201 -- the test waits for it
+    try:
+        while True:
+            await talks.say("more")
+            await asyncio.sleep(0.05)
+    except RankDied as died:
+        return str(died)
