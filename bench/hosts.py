@@ -227,7 +227,10 @@ def copied(sender: Host, to: Sequence[Host], mib: int) -> float:
         client.stdin.flush()
     for client in clients:
         client.communicate()
-    return time.perf_counter() - began
+    took = time.perf_counter() - began
+    if any(client.returncode for client in clients):
+        raise SystemExit("a bare socket failed, as its error above says: there is nothing to compare with")
+    return took
 
 
 if __name__ == "__main__":
