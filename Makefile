@@ -17,7 +17,7 @@ FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses ob
 CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx512)
 # Modules that are compiled again in each process cost more than the files.
 unexport PYTHONDONTWRITEBYTECODE
-BENCHMARKS := $(filter-out bench/harness.py, $(wildcard bench/*.py))
+BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-vllm test-sglang lint check bench peers

@@ -1,10 +1,15 @@
-"""Memory over many steps: each process of an overlapped run at its end, against the end of its first minute.
+"""A run of many steps: whether its memory grows, and whether it outlives faults.
 
     python bench/soak.py --json F [--minutes M] [--engine ray|local]
+    sudo python bench/soak.py --hosts 3 --json F [--minutes M] [--seed N]
+
+On one machine: each process of an overlapped run at its end, against the end of its first minute.
 
 A policy and a sampler of a tiny model, a reward, `ahead` = 2, weights published each step through shared memory: as
 many steps as there are in M minutes (5). Counted is what a process has alone (USS), the median of the last ten seconds.
 Afterwards nothing of the run is in /dev/shm.
+
+On several hosts, made of namespaces (docs/hosts.md), bench/faults.py breaks the run again and again; see there.
 """
 
 import asyncio
@@ -18,6 +23,7 @@ from typing import Final
 import numpy as np
 import psutil
 
+from bench.faults import soak_with_faults
 from bench.harness import Figure, arguments, at_most, figure, report
 from meshrl import (
     Batch,
@@ -114,7 +120,13 @@ def main() -> None:
     parser = arguments(__doc__, rounds=None)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--engine", choices=("ray", "local"), default="ray")
+    parser.add_argument("--hosts", type=int, default=1, help="three or more: with faults (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
     given = parser.parse_args()
+    if given.hosts > 1:
+        figures = soak_with_faults(given.hosts, given.minutes, given.seed)
+        report(f"soak on {given.hosts} hosts", figures, given.json)
+        return
     before = set(FOLDER.glob("meshrl-*"))
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(soak(folder, given.engine, given.minutes))

@@ -1,0 +1,281 @@
+"""A run on several hosts that is broken again and again, for `bench/soak.py --hosts 3`.
+
+GRPO of a tiny model, `ahead` = 2: a policy on the first host and a sampler on each of the others, of which one is
+enough. Faults come one after the other, in an order and after pauses that a seed decides: a sampler's process is
+killed; the policy's is; a host dies for ever, and a new one joins; a host is cut off for less than `run.patience`, and
+for more; the controller is killed, and begun again. A fault is repaired when the run has got further than it was, and
+has all its samplers. In the end `audit_run` says whether any prompt was lost or trained twice.
+
+Whenever a fault is repaired, all hosts are looked at together: memory, descriptors, processes, threads, shared memory.
+"""
+
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from subprocess import STDOUT
+from typing import Final
+
+import psutil
+
+from bench.harness import Figure, at_most, figure
+from meshrl.run import audit_run
+from meshrl.testing.cluster import Cluster, Host, Inside, missing
+
+PATIENCE: Final = 10.0
+"""The run's."""
+BRIEF, LONG = 5.0, 30.0
+"""Seconds of a cut that the run waits for, and of one that it does not."""
+AHEAD: Final = 2
+"""Steps that a run which has stopped may still take, of rows that were there."""
+PAUSE: Final = 5.0, 20.0
+"""Seconds between a repair and the next fault."""
+LATEST: Final = 240.0
+"""Seconds within which a fault is repaired."""
+GROWTH: Final = 1.1
+"""How much more there may be in the last third of the time than in the first."""
+CONFIG: Final = """
+algorithm = "grpo"
+steps = 1_000_000
+prompts = 8
+ahead = AHEAD
+
+[run]
+name = "soak"
+checkpoint_every = 20
+resume = true
+restarts = 1_000_000
+samples_every = 1000
+
+[run.meshes.main]
+cpus = 1
+custom = { node1 = 1 }
+
+[run.meshes.rollout]
+ranks = RANKS
+least = 1
+cpus = 1
+custom = { rollout = 1 }
+
+[task]
+source = "words.jsonl"
+held_out = 8
+held_out_fraction = 0.2
+
+[policy]
+backend = "torch"
+model = { characters = "abcdefgh>", hidden_size = 64, ffn_size = 128, layers = 2, heads = 2, max_tokens = 16 }
+
+[sampler]
+mesh = "rollout"
+
+[sampling]
+n = 4
+max_tokens = 5
+
+[reward]
+function = "rewards.py:right_letters"
+"""
+REWARD: Final = """
+def right_letters(prompt, completion, row):
+    return sum(one == other for one, other in zip(completion, row["answer"])) / 5
+"""
+
+
+class Broken:
+    """The run, its hosts, and what is done to them."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self._log = folder / "controller.log"
+        self._controller = self._begun()
+
+    def _begun(self) -> Inside:
+        command = ["meshrl", "run", "soak.toml", f"run.engine={self.cluster.address}", f"run.patience={PATIENCE}"]
+        with self._log.open("a") as log:
+            return self.cluster.hosts[0].start(["env", "-C", str(self.folder), *command], stdout=log, stderr=STDOUT)
+
+    def step(self) -> int:
+        """The last one that the run has told of; -1 before the first."""
+        with suppress(OSError, IndexError, ValueError), (self.folder / "runs/soak/metrics.jsonl").open("rb") as lines:
+            lines.seek(max(0, lines.seek(0, os.SEEK_END) - 10_000))
+            return int(json.loads(lines.read().rpartition(b"\n")[0].splitlines()[-1])["step"])
+        return -1
+
+    def wait_until(self, so: Callable[[], bool], what: str, seconds: float = LATEST) -> None:
+        """SystemExit, with the controller's last words, where it has ended, or nothing comes of it."""
+        until = time.monotonic() + seconds
+        while not so():
+            if self._controller.poll() is not None or time.monotonic() > until:
+                ended = (
+                    f"status {self._controller.returncode}" if self._controller.returncode is not None else "it runs"
+                )
+                last = "\n".join(self._log.read_text("utf-8").splitlines()[-60:])
+                raise SystemExit(f"{what}: not within {seconds:g} s ({ended}):\n{last}")
+            time.sleep(0.1)
+
+    def goes_on_after(self, break_it: "Fault") -> tuple[float, float]:
+        """Seconds from a fault until the run has got further, and until all its samplers are there as well."""
+        step, told, began = self.step(), self._log.stat().st_size, time.monotonic()
+        with ThreadPoolExecutor(1) as other:  # the run may go on before it is over
+            samplers_go = other.submit(break_it, self)
+            self.wait_until(lambda: self.step() > step + AHEAD, "the run goes on")
+            further = time.monotonic() - began
+        if samplers_go.result():
+            self.wait_until(
+                lambda: b"a replica of the sampler is there" in self._log.read_bytes()[told:], "it is whole"
+            )
+        return further, time.monotonic() - began
+
+    def sampling(self, luck: random.Random) -> Host:
+        """A host with a sampler."""
+        return luck.choice([host for host in self.cluster.hosts[1:] if host.is_on])
+
+    def end(self) -> None:
+        """As by Ctrl-C."""
+        self._controller.send_signal(signal.SIGINT)
+        self._controller.wait(60)
+
+    def kill_controller(self) -> None:
+        """And begin it again."""
+        self._controller.kill()
+        self._controller.wait()
+        self._controller = self._begun()
+
+    def used(self) -> dict[str, float]:
+        """What all hosts use together, and the run's folder without the lines that it adds each step."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                totals["memory, MiB"] += process.memory_full_info().uss / 2**20
+                totals["descriptors"] += process.num_fds()
+                totals["processes"] += 1
+                totals["threads"] += process.num_threads()
+        for host in self.cluster.hosts:
+            if host.is_on:
+                totals["shared memory, MiB"] += int(host.run(["du", "-sk", "/dev/shm"]).split()[0]) / 1024  # noqa: S108
+        checkpoints = (self.folder / "runs/soak").glob("checkpoints/**/*")
+        totals["checkpoints, MiB"] = sum(path.stat().st_size for path in checkpoints if path.is_file()) / 2**20
+        return totals
+
+
+Fault = Callable[[Broken], bool]
+"""Breaks something; whether a sampler is lost by it."""
+
+
+def faults(luck: random.Random) -> Iterator[tuple[str, Fault]]:
+    """One after the other; each kind comes once before any comes again."""
+
+    def sampler_killed(run: Broken) -> bool:
+        run.sampling(luck).run(["pkill", "-KILL", "-f", "^ray::RankProcess"])
+        return True
+
+    def policy_killed(run: Broken) -> bool:
+        run.cluster.hosts[0].run(["pkill", "-KILL", "-f", "^ray::RankProcess"])
+        return False
+
+    def host_replaced(run: Broken) -> bool:
+        run.sampling(luck).kill()
+        run.cluster.add()
+        return True
+
+    def cut_briefly(run: Broken) -> bool:
+        host = run.sampling(luck)
+        host.cut()
+        time.sleep(BRIEF)
+        host.heal()
+        return False
+
+    def cut_long(run: Broken) -> bool:
+        host = run.sampling(luck)
+        host.cut()
+        time.sleep(LONG)
+        host.kill()  # as Ray's node there ends itself, when it hears that it was given up
+        host.boot()
+        return True
+
+    def controller_killed(run: Broken) -> bool:
+        run.kill_controller()
+        return False
+
+    kinds: list[tuple[str, Fault]] = [
+        ("a sampler's process is killed", sampler_killed),
+        ("the policy's process is killed", policy_killed),
+        ("a host dies, and a new one joins", host_replaced),
+        (f"a host is cut off for {BRIEF:g} s", cut_briefly),
+        (f"a host is cut off for {LONG:g} s", cut_long),
+        ("the controller is killed", controller_killed),
+    ]
+    while True:
+        luck.shuffle(kinds)
+        yield from kinds
+
+
+def soak_with_faults(hosts: int, minutes: float, seed: int) -> list[Figure]:
+    """Break the run for so long, and look what became of it."""
+    if reason := missing():
+        raise SystemExit(reason)
+    luck = random.Random(seed)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
+        rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
+        (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+        (folder / "rewards.py").write_text(REWARD, "utf-8")
+        (folder / "soak.toml").write_text(CONFIG.replace("RANKS", str(hosts - 1)).replace("AHEAD", str(AHEAD)), "utf-8")
+        with Cluster(hosts, resources=[{}, *[{"rollout": 1}] * 98], shared=[folder]) as cluster:
+            run = Broken(cluster, folder)
+            run.wait_until(lambda: run.step() > 1, "the run begins")
+            times, used = _broken(run, luck, 60 * minutes)
+            run.end()
+        return _figures(folder, times, used)
+
+
+def _broken(
+    run: Broken, luck: random.Random, seconds: float
+) -> tuple[dict[str, list[tuple[float, float]]], list[dict[str, float]]]:
+    """Seconds of each repair, and what was used after each."""
+    times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    used: list[dict[str, float]] = []
+    until = time.monotonic() + seconds
+    for name, fault in faults(luck):
+        time.sleep(luck.uniform(*PAUSE))
+        if time.monotonic() > until:
+            break
+        times[name].append(run.goes_on_after(fault))
+        used.append(run.used())
+        print(f"{until - time.monotonic():.0f} s left: {name}: {times[name][-1]}; {dict(used[-1])}", flush=True)
+    return dict(times), used
+
+
+def _figures(folder: Path, times: dict[str, list[tuple[float, float]]], used: list[dict[str, float]]) -> list[Figure]:
+    audit = audit_run(folder / "runs/soak")
+    third = max(1, len(used) // 3)
+    whole = [both[1] for each in times.values() for both in each]
+    figures = [
+        figure("steps", audit.steps, "steps"),
+        figure("prompts trained", audit.trained, "prompts"),
+        at_most("prompts lost", sum(stop - start for start, stop in audit.missing), "prompts", 0),
+        at_most("prompts trained twice", len(audit.twice), "prompts", 0),
+        at_most("promises broken", sum(not verdict.holds for verdict in audit.verdicts), "promises", 0),
+        figure("faults", len(whole), "faults"),
+        figure("all repaired: mean", statistics.mean(whole), "s"),
+    ]
+    for name, each in sorted(times.items()):
+        figures.append(
+            figure(f"{name}, {len(each)} times: mean until it goes on", statistics.mean(one for one, _ in each), "s")
+        )
+        figures.append(figure("  and is whole", statistics.mean(two for _, two in each), "s"))
+    for name in used[0]:
+        first, last = (statistics.median(each[name] for each in part) for part in (used[:third], used[-third:]))
+        figures.append(at_most(f"{name}: last third, and by the first", last, "", GROWTH * first, first or None))
+    return figures
