@@ -8,6 +8,7 @@ import ast
 import asyncio
 import shutil
 import types
+from collections import Counter
 from collections.abc import Coroutine, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,17 +16,44 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+import meshrl
 from meshrl.testing import KillPoints, simulate
 from tests.schedules.conftest import SETTINGS, Setting, check_kept, outcome, script
 
+MESHRL = Path(meshrl.__file__).parent
+GONE_THROUGH = [
+    *(MESHRL / "run" / f"{name}.py" for name in ("checkpoints", "periodic", "recorder", "restarts", "run")),
+    *(MESHRL / "rollout" / f"{name}.py" for name in ("condition", "producer", "stream", "synchronous")),
+    MESHRL / "evaluation/judge.py",
+]
+"""Where the awaits lie that a run makes beside its script's: its steps, its stream, its checkpoints."""
+NOT_REACHED = {
+    ("checkpoints.py", "write"): (1, "a checkpoint that fails"),
+    ("checkpoints.py", "settle"): (1, "a checkpoint that fails"),
+    ("checkpoints.py", "close"): (1, "a checkpoint that fails"),
+    ("checkpoints.py", "_finish"): (1, "a checkpoint that fails"),
+    ("checkpoints.py", "_drop"): (1, "a checkpoint that fails"),
+    ("periodic.py", "turn"): (1, "weights that are published for an evaluation alone"),
+    ("periodic.py", "close"): (1, "an evaluation under way when a run fails"),
+    ("run.py", "mesh"): (1, "a script's own mesh"),
+    ("producer.py", "swap"): (3, "swap = drain or abort"),
+    ("stream.py", "_finish"): (2, "columns lost with a rank"),
+    ("stream.py", "_unwanted"): (1, "keep"),
+    ("synchronous.py", "greedy_baseline"): (4, "remax"),
+    ("judge.py", "evaluate"): (1, "a script's own evaluation"),
+}
+"""Awaits to which no run comes that is only killed: by file and function, how many, and what leads there."""
 
-def awaits(path: Path) -> Iterator[range]:
-    """The lines of each await of a script: also of what `async for` and `async with` await."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Await):
-            yield range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        elif isinstance(node, ast.AsyncFor | ast.AsyncWith):
-            yield range(node.lineno, node.body[0].lineno)
+
+def awaits(path: Path) -> Iterator[tuple[str, range]]:
+    """The lines of each await, and the function around it: also of what `async for` and `async with` await."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for function in [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Await):
+                yield function.name, range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            elif isinstance(node, ast.AsyncFor | ast.AsyncWith):
+                yield function.name, range(node.lineno, node.body[0].lineno)
 
 
 def go_on(folder: Path, setting: Setting, whole: dict[str, object], after: str) -> None:
@@ -72,13 +100,45 @@ def test_a_run_that_is_killed_at_any_await_goes_on(
     whole = outcome(runs, setting)
 
     killed = {line for file, line in points.lines if file == str(path)}
-    assert not [lines for lines in awaits(path) if killed.isdisjoint(lines)], "an await at which nobody was killed"
+    assert not [lines for _, lines in awaits(path) if killed.isdisjoint(lines)], "an await at which nobody was killed"
     for left in points.remains:
         go_on(left.folder, setting, whole, f"killed after {left.after}")
     with capsys.disabled():
         print(  # noqa: T201 -- how much was tried
             f"\n{setting}: killed at {points.moments:,} moments, at {len(points.awaits)} awaits and "
             f"{len(killed)} lines of the script; gone on from {len(points.remains)} states of the disk"
+        )
+
+
+@pytest.mark.timeout(900)
+def test_no_await_of_a_run_is_untested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of those behind the script's: at each of them a run was killed, in the first life or when it went on."""
+    reached: set[tuple[str, int]] = set()
+    moments = 0
+    scripts = [script(name).path for name in ("grpo", "ppo")]
+    for number, setting in enumerate(each for each in SETTINGS if each.meanwhile == (each.ahead == 1)):
+        runs = tmp_path / f"{number}"
+        runs.mkdir()
+        for copies in (tmp_path / f"{number}-first", tmp_path / f"{number}-again"):
+            points = KillPoints(runs, copies, [*scripts, *GONE_THROUGH])
+            with capture_logs():
+                points.watch(lambda: setting.run(runs))  # noqa: B023 -- called at once
+            reached.update(points.lines)
+            moments += points.moments
+            half = [left.folder for left in points.remains if left.after == "half of write(run.json)"]
+            if number or not half:
+                break
+            runs = half[-1]
+    all_awaits = [(path, name, lines) for path in (*scripts, *GONE_THROUGH) for name, lines in awaits(path)]
+    missed = Counter(
+        (path.name, name) for path, name, lines in all_awaits if reached.isdisjoint((str(path), line) for line in lines)
+    )
+    assert missed == {place: count for place, (count, _) in NOT_REACHED.items()}
+    with capsys.disabled():
+        print(  # noqa: T201 -- how much was tried
+            f"\n{len(all_awaits) - missed.total()} awaits of {len(scripts) + len(GONE_THROUGH)} files were killed, at "
+            f"{moments:,} moments; none untested but {missed.total()} that these do not come to: "
+            f"{'; '.join(dict.fromkeys(why for _, why in NOT_REACHED.values()))}"
         )
 
 
