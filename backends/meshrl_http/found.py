@@ -139,10 +139,12 @@ async def _told(client: Client, dialect: Dialect, model: str) -> tuple[bool, boo
         read = (await dialect.read(client, model, [*prompt, *piece.tokens[:1]], name))[-1]
         return abs(piece.logprobs[0] - read), -read
 
-    hot = await asyncio.gather(*(apart(number, 2.0, 0) for number in range(_TRIED)))
+    # A model that is sure of all shows it in the one, and one that is of nothing in the other.
+    tried = [(number, heat) for number in range(_TRIED) for heat in (2.0, 0.05)]
+    changed = await asyncio.gather(*(apart(number, heat, 0) for number, heat in tried))
     first = await asyncio.gather(*(apart(number, 1.0, 1) for number in range(_TRIED)))
     shown = any(surprise > 2 * _APART for _, surprise in first)
-    return any(far > _APART for far, _ in hot), shown and all(far < _APART for far, _ in first)
+    return any(far > _APART for far, _ in changed), shown and all(far < _APART for far, _ in first)
 
 
 def check_servers(config: RoleConfig) -> None:
