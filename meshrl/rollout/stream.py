@@ -345,8 +345,7 @@ class Rollouts:
                 self._start(self._finish(rest, self._buffer.batch(list(rest)), self._buffer.attempts(rest)))
             return
         gone = lost()
-        here = np.logical_not(np.isin(scored.groups, list(gone)))
-        self._buffer.put(scored.select(here))
+        self._buffer.put(scored.select(np.logical_not(np.isin(scored.groups, list(gone)))))
         for label in whole.keys() - unwanted - gone:
             self.ledger.finish(label, whole[label])
         self._decisions.check_dropped(unwanted - gone)
