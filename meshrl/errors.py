@@ -41,6 +41,10 @@ class ConfigError(MeshrlError):
     """A configuration file, key or value is wrong."""
 
 
+class NoRoom(ConfigError):
+    """The machines that are there could not hold a mesh, not even idle."""
+
+
 class ContractError(MeshrlError):
     """An actor's endpoints, or a call of one, do not fit the mesh."""
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from meshrl import log
 from meshrl.errors import ModelError
+from meshrl_hf.devices import moved
 
 NAME: Final = "meshrl"
 
@@ -78,7 +79,7 @@ class Bounds:
         counts = torch.tensor([group.count for group in groups])
         shapes = torch.tensor([(group.queries, group.keys) for group in groups]).repeat_interleave(counts, 0)
         ends = torch.cat([shapes.new_zeros(1, 2), shapes.cumsum(0)]).to(torch.int32)
-        queries, keys = ends.T.contiguous().to(device)
+        queries, keys = moved(ends.T.contiguous(), device)
         return cls(queries, keys, max(group.queries for group in groups), max(group.keys for group in groups))
 
 
@@ -107,7 +108,7 @@ class Packed:
 
     def to(self, device: torch.device) -> "Packed":
         """The same, for states on the device."""
-        return Packed(self.groups, None if self.keys is None else self.keys.to(device))
+        return Packed(self.groups, None if self.keys is None else moved(self.keys, device))
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None

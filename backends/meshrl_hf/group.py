@@ -61,7 +61,9 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
         with _first:
             if not dist.is_initialized():
                 own = cast("Callable[[], Store]", vars(dist)["HashStore"])  # public, but not in torch's type stubs
-                dist.init_process_group(_carrier(device), store=own(), rank=0, world_size=1)
+                dist.init_process_group(
+                    _carrier(device), store=own(), rank=0, world_size=1, device_id=_bound(device)
+                )  # fmt: skip
         return
     if not are_processes(rank):
         raise ConfigError(
@@ -78,7 +80,7 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             dist.destroy_process_group()
         dist.init_process_group(
             _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
-            timeout=PATIENCE,
+            timeout=PATIENCE, device_id=_bound(device),
         )  # fmt: skip
         _joined = _Joined(here, here)
     elif _joined is not None:
@@ -94,3 +96,8 @@ def _generations(store: Store, rank: Rank, own: str) -> set[str]:
 def _carrier(device: torch.device) -> str:
     """What carries tensors; gloo beside NCCL for what ranks agree on."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _bound(device: torch.device) -> torch.device | None:
+    """The GPU that NCCL is to use: told, it neither guesses it nor waits for the first collective to connect."""
+    return device if device.type == "cuda" else None

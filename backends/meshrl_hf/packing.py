@@ -12,6 +12,7 @@ from torch import Tensor
 from meshrl.data import Ragged
 from meshrl.errors import DataError
 from meshrl_hf.attention import Group, Packed
+from meshrl_hf.devices import moved
 
 Ints = NDArray[np.int64]
 
@@ -50,7 +51,7 @@ class MicroBatch:
         """The same, with its tensors on the device."""
         if self.ids.device == device:
             return self
-        ids, positions, source = (each.to(device) for each in (self.ids, self.positions, self.source))
+        ids, positions, source = (moved(each, device) for each in (self.ids, self.positions, self.source))
         return MicroBatch(ids, positions, self.attend.to(device), source, self.target)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshrl.data import Batch, Ragged, Source, check_lengths
 from meshrl.mesh import Array
+from meshrl_hf.devices import moved
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
@@ -48,8 +49,8 @@ def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
     """
     there = micro.to(model.device)
     hidden = model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
-    tokens = torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)).to(model.device)
-    temperature = spread(batch, "temperature", micro.target).to(model.device) if "temperature" in batch else None
+    tokens = moved(torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)), model.device)
+    temperature = moved(spread(batch, "temperature", micro.target), model.device) if "temperature" in batch else None
     return model.logprobs(hidden, tokens, temperature)
 
 

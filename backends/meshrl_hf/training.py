@@ -1,9 +1,9 @@
 """One optimizer step of a whole batch, for the policy and the critic alike."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from meshrl.data import Batch, Metrics, Ragged, check_lengths
 from meshrl.errors import DataError
 from meshrl.losses import Loss, Predicts, token_weights
+from meshrl_hf.devices import moved
 from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned
 from meshrl_hf.ranks import RankGroup, Share
 from meshrl_hf.scoring import Passes, Predict, spread
@@ -60,7 +61,8 @@ async def step(
         ready.judge(predict(batch, micro), micro, peers).backward()
         if peers.interruptible:
             await asyncio.sleep(0)  # here a cancelled call ends
-    return stepped(optimizer, ready.judge, batch, peers)
+    told = peers.agree(ready.judge.told)[peers.number]
+    return stepped(optimizer, loss.predicts, told, batch, peers)
 
 
 @dataclass(frozen=True)
@@ -99,23 +101,18 @@ def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], objec
 
 
 class Judge:
-    """The loss of one step, micro-batch by micro-batch."""
+    """The loss of one step, micro-batch by micro-batch. Its sums stay on the device until `told` reads them."""
 
     def __init__(self, batch: Batch, loss: Loss, weights: NDArray[np.float32]) -> None:
-        self.total = 0.0
-        self.sums: dict[str, float] = {}
         self._batch, self._loss, self._weights = batch, loss, weights
+        self._sums: dict[str, Tensor] = {}
+        """float64[] each, on the device: of `loss`, and of each metric by its name."""
         self._failure: Exception | None = None
-
-    @property
-    def predicts(self) -> Predicts:
-        """What the loss is of."""
-        return self._loss.predicts
 
     def __call__(self, predicted: Tensor, micro: MicroBatch, peers: RankGroup) -> Tensor:
         """The micro-batch's part of the loss, float32[].
 
-        Where the loss raises and other ranks would wait for this one, it goes on with zeros, and `check` raises.
+        Where the loss raises and other ranks would wait for this one, it goes on with zeros, and `told` raises.
         """
         if micro is not IDLE and self._failure is None:
             try:
@@ -126,47 +123,45 @@ class Judge:
                 self._failure = error
         return predicted.sum() * 0
 
-    def check(self) -> None:
-        """Raise what the loss has raised."""
+    def told(self) -> Mapping[str, float]:
+        """The sums of `loss` and of its metrics, once all is computed. Raises what the loss has raised."""
         if self._failure is not None:
             raise self._failure
-
-    def told(self) -> tuple[float, dict[str, float]]:
-        """The loss and the sums of its metrics so far. Raises what the loss has raised."""
-        self.check()
-        return self.total, self.sums
+        if not self._sums:  # each micro-batch was idle
+            return {}
+        return dict(zip(self._sums, cast("list[float]", torch.stack([*self._sums.values()]).tolist()), strict=True))
 
     def _judged(self, predicted: Tensor, micro: MicroBatch) -> Tensor:
         logprobs, entropy = predicted.unbind(1) if predicted.dim() > 1 else (predicted, None)
-        columns = {name: spread(self._batch, name, micro.target).to(predicted.device) for name in self._loss.columns}
+        device = predicted.device
+        columns = {name: moved(spread(self._batch, name, micro.target), device) for name in self._loss.columns}
         judged = self._loss(logprobs, columns)
         _check_names(self._loss, judged.metrics)
-        part = judged.values @ torch.from_numpy(self._weights[micro.target]).to(predicted.device)
-        self.total += part.item()
-        metrics = judged.metrics if entropy is None else {**judged.metrics, "entropy": entropy.detach()}
-        for name, metric in metrics.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(metric.sum())
+        part = judged.values @ moved(torch.from_numpy(self._weights[micro.target]), device)
+        own = {} if entropy is None else {"entropy": entropy}
+        for name, metric in {"loss": part, **judged.metrics, **own}.items():
+            before = self._sums.get(name, part.new_zeros((), dtype=torch.float64))
+            self._sums[name] = before + metric.detach().sum()
         return part
 
 
-def stepped(optimizer: Steps, judge: Judge, batch: Batch, peers: RankGroup) -> Metrics:
-    """Make the step, unless the loss has raised on a rank: then all raise. Gradients are those of all micro-batches.
+def stepped(optimizer: Steps, predicts: Predicts, told: Mapping[str, float], batch: Batch, peers: RankGroup) -> Metrics:
+    """Make the step, from the gradients of all micro-batches and what the judge has told.
 
     Its metrics become the whole batch's where those of all ranks with rows of their own are averaged.
     """
-    peers.agree(judge.check)
     ranks = peers.size
     rate = optimizer.lr
-    norm = optimizer.step(judge.predicts)
+    norm = optimizer.step(predicts)
     own = Metrics.of(
-        loss=(judge.total, 1 / ranks),
+        loss=(told.get("loss", 0.0), 1 / ranks),
         grad_norm=(norm / ranks, 1 / ranks),
         lr=(rate / ranks, 1 / ranks),
         rows=(len(batch), 1 / ranks),
         tokens=(len(batch.tokens.values), 1 / ranks),
     )
     learned_tokens = int(np.count_nonzero(batch.loss_mask.values))
-    return own | Metrics({name: (total, learned_tokens) for name, total in judge.sums.items()})
+    return own | Metrics({name: (total, learned_tokens) for name, total in told.items() if name != "loss"})
 
 
 def _check_logprobs(batch: Batch, loss: Loss) -> None:

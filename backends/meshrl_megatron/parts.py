@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrl_hf.attention import Group, Packed
+from meshrl_hf.devices import moved
 from meshrl_hf.packing import MicroBatch, groups_of, runs
 
 Ints = NDArray[np.int64]
@@ -39,7 +40,7 @@ class Part:
         if self.ids.device == device:
             return self
         ids, positions, source, target = (
-            each.to(device) for each in (self.ids, self.positions, self.source, self.target)
+            moved(each, device) for each in (self.ids, self.positions, self.source, self.target)
         )
         return Part(ids, positions, self.attend.to(device), source, target, self.targets)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.data import Batch
+from meshrl_hf.devices import moved
 from meshrl_hf.packing import MicroBatch
 from meshrl_hf.scoring import Passes, spread
 from meshrl_megatron.balance import Balance
@@ -82,13 +83,14 @@ class Pipeline:
     def _prepared(self, batch: Batch, micro: MicroBatch) -> _Step:
         world = self._world
         multiple = world.grid.sizes["tp"] if self._config.sequence_parallel else 1
-        part = part_of(micro, world.grid.place["cp"], world.grid.sizes["cp"], multiple).to(world.device)
+        part = part_of(micro, world.grid.place["cp"], world.grid.sizes["cp"], multiple)
+        there = part.to(world.device)
         if self._valued or not world.is_last_stage:
-            return micro, part, None
-        target = micro.target[part.target.cpu().numpy()]
-        chosen = torch.from_numpy(batch.tokens.values[target].astype(np.int64)).to(world.device)
-        temperature = spread(batch, "temperature", target).to(world.device) if "temperature" in batch else None
-        return micro, part, Asked(chosen, temperature)
+            return micro, there, None
+        target = micro.target[part.target.numpy()]
+        chosen = moved(torch.from_numpy(batch.tokens.values[target].astype(np.int64)), world.device)
+        temperature = moved(spread(batch, "temperature", target), world.device) if "temperature" in batch else None
+        return micro, there, Asked(chosen, temperature)
 
 
 def _forward(judged: Judged | None, data: Iterator[_Step], stage: nn.Module) -> tuple[Tensor, Callable[..., object]]:

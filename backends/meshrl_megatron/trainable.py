@@ -37,12 +37,10 @@ class Pipelined(Trainable):
         """One optimizer step on the rows of all ranks."""
         world = self._model.world
         ready = prepared(self.passes, batch, loss, check)
-        judge = ready.judge
         self.optimizer.forget()
-        self._pipeline.train(batch, ready.micros, lambda said, micro: judge(said, micro, world))
-        told = world.agree(judge.told)  # where the loss has raised, all raise
-        judge.total, judge.sums = told[world.last]
-        return stepped(self.optimizer, judge, batch, world)
+        self._pipeline.train(batch, ready.micros, lambda said, micro: ready.judge(said, micro, world))
+        told = world.agree(ready.judge.told)[world.last]
+        return stepped(self.optimizer, loss.predicts, told, batch, world)
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """This rank's part, in the table's dtype."""

@@ -122,6 +122,9 @@ class RunConfig(Config):
     """How often the run goes on by itself, from the newest checkpoint and on new ranks, where a rank's process is gone
     or what an actor computes with. An error of a script, a reward or a configuration ends it all the same."""
 
+    restart_wait: float = Field(default=600.0, ge=0)
+    """Seconds that it then waits for room for each mesh, as for a machine that comes back."""
+
     @property
     def trackers(self) -> list[str]:
         """Those of `log`."""

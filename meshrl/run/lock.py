@@ -114,16 +114,24 @@ class FolderLock:
         """Watch an owner of whom no lock tells, until it lets go or its lease ends. ConfigError where it lives."""
         log.info(f"{self._folder}: {before} has not let go of it: watching for {_LEASE:g} s whether it still runs")
         touched, end = _touched(self._file), time.monotonic() + _LEASE
-        while touched is not None and time.monotonic() < end:
+        while touched is not None:
+            is_last = time.monotonic() >= end  # before a look: this process may be stopped at any moment, too
             time.sleep(_LEASE / _BEATS / 4)
             if (now := _touched(self._file)) is not None and now != touched:
                 self._refuse()
+            if is_last:
+                return
             touched = now
 
     def _refuse(self) -> None:
+        owner = _read(self._file)
+        there = _owner(owner)
+        gone = (
+            f", or, if that host is gone for good, remove {self._file}" if there and there.machine != _machine() else ""
+        )
         raise ConfigError(
-            f"{self._folder} is being written by {_told(_read(self._file))}: wait for the end of that run, or give "
-            "this one another run.name"
+            f"{self._folder} is being written by {_told(owner)}: wait for the end of that run, or give this one "
+            f"another run.name{gone}"
         )
 
 

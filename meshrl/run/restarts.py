@@ -24,6 +24,7 @@ async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: 
         try:
             async with run:
                 if number:
+                    run.waits = config.restart_wait
                     _note(run, number, fault)
                 begun(run)
                 await job.script.function(run, job.config)

@@ -26,6 +26,7 @@ from meshrl.run.folder import rescheduled, told_anew, was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
 from meshrl.run.recorder import Recorder
+from meshrl.run.room import with_room
 from meshrl.run.watch import Watch
 from meshrl.tasks import DataCursor, data_cursor
 from meshrl.trackers import Trackers
@@ -90,6 +91,8 @@ class Run:
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
         self._done = 0
+        self.waits = 0.0
+        """Seconds that it waits for room for a mesh."""
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
         self._step = 0
@@ -120,7 +123,11 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where everything that the run writes lies. An earlier run's folder makes room for it where this is asked."""
+        """Where everything that the run writes lies. An earlier run's folder makes room for it where this is asked.
+
+        DataError where another process owns it by now: who asks is about to write there.
+        """
+        self._lock.check()
         self._settle()
         return self.recorder.folder
 
@@ -155,7 +162,8 @@ class Run:
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh of one's own; the run stops it at the end."""
-        return await Mesh.reserve(self.engine, ranks, resources, str(next(self._numbered)), self._logs)
+        name = str(next(self._numbered))
+        return await with_room(partial(Mesh.reserve, self.engine, ranks, resources, name, self._logs), name, self.waits)
 
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
@@ -360,7 +368,8 @@ class Run:
 
     async def _reserve(self, name: str) -> Mesh:
         config = self._mesh_config(name)
-        mesh = await Mesh.reserve(self.engine, config.ranks, config.resources, name, self._logs)
+        reserve = partial(Mesh.reserve, self.engine, config.ranks, config.resources, name, self._logs)
+        mesh = await with_room(reserve, name, self.waits)
         return mesh.shape(**config.axes) if config.axes else mesh
 
     @property

@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ async def main():
             await run.record(Metrics.of(loss=(1.0, 1.0)))
             print("step", step, flush=True)
             await asyncio.to_thread(sys.stdin.readline)
+        (run.folder / "model").write_text("mine")
 
 asyncio.run(main())
 """
@@ -126,6 +129,40 @@ def test_a_folder_that_is_let_go_of_is_taken_at_once(tmp_path: Path) -> None:
         patch.setattr("meshrl.run.lock.time.sleep", lambda _: first.release())
         FolderLock(tmp_path / "mine").release()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("elsewhere")
+async def test_a_run_that_was_stopped_beyond_its_lease_notices_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped as by SIGSTOP or a host that hangs, and going on when another host has taken its folder."""
+    monkeypatch.setattr("meshrl.run.lock._LEASE", 0.5)
+    with holder(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with capture_logs():
+            async with Run(config(tmp_path, resume=True, log=[])) as run:
+                await run.record(Metrics.of(loss=(2.0, 1.0)))
+                before = files(tmp_path / "mine")
+                process.send_signal(signal.SIGCONT)
+                process.communicate("\n\n", timeout=60)
+                assert process.returncode == 1
+                assert files(tmp_path / "mine") == before
+                await run.record(Metrics.of(loss=(3.0, 1.0)))
+    assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_process_that_was_stopped_while_it_watched_looks_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own clock says that the lease is over, and it has not looked since."""
+    first, seconds = FolderLock(tmp_path / "mine"), count(1)
+    monkeypatch.setattr("meshrl.run.lock._machine", lambda: "a third")
+    monkeypatch.setattr("meshrl.run.lock.time.sleep", lambda _: os.utime(tmp_path / ".mine.lock", (1, next(seconds))))
+    monkeypatch.setattr("meshrl.run.lock.time.monotonic", lambda: next(seconds) * 1000.0)
+    with capture_logs(), pytest.raises(ConfigError, match=r"gone for good, remove .*/\.mine\.lock"):
+        FolderLock(tmp_path / "mine")
+    first.release()
 
 
 def test_a_file_system_without_locks_has_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

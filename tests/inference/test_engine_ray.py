@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NEW = NewModel(characters="abcdefgh>", hidden_size=64, ffn_size=96, layers=2, heads=2, max_tokens=256)
 PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
-ENDLESS = Sampling(max_tokens=100, n=1000, ignore_eos=True)
-"""Rows for 100,000 steps: some are left to draw, however fast the engine is, once the first have come back."""
+ENDLESS = Sampling(max_tokens=200, n=2000, ignore_eos=True)
+"""Rows for 400,000 steps, which no engine makes while a test may last."""
 
 
 def only(found: list[psutil.Process]) -> psutil.Process:

@@ -36,8 +36,10 @@ PROMPTS = Batch.of(prompt=["abc>", "hgfe>", "abc>", "d>"])
 Model: TypeAlias = "tuple[PreTrainedModel, str]"
 """A network, and its folder."""
 GREEDY = Sampling(max_tokens=20, temperature=0, ignore_eos=True)
-ENDLESS = Sampling(max_tokens=100, n=1000, ignore_eos=True)
-"""Rows for 25,000 steps: some are left to draw, however fast the engine is, once the first have come back."""
+LONGEST = 1024
+LONG = Sampling(max_tokens=1000, ignore_eos=True)
+ENDLESS = Batch.of(prompt=["abc>"] * 8000, max_tokens=np.where(np.arange(8000) % 2, 1000, 50))
+"""Rows for 260,000 steps, more than an engine makes while a test may last. Few end in a second, for slow readers."""
 
 
 def network(tied: bool, seed: int = 0) -> PreTrainedModel:
@@ -48,7 +50,7 @@ def network(tied: bool, seed: int = 0) -> PreTrainedModel:
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=LONGEST,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=1,
@@ -68,7 +70,7 @@ def weights(made: PreTrainedModel, version: int) -> Weights:
 
 def greedy(made: PreTrainedModel, prompts: Batch = PROMPTS) -> list[list[int]]:
     """What transformers generates."""
-    tokenizer = character_tokenizer("abcdefgh>", 256)
+    tokenizer = character_tokenizer("abcdefgh>", LONGEST)
     completions: list[list[int]] = []
     for text in prompts.objects("prompt"):
         ids = torch.tensor([tokenizer.encode(str(text))])
@@ -120,7 +122,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("model")
     made = network(request.param)
     made.save_pretrained(folder)
-    character_tokenizer("abcdefgh>", 256).save_pretrained(folder)
+    character_tokenizer("abcdefgh>", LONGEST).save_pretrained(folder)
     return made, str(folder)
 
 
@@ -156,7 +158,7 @@ async def shared(model: Model, backend: Any, ray_cluster: None) -> AsyncIterator
 
 async def begun(sampler: Shared) -> tuple[Batch, AsyncIterator[Batch]]:
     """The rows that ended first, and those that are still drawn."""
-    stream = aiter(sampler.generate(PROMPTS.part(np.arange(len(PROMPTS))), ENDLESS))
+    stream = aiter(sampler.generate(ENDLESS, LONG))
     return await anext(stream), stream
 
 

@@ -1,14 +1,17 @@
 """A run under which a machine fails, at any call of a role, is begun again by itself and ends as if none had failed."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from meshrl import RunConfig
-from meshrl.errors import ConfigError, EngineDied, MeshrlError, RankDied, RankFailed
+from meshrl import LocalEngine, Resources, RunConfig
+from meshrl.engines.local import LocalSlot
+from meshrl.errors import ConfigError, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed
 from meshrl.events import Event, Restart
 from meshrl.report import read_run, render
 from meshrl.run.restarts import is_fault_of_a_machine
@@ -105,6 +108,59 @@ def test_a_restart_does_not_go_on_with_an_earlier_run(tmp_path: Path, faults: Fa
     assert outcome(tmp_path, setting) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-1"]
     assert "restarts" not in msgspec.json.decode((tmp_path / "run-1/summary.json").read_bytes())
+
+
+@dataclass
+class Cluster:
+    """Machines of which one fails, and comes back so many virtual seconds later: until then a mesh finds no room."""
+
+    seconds: float
+    failed: float | None = None
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        really = LocalEngine.reserve
+
+        async def reserve(engine: LocalEngine, count: int, resources: Resources) -> Sequence[LocalSlot]:
+            now = asyncio.get_running_loop().time()
+            if self.failed is not None and now < self.failed + self.seconds:
+                raise NoRoom("a mesh asks for 1 ranks with 1 CPU each, and the cluster has room for 0")
+            return await really(engine, count, resources)
+
+        monkeypatch.setattr(LocalEngine, "reserve", reserve)
+
+    def fail(self) -> EngineDied:
+        self.failed = asyncio.get_running_loop().time()
+        return died()
+
+
+def test_a_restart_waits_for_the_machine_that_failed(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = SETTINGS[0]
+    with capture_logs():
+        simulate(lambda: setting.run(tmp_path / "whole", restarts=1))
+    cluster = Cluster(seconds=100)
+    cluster.install(monkeypatch)
+    faults.at, faults.calls, faults.error = 40, 0, cluster.fail
+    with capture_logs() as logged:
+        simulate(lambda: setting.run(tmp_path, restarts=1))
+    assert outcome(tmp_path, setting) == outcome(tmp_path / "whole", setting)
+    told = [line["event"] for line in logged if "no room" in line["event"]]
+    assert len(told) == 2, "a line a minute"
+    assert told[0] == (
+        "a machine failed, and without it there is no room for the mesh 'main': waiting 600 s more (run.restart_wait)"
+    )
+    assert summary(tmp_path)["restarts"] == 1
+
+
+def test_a_restart_does_not_wait_for_ever(tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(seconds=float("inf"))
+    cluster.install(monkeypatch)
+    faults.at, faults.error = 40, cluster.fail
+    told = r"the mesh 'main' found no room in the 600 s of run.restart_wait: a mesh asks for 1 ranks .* room for 0"
+    with capture_logs(), pytest.raises(NoRoom, match=told):
+        simulate(lambda: SETTINGS[0].run(tmp_path, restarts=3))
+    assert summary(tmp_path)["status"] == "failed"
 
 
 def from_cause(error: Exception, cause: Exception) -> Exception:

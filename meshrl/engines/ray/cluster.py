@@ -16,7 +16,7 @@ import ray
 
 from meshrl import log
 from meshrl.engines.hosting import Door, Reply, vigil
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Resources, free_cores
 
 T = TypeVar("T")
@@ -222,11 +222,11 @@ def has_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> bool:
 
 
 def check_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> None:
-    """Raise `ConfigError` where they could not, not even idle."""
+    """Raise `NoRoom` where they could not, not even idle."""
     if not has_room(count, asked, nodes):
         room = sum(room_for(asked, node.has) for node in nodes)
         found = "\n".join(f"  {node.address} has {written(node.has)}" for node in nodes)
-        raise ConfigError(
+        raise NoRoom(
             f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n{found}\n"
             "ask for fewer ranks or less for each, or add nodes"
         )

@@ -59,7 +59,7 @@ class RayEngine(HostingEngine, RayCaller):
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
         and gets one thread. So it is with `cpus` on a cluster that was started here, as on the local engine. Raises
-        `ConfigError` for what the cluster could not give if it were idle.
+        `NoRoom` for what the cluster could not give if it were idle.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")

@@ -13,6 +13,10 @@ from meshrl.testing.cluster.namespaces import Inside, Namespace, piped
 _WIRE: Final = Path(__file__).with_name("wire.py")
 _MTU: Final = "mtu 9000"
 _SWITCH: Final = "switch"
+_QUEUED: Final = 0.02
+"""Seconds that frames wait at most before a cable that only has a rate."""
+_BURST: Final = 0.002
+"""Seconds' worth of frames that it takes at once after a pause."""
 
 
 class Network:
@@ -22,9 +26,15 @@ class Network:
         self.switch = Namespace("net")
         make = f"link add {_SWITCH} type bridge mcast_snooping 0"
         self.switch.do("ip", "-batch", "-", lines=[make, f"link set {_SWITCH} {_MTU} up"])
-        self.has_netem = self.switch.do("tc", "qdisc", "add", "dev", _SWITCH, "root", "netem", fails=True)
-        if self.has_netem:
+        self.has_netem = self._has("netem")
+        self.has_tbf = self._has(*_tbf(1e9))
+
+    def _has(self, *queue: str) -> bool:
+        """Whether the kernel has a kind of queue."""
+        has = self.switch.do("tc", "qdisc", "add", "dev", _SWITCH, "root", *queue, fails=True)
+        if has:
             self.switch.do("tc", "qdisc", "del", "dev", _SWITCH, "root")
+        return has
 
     def close(self) -> None:
         """Take it away with all cables."""
@@ -41,6 +51,7 @@ class Cable:
         self._number = number
         self._port = self._plug = f"port{number}"
         self._wire: Inside | None = None
+        self._is_held = False
         add = f"link add {self._port} {_MTU} type veth peer name eth0 {_MTU} netns {machine.pid}"
         network.switch.do("ip", "-batch", "-", lines=[add, f"link set {self._port} master {_SWITCH} up"])
         lines = ["link set lo up", "link set eth0 up", f"address add {address(number)}/24 dev eth0"]
@@ -58,7 +69,15 @@ class Cable:
     def slow(self, delay: float = 0.0, loss: float = 0.0, rate: float | None = None) -> None:
         """Make it so bad, each way. `delay`: seconds; `loss`: of frames, 0 to 1; `rate`: bits a second, None: any."""
         if self._network.has_netem:
-            self._netem(delay, loss, rate)
+            rated = ["rate", f"{rate:.0f}"] if rate else []
+            self._queue("replace", "netem", "delay", f"{delay * 1e6:.0f}us", "loss", f"{loss * 100}%", *rated)
+            return
+        if self._is_held:
+            self._is_held = False
+            self._queue("del")
+        if rate and not (self._wire or delay or loss) and self._network.has_tbf:
+            self._is_held = True
+            self._queue("replace", *_tbf(rate))
         elif self._wire or delay or loss or rate:
             wire = self._wire = self._wire or self._wired()
             told = piped(wire.stdin)
@@ -78,11 +97,10 @@ class Cable:
             self._network.switch.do("ip", "link", "del", self._inner)
         self._network.switch.do("ip", "link", "del", self._port, fails=True)
 
-    def _netem(self, delay: float, loss: float, rate: float | None) -> None:
-        rated = ["rate", f"{rate:.0f}"] if rate else []
+    def _queue(self, verb: str, *queue: str) -> None:
+        """Have the kernel keep frames so before it sends them, at both ends."""
         for place, device in ((self._network.switch, self._port), (self._machine, "eth0")):
-            netem = ["netem", "delay", f"{delay * 1e6:.0f}us", "loss", f"{loss * 100}%", *rated]
-            place.do("tc", "qdisc", "replace", "dev", device, "root", *netem)
+            place.do("tc", "qdisc", verb, "dev", device, "root", *queue)
 
     @property
     def _inner(self) -> str:
@@ -121,3 +139,9 @@ class Cable:
 def address(number: int) -> str:
     """The address of the host with this number."""
     return f"10.77.0.{number}"
+
+
+def _tbf(rate: float) -> list[str]:
+    """A queue of the kernel that lets so many bits a second through."""
+    burst = max(rate / 8 * _BURST, 2 * 9000)
+    return ["tbf", "rate", f"{rate:.0f}bit", "burst", f"{burst:.0f}b", "latency", f"{_QUEUED * 1e3:.0f}ms"]

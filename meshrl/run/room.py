@@ -1,0 +1,43 @@
+"""Room for a mesh on the machines that are left when one has failed: what is missing is waited for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from meshrl import log
+from meshrl.errors import NoRoom
+from meshrl.mesh import Mesh
+
+_PAUSE: Final = 2.0
+"""Seconds between two looks whether there is room now."""
+_WORD: Final = 60.0
+"""Seconds between two lines that say what is waited for."""
+
+
+async def with_room(reserve: Callable[[], Awaitable[Mesh]], name: str, seconds: float) -> Mesh:
+    """Reserve a mesh, and wait so long for room where there is none. NoRoom, with what is missing, after that."""
+    if not seconds:
+        return await reserve()
+    loop = asyncio.get_running_loop()
+    end, said, missing = loop.time() + seconds, -_WORD, ""
+    try:
+        async with asyncio.timeout_at(end):
+            while True:
+                try:
+                    return await reserve()
+                except NoRoom as error:
+                    missing = str(error)
+                if loop.time() - said >= _WORD:
+                    said = loop.time()
+                    log.warning(
+                        f"a machine failed, and without it there is no room for the mesh {name!r}: waiting "
+                        f"{end - said:.0f} s more (run.restart_wait)",
+                        missing=missing,
+                    )
+                await asyncio.sleep(_PAUSE)
+    except TimeoutError:
+        raise NoRoom(
+            f"a machine failed, and the mesh {name!r} found no room in the {seconds:g} s of run.restart_wait: "
+            f"{missing or 'what it asks for is taken'}. Bring the machine back and go on with run.resume = true, or "
+            "wait longer"
+        ) from None
