@@ -19,7 +19,7 @@ ROOMS = (
     ("rewards", "rollout"),
     ("environments",),
     ("run",),
-    ("deprecated", "evaluation", "simulation"),
+    ("deprecated", "evaluation", "launch", "simulation"),
     ("testing", "cli"),
 )
 """The rooms by level: each imports from levels below it alone."""

@@ -40,7 +40,8 @@ ROOMS = {
     "testing": (
         "deprecated mesh data engines weights losses objectives tasks roles rewards rollout run evaluation simulation"
     ),
-    "cli": "engines tasks roles run report evaluation simulation",
+    "launch": "roles run",
+    "cli": "engines tasks roles run report evaluation simulation launch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 

@@ -163,8 +163,7 @@ class Run:
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh of one's own; the run stops it at the end."""
         name = str(next(self._numbered))
-        reserve = partial(Mesh.reserve, self.engine, ranks, resources, name, self._logs)
-        return await with_room(reserve, name, self.waits)
+        return await with_room(partial(Mesh.reserve, self.engine, ranks, resources, name, self._logs), name, self.waits)
 
     def steps(self, count: int) -> AsyncIterator[int]:
         """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.

@@ -1,0 +1,102 @@
+"""The commands that bring a configuration to several machines: launch slurm and launch kuberay."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
+from meshrl.errors import ConfigError
+from meshrl.launch import (
+    Pods,
+    SlurmOptions,
+    files_beside,
+    needs_of,
+    ray_job,
+    slurm_script,
+    submit,
+    yaml_text,
+)
+from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
+
+launch = typer.Typer(help="Run on several machines: by SLURM or by KubeRay.", no_args_is_help=True)
+app.add_typer(launch, name="launch")
+
+Nodes = Annotated[int | None, typer.Option(min=1, help="Else as many as the meshes need.")]
+GpusPerNode = Annotated[int, typer.Option(min=1, help="Of each node, where a mesh asks for GPUs.")]
+
+
+@launch.command(context_settings=WITH_SETTINGS)
+def slurm(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    nodes: Nodes = None,
+    gpus_per_node: GpusPerNode = 8,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Else whole nodes.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="One more of sbatch's, as --sbatch=--partition=gpu.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Else RUN.sbatch, by the run's name.")
+    ] = None,
+    hand_in: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM, too.")] = False,
+) -> None:
+    """Write a script for sbatch, which starts Ray on the nodes of its job and runs there."""
+    given, job = _job(config, overrides)
+    options = SlurmOptions(gpus_per_node, cpus_per_node, nodes, sbatch or [])
+    text = slurm_script(job.run.name, given, needs_of(job), options)
+    file = out or Path(f"{job.run.name}.sbatch")
+    write(file, text.encode())
+    typer.echo(submit(file) if hand_in else f"hand it in with: sbatch {file}")
+
+
+@launch.command(context_settings=WITH_SETTINGS)
+def kuberay(  # noqa: PLR0913 -- the options of a command
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    *,
+    image: Annotated[str, typer.Option(help="Has meshrl, its backends and what the script needs.")],
+    workers: Nodes = None,
+    gpus_per_worker: GpusPerNode = 8,
+    cpus_per_worker: Annotated[int, typer.Option(min=1)] = 8,
+    memory: Annotated[str, typer.Option(help="Of each worker.")] = "32Gi",
+    volume: Annotated[
+        list[str] | None, typer.Option(metavar="CLAIM:PATH", help="Models, data, and the folder of runs.")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option()] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Else RUN.yaml, by the run's name.")] = None,
+) -> None:
+    """Write a RayJob for kubectl, with the configuration and the Python files beside it in a ConfigMap."""
+    given, job = _job(config, overrides)
+    volumes: dict[str, str] = {}
+    for each in volume or []:
+        claim, colon, place = each.partition(":")
+        if not (claim and colon and place.startswith("/")):
+            raise ConfigError(f"--volume {each}: write CLAIM:PATH, as --volume shared:/shared")
+        volumes[claim] = place
+    kept = Path(job.run.folder)
+    if not any(kept.is_relative_to(place) for place in volumes.values()):
+        raise ConfigError(
+            f"run.folder = {str(kept)!r} ends with the pod that it is in: name a volume by --volume CLAIM:PATH, and "
+            "set run.folder=PATH/runs"
+        )
+    pods = Pods(image, gpus_per_worker, cpus_per_worker, memory, workers, volumes, namespace)
+    own = config not in shipped_configs() or Path(config).is_file()
+    arguments = [job.source.name, *given[1:]] if own else given
+    documents = ray_job(job.run.name, arguments, needs_of(job), pods, files_beside(job.source) if own else {})
+    file = out or Path(f"{job.run.name}.yaml")
+    write(file, "---\n".join(map(yaml_text, documents)).encode())
+    typer.echo(f"start it with: kubectl apply -f {file}")
+
+
+def _job(config: str, overrides: list[str] | None) -> tuple[list[str], Job[RunConfig]]:
+    """What `meshrl run` is given on the machines, and the job. ConfigError for what is wrong with it."""
+    given = settings(config, overrides)
+    if said := [each for each in given if each.startswith("run.engine=")]:
+        raise ConfigError(f"{said[0]}: the cluster that is made is the engine: leave it out")
+    source = find_config(config)
+    job = load_job(source, [*given, "run.engine=auto"], RunConfig)
+    if mistakes := find_mistakes(job.config, job.run):
+        raise ConfigError(list_of_mistakes(job.source, mistakes, given))
+    own = str(source.resolve()) if Path(config).is_file() else config
+    return [own, *given], job

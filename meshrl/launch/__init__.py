@@ -1,0 +1,22 @@
+"""Runs on machines that somebody else gives: what a configuration needs of them, and how a scheduler is asked for it.
+
+`slurm_script` and `ray_job` write what SLURM and KubeRay take.
+"""
+
+from meshrl.launch.kuberay import Pods, files_beside, ray_job
+from meshrl.launch.needs import Need, needs_of, nodes_for
+from meshrl.launch.slurm import SlurmOptions, slurm_script, submit
+from meshrl.launch.yaml_text import yaml_text
+
+__all__ = [
+    "Need",
+    "Pods",
+    "SlurmOptions",
+    "files_beside",
+    "needs_of",
+    "nodes_for",
+    "ray_job",
+    "slurm_script",
+    "submit",
+    "yaml_text",
+]

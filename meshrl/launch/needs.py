@@ -1,0 +1,93 @@
+"""What the meshes of a configuration ask for, and on how many nodes it finds room."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from meshrl.errors import ConfigError
+from meshrl.roles import RoleConfig
+from meshrl.run import Job, MeshConfig, RunConfig
+
+_MOST: Final = 100_000
+"""Nodes."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one mesh asks for."""
+
+    mesh: str
+    ranks: int
+    cpus: int
+    """Of each rank; one that asks for none in particular has one."""
+    gpus: float
+    """Of each rank."""
+    custom: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def each(self) -> str:
+        """What a rank asks for, as people read it."""
+        return " and ".join([f"{self.cpus} CPU", *([f"{self.gpus:g} GPU"] if self.gpus else [])])
+
+
+def needs_of(job: Job[RunConfig]) -> list[Need]:
+    """What each mesh of a job asks for: those of the configuration, and those that roles name alone."""
+    meshes = dict(job.run.meshes)
+    for _, value in job.config:
+        if isinstance(value, RoleConfig):
+            meshes.setdefault(value.mesh, MeshConfig())
+    return [
+        Need(name, mesh.ranks, max(1, mesh.cpus or 0), mesh.gpus, mesh.custom) for name, mesh in sorted(meshes.items())
+    ]
+
+
+@dataclass
+class _Node:
+    cpus: float
+    gpus: list[float]
+
+    def takes(self, need: Need) -> bool:
+        """Take one rank, if there is room; a share of a GPU lies on one."""
+        free = [number for number, left in enumerate(self.gpus) if left >= min(need.gpus, 1.0) - 1e-9]
+        wanted = max(1, int(need.gpus)) if need.gpus else 0
+        if need.cpus > self.cpus or len(free) < wanted:
+            return False
+        self.cpus -= need.cpus
+        for number in free[:wanted]:
+            self.gpus[number] -= min(need.gpus, 1.0)
+        return True
+
+
+def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
+    """How many nodes with so many GPUs and CPUs have room for all of them; None: enough CPUs.
+
+    Raises `ConfigError` where one rank asks for more than a node has.
+    """
+    nodes: list[_Node] = []
+    room = float("inf") if cpus is None else float(cpus)
+    for need in sorted(needs, key=lambda need: (-need.gpus, -need.cpus)):
+        check_fits(need, gpus, cpus)
+        for _ in range(need.ranks):
+            if not any(node.takes(need) for node in nodes):
+                nodes.append(_Node(room, [1.0] * gpus))
+                nodes[-1].takes(need)
+            if len(nodes) > _MOST:
+                raise ConfigError(f"the meshes ask for more than {_MOST:,} nodes: ask for fewer ranks")
+    return max(1, len(nodes))
+
+
+def check_fits(need: Need, gpus: int, cpus: int | None, node: str = "a node") -> None:
+    """Raise `ConfigError` where one rank asks for more than a node has."""
+    if need.gpus > gpus or (cpus is not None and need.cpus > cpus):
+        has = " and ".join([*([f"{cpus} CPU"] if cpus is not None else []), f"{gpus} GPU"])
+        raise ConfigError(
+            f"a rank of the mesh {need.mesh!r} asks for {need.each}, and {node} has {has}: ask for less in "
+            f"run.meshes.{need.mesh}, or for larger nodes"
+        )
+
+
+def check_enough(needs: Sequence[Need], nodes: int, gpus: int, cpus: int | None) -> None:
+    """Raise `ConfigError` where so many nodes have no room for all of them."""
+    if (wanted := nodes_for(needs, gpus, cpus)) > nodes:
+        asked = ", ".join(f"{need.mesh}: {need.ranks} ranks with {need.each} each" for need in needs)
+        raise ConfigError(f"the meshes need {wanted} nodes of this size, and {nodes} are asked for ({asked})")

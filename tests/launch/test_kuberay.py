@@ -1,0 +1,141 @@
+"""What `meshrl launch kuberay` writes, held to the schema that KubeRay gives Kubernetes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl import cli
+from meshrl.launch import yaml_text
+
+SCHEMA = Path(__file__).with_name("data") / "rayjob-v1.json"
+
+
+def strict(schema: Any) -> Any:
+    """As Kubernetes reads it with strict validation: a field that is not there is a mistake."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    found = {name: strict(each) for name, each in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        named = {name: strict(each) for name, each in schema["properties"].items()}
+        return {**found, "properties": named, "additionalProperties": bool(not named)}
+    return found
+
+
+def checked(job: Any) -> None:
+    """Raises where the schema does not take it."""
+    schema = strict(json.loads(SCHEMA.read_text())["schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    jsonschema.validate(job, schema)
+
+
+def documents(text: str) -> list[Any]:
+    return list(yaml.safe_load_all(text))
+
+
+def written(*arguments: str) -> list[Any]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "kuberay", *arguments, "--image", "my/meshrl:1"])
+    assert not ended.value.code
+    return documents(Path("mine.yaml").read_text())
+
+
+VOLUME = ("run.folder=/shared/runs", "--volume", "shared:/shared")
+
+
+def test_a_job_is_as_the_schema_wants_it_and_has_room_for_the_meshes(config: Path) -> None:
+    settings, job = written(str(config), "steps=3", *VOLUME, "--cpus-per-worker", "32", "--namespace", "lab")
+    checked(job)
+    assert settings["data"] == {"mine.toml": config.read_text(), "mine.py": config.with_name("mine.py").read_text()}
+    assert job["metadata"] == {"name": "mine", "namespace": "lab"}
+    run = "exec meshrl run mine.toml steps=3 run.folder=/shared/runs run.engine=auto"
+    assert job["spec"]["entrypoint"] == f"bash -c 'cd /etc/meshrl && {run}'"
+    cluster = job["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert {group["replicas"], group["minReplicas"], group["maxReplicas"]} == {2}  # 12 GPUs, 40 cores
+    (worker,) = group["template"]["spec"]["containers"]
+    assert worker["image"] == "my/meshrl:1"
+    assert worker["resources"]["limits"] == {"cpu": "32", "memory": "32Gi", "nvidia.com/gpu": "8"}
+    head = cluster["headGroupSpec"]
+    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+    for pod in (head["template"]["spec"], group["template"]["spec"]):
+        mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+        assert {each["name"] for each in pod["volumes"]} == mounts.keys()
+        assert sorted(mounts.values()) == ["/dev/shm", "/etc/meshrl", "/shared"]  # noqa: S108 -- the pod's
+        (claim,) = [each for each in pod["volumes"] if "persistentVolumeClaim" in each]
+        assert claim["persistentVolumeClaim"] == {"claimName": "shared"}
+
+
+def test_the_schema_refuses_what_the_documentation_had(config: Path) -> None:
+    """So it is one that can fail."""
+    _, job = written(str(config), *VOLUME)
+    del job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["minReplicas"]
+    with pytest.raises(jsonschema.ValidationError, match="'minReplicas' is a required property"):
+        checked(job)
+    _, job = written(str(config), *VOLUME)
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
+    with pytest.raises(jsonschema.ValidationError, match="'imagee' was unexpected"):
+        checked(job)
+
+
+def test_a_mesh_without_gpus_asks_for_none(without_gpus: Path) -> None:
+    _, job = written(str(without_gpus), *VOLUME)
+    checked(job)
+    assert "nvidia.com/gpu" not in json.dumps(job)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--volume", "shared:/shared"], "ends with the pod that it is in: name a volume"),
+        (["--volume", "shared"], "--volume shared: write CLAIM:PATH"),
+        (
+            [*VOLUME, "--gpus-per-worker", "4", "--workers", "2"],
+            "the meshes need 5 nodes of this size, and 2 are asked",
+        ),
+        (
+            [*VOLUME, "--cpus-per-worker", "2"],
+            "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU",
+        ),
+        ([*VOLUME, "run.engine=ray"], "run.engine=ray: the cluster that is made is the engine"),
+        ([*VOLUME, "stepz=3"], "did you mean"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_written(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "kuberay", str(config), *arguments, "--image", "my/meshrl:1"])
+    assert told in capsys.readouterr().err
+    assert not Path("mine.yaml").exists()
+
+
+def test_what_a_configmap_cannot_hold_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.with_name("large.py").write_text("#" * 1_100_000)
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "kuberay", str(config), *VOLUME, "--image", "my/meshrl:1"])
+    assert "a ConfigMap holds 1,000,000" in capsys.readouterr().err
+
+
+TEXTS = st.one_of(
+    st.text(max_size=20), st.text("ab \n:#-'\"", max_size=20), st.text("ab\n", min_size=3).map(lambda t: t + "\n")
+)
+VALUES = st.recursive(
+    st.one_of(TEXTS, st.integers(), st.booleans()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_yaml_is_read_back_as_it_was(value: object) -> None:
+    assert yaml.safe_load(yaml_text(value)) == value

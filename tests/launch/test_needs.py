@@ -1,0 +1,39 @@
+"""What meshes ask for, and how many nodes have room for it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl import ConfigError
+from meshrl.launch import Need, nodes_for
+
+
+@pytest.mark.parametrize(
+    ("needs", "gpus", "cpus", "nodes"),
+    [
+        ([Need("a", 8, 1, 1)], 8, None, 1),
+        ([Need("a", 8, 1, 1), Need("b", 1, 1, 0.5)], 8, None, 2),
+        ([Need("a", 3, 1, 2)], 3, None, 3),  # two GPUs of a rank are on one node
+        ([Need("a", 4, 1, 0.5)], 2, None, 1),
+        ([Need("a", 3, 1, 0.6)], 2, None, 2),  # a share does not lie across two GPUs
+        ([Need("a", 8, 4, 1)], 8, 16, 2),
+        ([Need("a", 5, 1, 0)], 0, None, 1),
+        ([], 0, 1, 1),
+    ],
+)
+def test_so_many_nodes_have_room(needs: list[Need], gpus: int, cpus: int | None, nodes: int) -> None:
+    assert nodes_for(needs, gpus, cpus) == nodes
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 4), st.sampled_from([0, 0.25, 0.5, 1, 2, 4])), max_size=4))
+def test_no_fewer_nodes_than_what_is_asked_for_in_all(asked: list[tuple[int, int, float]]) -> None:
+    needs = [Need(str(number), *each) for number, each in enumerate(asked)]
+    nodes = nodes_for(needs, 4, 8)
+    assert nodes * 4 >= sum(need.ranks * need.gpus for need in needs)
+    assert nodes * 8 >= sum(need.ranks * need.cpus for need in needs)
+
+
+@pytest.mark.parametrize(("need", "has"), [(Need("a", 1, 1, 16), "8 GPU"), (Need("a", 1, 64, 0), "16 CPU and 8 GPU")])
+def test_a_rank_that_no_node_has_room_for_is_named(need: Need, has: str) -> None:
+    with pytest.raises(ConfigError, match=f"a rank of the mesh 'a' asks for .*, and a node has .*{has}"):
+        nodes_for([need], 8, 16)

@@ -1,0 +1,103 @@
+"""What `meshrl launch slurm` writes: read by bash and, where there is one, by SLURM."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshrl import cli
+
+GIVEN = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "PATH"}
+"""Variables that the script finds."""
+
+
+def written(config: Path, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "slurm", str(config), *arguments])
+    assert not ended.value.code
+    return Path("mine.sbatch").read_text()
+
+
+def test_a_script_asks_for_what_the_meshes_need(config: Path) -> None:
+    lines = written(config, "steps=3", "--sbatch=--partition=gpu", "--sbatch=--time=1:00").splitlines()
+    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    assert asked >= {"--nodes=2", "--gpus-per-node=8", "--exclusive", "--partition=gpu", "--time=1:00"}
+    assert lines[0] == "#!/bin/bash"
+    assert lines[-1].endswith(f'meshrl run {config} steps=3 run.engine="$IP:$PORT"')
+
+
+def test_bash_reads_it_and_each_variable_is_set_before_it_is_read(config: Path) -> None:
+    text = written(
+        config, "run.name=mine", 'task.prompt="$HOME is {word}"'.replace("task.prompt", "wait") and "wait=1.5"
+    )
+    subprocess.run(["bash", "-n", "mine.sbatch"], check=True)  # noqa: S607
+    known = set(GIVEN)
+    for line in text.splitlines():
+        code = line.partition(" #")[0]
+        for name in re.findall(r"\$\{?([A-Z_]+)", code):
+            assert name in known or re.match(rf"\s*{name}=", code), f"{name} in {line!r}"
+        known |= set(re.findall(r"(?:^|\s)(?:for )?([A-Z_]+)=", code)) | set(re.findall(r"for ([A-Z_]+) in", code))
+
+
+def test_what_is_given_is_quoted(config: Path) -> None:
+    odd = config.rename(config.with_name("my $HOME config.toml"))
+    text = written(odd)
+    assert f"meshrl run '{odd}' run.engine=" in text
+
+
+def test_slurm_takes_it(config: Path) -> None:
+    if shutil.which("sbatch") is None:
+        pytest.skip("there is no sbatch on this machine")
+    written(config)
+    subprocess.run(["sbatch", "--test-only", "mine.sbatch"], check=True)  # noqa: S607
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--nodes", "1"], "the meshes need 2 nodes of this size, and 1 are asked for"),
+        (
+            ["--cpus-per-node", "2"],
+            "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU and 8 GPU",
+        ),
+        (["--sbatch", "gpu"], "'gpu' is no option of sbatch"),
+        (["--sbatch", "--a\nrm"], "is no option of sbatch"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_written(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "slurm", str(config), *arguments])
+    assert told in capsys.readouterr().err
+    assert not Path("mine.sbatch").exists()
+
+
+def test_a_machine_without_slurm_is_told(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "slurm", str(config), "--submit"])
+    assert "there is no sbatch on this machine: hand mine.sbatch in where there is one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "told"), [(0, "Submitted batch job 7"), (1, "sbatch refused mine.sbatch: no such partition")]
+)
+def test_a_script_is_handed_in(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: int, told: str
+) -> None:
+    sbatch = config.with_name("sbatch")
+    word = "echo Submitted batch job 7" if not status else "echo no such partition >&2"
+    sbatch.write_text(f"#!/bin/sh\ntest -f $1 || exit 9\n{word}\nexit {status}\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{config.parent}:{os.environ['PATH']}")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "slurm", str(config), "--submit"])
+    assert bool(ended.value.code) == bool(status)
+    said = capsys.readouterr()
+    assert told in said.out + said.err
