@@ -81,7 +81,7 @@ class RayReservation(Reservation):
         try:
             return await self._placed(process)
         except Gone as gone:
-            if self.released or process.known:
+            if self.released or process.known or self._cluster.lost:
                 raise self._not_started(process, gone) from gone
             self.kill(process)
             again = self.processes[slot.index] = self.begin(slot)
