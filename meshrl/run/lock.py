@@ -77,6 +77,11 @@ class FolderLock:
         if len(self._descriptors) == 1:
             self._descriptors.append(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the run has not let go of the folder."""
+        return self.release.alive
+
     def check(self) -> None:
         """DataError where another process owns the folder by now, or it is no longer the one that was held."""
         owner = _read(self._file)

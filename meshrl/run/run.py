@@ -127,7 +127,8 @@ class Run:
 
         DataError where another process owns it by now: who asks is about to write there.
         """
-        self._lock.check()
+        if self._lock.is_held:
+            self._lock.check()
         self._settle()
         return self.recorder.folder
 
