@@ -1,5 +1,6 @@
 """Where a rank stands among those that share its model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -32,26 +33,22 @@ class World(RankGroup):
     @classmethod
     def of(cls, rank: Rank, config: FsdpConfig) -> "World":
         """Meet the other ranks. ConfigError where the mesh's axes do not fit."""
-        unknown = {axis: size for axis, size in rank.shape.items() if axis not in ("dp", "tp") and size > 1}
-        if unknown:
-            raise ConfigError(f"the backend 'fsdp' knows the axes dp and tp, and its mesh has {unknown}")
-        dp, tp = rank.shape.get("dp", 1), rank.shape.get("tp", 1)
-        if dp % config.replicate:
-            raise ConfigError(f"fsdp.replicate = {config.replicate} does not divide the {dp} ranks of the axis dp")
+        grid = grid_of(rank.shape, config)
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         if config.cpu_offload and device.type == "cpu":
             raise ConfigError(
                 "fsdp.cpu_offload keeps parameters out of a GPU's memory, and this rank has none: leave it out"
             )
         join(rank, device, "fsdp")
-        numbers = torch.arange(prod(rank.shape.values())).reshape(tuple(rank.shape.values()))
-        order = [list(rank.shape).index(axis) for axis in ("dp", "tp") if axis in rank.shape]
-        others = [index for index in range(numbers.dim()) if index not in order]
-        grid = numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
+        return cls.on(grid, device)
+
+    @classmethod
+    def on(cls, grid: Tensor, device: torch.device) -> "World":
+        """This rank's place in a grid of those of the default group, int64[replicate, shard, tp]."""
         mesh = _shared(device, grid)
         here = mesh.get_coordinate() or (0, 0, 0)
         place = tuple(here[:2])  # ranks along tp have the same rows
-        return cls(dp, place, mesh, device)
+        return cls(grid.shape[0] * grid.shape[1], place, mesh, device)
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -62,6 +59,20 @@ class World(RankGroup):
     def tensors(self) -> DeviceMesh:
         """The mesh that matrices are split over."""
         return self.mesh[TP]
+
+
+def grid_of(axes: Mapping[str, int], config: FsdpConfig) -> Tensor:
+    """The numbers of a mesh's ranks, int64[replicate, shard, tp]. ConfigError where its axes do not fit."""
+    unknown = {axis: size for axis, size in axes.items() if axis not in ("dp", "tp") and size > 1}
+    if unknown:
+        raise ConfigError(f"the backend 'fsdp' knows the axes dp and tp, and its mesh has {unknown}")
+    dp, tp = axes.get("dp", 1), axes.get("tp", 1)
+    if dp % config.replicate:
+        raise ConfigError(f"fsdp.replicate = {config.replicate} does not divide the {dp} ranks of the axis dp")
+    numbers = torch.arange(prod(axes.values())).reshape(tuple(axes.values()))
+    order = [list(axes).index(axis) for axis in ("dp", "tp") if axis in axes]
+    others = [index for index in range(numbers.dim()) if index not in order]
+    return numbers.permute(*order, *others).reshape(config.replicate, dp // config.replicate, tp)
 
 
 def _shared(device: torch.device, grid: Tensor) -> DeviceMesh:

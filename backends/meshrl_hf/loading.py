@@ -72,7 +72,7 @@ def read_words(config: ModelConfig, folder: Path) -> Words:
         try:
             shape = AutoConfig.from_pretrained(folder, local_files_only=True)
         except Exception as error:
-            raise _unreadable(str(folder), GENERATOR, error) from error
+            raise unreadable(str(folder), GENERATOR, error) from error
         try:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except OSError:  # one without the file has what its configuration says
@@ -108,7 +108,7 @@ def _empty(name: str, folder: Path, kind: Kind) -> PreTrainedModel:
         with init_empty_weights(include_buffers=False):
             network = cast("PreTrainedModel", kind.make(config, dtype=torch.float32))
     except Exception as error:
-        raise _unreadable(name, kind, error) from error
+        raise unreadable(name, kind, error) from error
     _check_kind(name, kind, network)
     network.tie_weights()
     with contextlib.suppress(OSError):  # one without the file has what its configuration says
@@ -140,12 +140,23 @@ def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = character_tokenizer(spec.characters, spec.max_tokens)
+    config = new_config(spec, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = LlamaForCausalLM(config)
+    for parameter in network.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return network, tokenizer
+
+
+def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    """What a new model of these tokens is."""
     if spec.hidden_size % (2 * spec.heads):
         raise ModelError(
             f"model.hidden_size {spec.hidden_size} over model.heads {spec.heads} is {spec.hidden_size / spec.heads:g} "
             "dims a head: it must be an even number"
         )
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.ffn_size,
@@ -157,19 +168,13 @@ def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel
         eos_token_id=END,
         pad_token_id=PAD,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        network = LlamaForCausalLM(config)
-    for parameter in network.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return network, tokenizer
 
 
 def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         loaded = kind.read(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
     except Exception as error:
-        raise _unreadable(name, kind, error) from error
+        raise unreadable(name, kind, error) from error
     network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)
     _check_kind(name, kind, network)
     missing = sorted(report["missing_keys"])
@@ -181,7 +186,8 @@ def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreT
     return network, read_tokenizer(name, folder)
 
 
-def _unreadable(name: str, kind: Kind, error: Exception) -> ModelError:
+def unreadable(name: str, kind: Kind, error: Exception) -> ModelError:
+    """What is said of a model that transformers cannot read."""
     return ModelError(f"model {name!r}: cannot be loaded as a {kind.name}: {_first_line(error)}")
 
 

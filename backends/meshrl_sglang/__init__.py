@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COUNTS", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["COUNTS", "MEMORY", "NEEDS", "OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {"Sampler": "meshrl_sglang.sampler:SglangSampler"}
 """Where each role's class is. Strings, so that looking a role up imports no torch."""
@@ -16,3 +16,6 @@ COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 
 NEEDS: Final = "meshrl_sglang.options:check_installed"
 """Refuses a table that names no interpreter with SGLang."""
+
+MEMORY: Final = "meshrl_inference.memory:held"
+"""Tells what a rank holds of a role, without weights."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COUNTS", "MODELS", "ROLES"]
+__all__ = ["COUNTS", "MEMORY", "MODELS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -19,3 +19,6 @@ ROLES: Final[Mapping[str, str]] = {
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 """Tells the tokens of prompts, without a model."""
+
+MEMORY: Final = "meshrl_torch.memory:held"
+"""Tells what a rank holds of a role, without weights."""

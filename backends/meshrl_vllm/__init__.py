@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COUNTS", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["COUNTS", "MEMORY", "NEEDS", "OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",
@@ -19,3 +19,6 @@ COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 
 NEEDS: Final = "meshrl_vllm.options:check_installed"
 """Refuses a table that names no interpreter with vLLM."""
+
+MEMORY: Final = "meshrl_inference.memory:held"
+"""Tells what a rank holds of a role, without weights."""

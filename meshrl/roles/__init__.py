@@ -25,6 +25,7 @@ from meshrl.roles.config import (
     with_options,
 )
 from meshrl.roles.generate_calls import GenerateCalls, places_of
+from meshrl.roles.memory import Memory, Term, Work, memory_of
 from meshrl.roles.registry import (
     BackendOptions,
     Models,
@@ -49,6 +50,7 @@ __all__ = [
     "GenerateCalls",
     "GroupSampling",
     "LoraConfig",
+    "Memory",
     "ModelConfig",
     "Models",
     "NewModel",
@@ -71,6 +73,8 @@ __all__ = [
     "Shape",
     "Stateful",
     "TeacherConfig",
+    "Term",
+    "Work",
     "backends",
     "backends_with",
     "check_axes",
@@ -80,6 +84,7 @@ __all__ = [
     "count_tokens",
     "function_of",
     "implementation",
+    "memory_of",
     "models_of",
     "options_of",
     "place_of",

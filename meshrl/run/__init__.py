@@ -13,6 +13,7 @@ from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
+from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
 from meshrl.run.mistakes import list_of_mistakes
 from meshrl.run.new import copy_script
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
@@ -25,13 +26,17 @@ from meshrl.run.train import Trained, train
 
 __all__ = [
     "AlgorithmConfig",
+    "Asked",
     "Audit",
     "BackgroundMeasurements",
     "EvaluationConfig",
     "Findings",
+    "Held",
     "Job",
     "Measurement",
+    "MemoryPlan",
     "MeshConfig",
+    "RankMemory",
     "RolloutConfig",
     "Run",
     "RunConfig",
@@ -51,9 +56,11 @@ __all__ = [
     "merge_adapters",
     "newest_model",
     "pin",
+    "plan_memory",
     "push",
     "root_of",
     "run_job",
+    "savings_of",
     "serve",
     "shipped_configs",
     "table_of",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from meshrl.config import Config, Keys, dotted
+from meshrl.config import Config, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, shortened
 from meshrl.rewards import RewardConfig, is_own, load_function, try_reward
@@ -30,6 +30,8 @@ from meshrl.run.algorithm_config import AlgorithmConfig
 from meshrl.run.check_model import check_model, checks_of_model
 from meshrl.run.check_rows import find_row_mistakes
 from meshrl.run.config import RunConfig
+from meshrl.run.memory import doubts_of_memory
+from meshrl.run.tables import reads_reference, tables_of
 from meshrl.tasks import TaskConfig, first_row
 from meshrl.trackers import make_tracker
 from meshrl.user_code import where_raised
@@ -49,7 +51,10 @@ class Findings(NamedTuple):
 
 
 def examine(config: Config, run: RunConfig | None = None) -> Findings:
-    """What `find_mistakes` and `find_doubts` find, and doubts of what a reward says of the task's first answer."""
+    """What `find_mistakes` and `find_doubts` find, and doubts of what a reward says of the task's first answer.
+
+    And, of meshes that say how much memory a rank has, doubts whether the roles fit.
+    """
     run = run or RunConfig()
     mistakes = [*_mistakes_of_tables(config, run)]
     doubts: list[str] = []
@@ -61,6 +66,8 @@ def examine(config: Config, run: RunConfig | None = None) -> Findings:
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
     mistakes += _mistakes_of_run(config, run)
+    if not mistakes:
+        doubts += doubts_of_memory(config, run)
     return Findings(mistakes, [*find_doubts(config), *doubts])
 
 
@@ -79,10 +86,9 @@ def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
 
 def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
     meshes = {name: mesh.ranks for name, mesh in run.meshes.items()}
-    weights = [getattr(table, key) for _, table in _tables(config) for key in type(table).model_fields if key == "kl"]
-    compares = any(weights) or not weights
+    compares = reads_reference(config)
     policy, sampling = _of(config, "policy", PolicyConfig), _of(config, "sampling", Sampling)
-    for path, table in _tables(config):
+    for path, table in tables_of(config):
         for check in _checks(table, policy, meshes, sampling, compares=compares):
             try:
                 check()
@@ -91,12 +97,12 @@ def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
 
 
 def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
-    named = {table.mesh for _, table in _tables(config) if isinstance(table, RoleConfig)}
+    named = {table.mesh for _, table in tables_of(config) if isinstance(table, RoleConfig)}
     for mesh in run.meshes:
         if mesh not in named:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
             yield f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}"
-    for path, table in _tables(config):
+    for path, table in tables_of(config):
         if isinstance(table, RoleConfig) and table.mesh in run.meshes:
             try:
                 run.meshes[table.mesh].check_takes(table)
@@ -182,7 +188,7 @@ def _mistakes_of_rows(config: Config) -> Iterator[str]:
 
 
 def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
-    samplers = [(path, table) for path, table in _tables(config) if isinstance(table, SamplerConfig)]
+    samplers = [(path, table) for path, table in tables_of(config) if isinstance(table, SamplerConfig)]
     if not samplers:
         yield "evaluation: the algorithm has no sampler, whose completions it would judge: leave it out"
     for path, table in samplers:
@@ -191,14 +197,6 @@ def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
                 f"evaluation: {dotted((*path, table.backend, key))} gives the sampler's memory to what trains, which "
                 "would train while it is evaluated: set evaluation.wait = true"
             )
-
-
-def _tables(config: Config, above: Keys = ()) -> Iterator[tuple[Keys, Config]]:
-    yield above, config
-    for name in type(config).model_fields:
-        value: object = getattr(config, name)
-        if isinstance(value, Config):
-            yield from _tables(value, (*above, name))
 
 
 def _checks(

@@ -25,6 +25,9 @@ class MeshConfig(Config):
     """This and what follows: as in `Resources`."""
     gpus: float = Field(default=0.0, ge=0)
     custom: dict[str, float] = Field(default={})
+    gib: float | None = Field(default=None, gt=0)
+    """GiB that a rank may hold: of its GPU, or of the machine's memory where it has none. With it `meshrl check` says
+    where roles need more, and `meshrl memory` how much is left."""
     placement: Literal["pack", "spread"] = "pack"
 
     @property

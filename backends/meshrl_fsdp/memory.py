@@ -1,0 +1,74 @@
+"""What a rank of the fsdp backend holds: its own code, rehearsed in a group whose other ranks are not there."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Final, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from meshrl.errors import ConfigError
+from meshrl.roles import CriticConfig, Memory, ModelConfig, PolicyConfig, RewardTrainingConfig, Work, options_of
+from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.options import FsdpConfig
+from meshrl_fsdp.sharded import shard
+from meshrl_fsdp.world import World, grid_of
+from meshrl_hf.memory import Cast, figures, knobs, part_of
+from meshrl_hf.model import LanguageModel
+
+_OFFLOADED: Final = ("parameters", "moments", "gradients")
+"""What is in the host's memory with `cpu_offload`."""
+
+
+def held(config: ModelConfig, work: Work) -> Memory:
+    """What the first rank holds of a role, whose shards are the largest.
+
+    ConfigError in a process that is in a process group already.
+    """
+    layout = options_of(config, FsdpConfig)
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
+    trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
+    whole = config.model_copy(update={"dtype": "float32"})
+    with _alone(work.axes, layout) as world:
+        budget = int(getattr(config, "micro_batch_tokens", 1))
+        found = figures(whole, work, budget, partial(_laid_out, config, layout, dtype, world))
+    terms = found.terms("update" if trains else "score", host=not work.gpu)
+    if layout.cpu_offload and work.gpu:
+        terms = [replace(each, host=each.name in _OFFLOADED) for each in terms]
+    tried = [] if layout.cpu_offload or not work.gpu else ["fsdp.cpu_offload=true"]
+    return Memory(terms, [*knobs(config), *tried])
+
+
+def _laid_out(config: ModelConfig, layout: FsdpConfig, dtype: torch.dtype, world: World, model: LanguageModel) -> Cast:
+    part = part_of(config, model)
+    on_gpu = layout.model_copy(update={"cpu_offload": False, "compile": False})
+    sharded = shard(part.model, world, on_gpu, dtype, part.extra)
+    predict, parameters = sharded.predicting(part.predict), part.parameters
+    apart = [each for each in sharded.root.modules() if isinstance(each, FSDPModule) and id(each) != id(sharded.root)]
+    own = {id(parameter) for each in apart for parameter in each.parameters()}
+    gathered = sum(each.numel() for each in sharded.root.parameters() if id(each) not in own) * dtype.itemsize
+    if parameters is None or not isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig):
+        return Cast(sharded.root, predict, gathered=gathered)
+    optimizer = config.optimizer
+    return Cast(sharded.root, predict, lambda: ShardedOptimizer(optimizer, sharded, parameters()).masters, gathered)
+
+
+@contextmanager
+def _alone(axes: Mapping[str, int], layout: FsdpConfig) -> Generator[World]:
+    """The first rank of a mesh with these axes, none of whose other ranks is there."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process is in a process group, and memory is told in a group whose other ranks are not there: ask "
+            "in a process of its own, as `meshrl memory` is"
+        )
+    grid = grid_of(axes, layout)
+    group = import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend "fake" known
+    dist.init_process_group("fake", store=group.FakeStore(), rank=0, world_size=grid.numel())
+    try:
+        yield World.on(grid, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()

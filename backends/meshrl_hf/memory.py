@@ -1,0 +1,367 @@
+"""What a rank holds of a model: a rehearsal of its passes with tensors that have shapes and no memory."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from meshrl.data import Batch, Ragged
+from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import (
+    CriticConfig,
+    ModelConfig,
+    NewModel,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    Term,
+    Work,
+)
+from meshrl_hf.attention import Packed
+from meshrl_hf.files import folder_of
+from meshrl_hf.live import Live
+from meshrl_hf.loading import GENERATOR, Kind, new_config, quiet, unreadable
+from meshrl_hf.lora import prepare, trained
+from meshrl_hf.model import LanguageModel, ready
+from meshrl_hf.packing import MicroBatch, learned, micro_batches, whole
+from meshrl_hf.reward_training import kind_of, with_score
+from meshrl_hf.scoring import Predict, predicted
+from meshrl_hf.text import character_tokenizer
+from meshrl_hf.value_head import with_head
+
+_fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it
+
+_DEPTHS: Final = (2, 3)
+"""Layers of the models that are rehearsed: each further layer holds what the third one does."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a role computes with a model, and what it trains."""
+
+    model: LanguageModel
+    predict: Predict
+    extra: Sequence[nn.Module] = ()
+    """A head beside the model."""
+    parameters: Callable[[], Sequence[nn.Parameter]] | None = None
+    """What is trained, once it has its place; None where nothing is."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A part as its backend lays it out on a rank; on the device `meta`."""
+
+    root: nn.Module
+    """All that has parameters."""
+    predict: Predict
+    steps_over: Callable[[], Sequence[Tensor]] | None = None
+    """Makes an optimizer, and gives what it steps over; None for a model that is not trained."""
+    gathered: int = 0
+    """Bytes of parameters that are whole in all of a pass, beside their shards."""
+
+
+def part_of(config: ModelConfig, model: LanguageModel) -> Part:
+    """What the role of a table does with a model. ConfigError for a table that is of no model's role."""
+    if isinstance(config, PolicyConfig):
+        prepare(model, config)
+        return Part(model, partial(predicted, model), parameters=lambda: list(trained(model).values()))
+    if isinstance(config, CriticConfig):
+        valued = with_head(model, config)
+        return Part(model, valued.predicted, [valued.head], lambda: list(valued.parameters.values()))
+    if isinstance(config, RewardModelConfig | RewardTrainingConfig):
+        judge = with_score(model, config)
+        learns = isinstance(config, RewardTrainingConfig)
+        return Part(
+            judge.model, judge.predicted, parameters=(lambda: list(trained(judge.model).values())) if learns else None
+        )
+    if isinstance(config, ReferenceConfig):
+        return Part(model, partial(predicted, model))
+    raise ConfigError(f"a {type(config).__name__} is the table of no role whose memory is known")
+
+
+def knobs(config: ModelConfig) -> list[str]:
+    """Settings that every backend has for a role, and that would make its memory less."""
+    found: list[str] = []
+    if isinstance(config, PolicyConfig) and not config.activation_checkpointing:
+        found.append("activation_checkpointing=true")
+    budget: object = getattr(config, "micro_batch_tokens", 1)
+    if isinstance(budget, int) and budget > 1:
+        found.append(f"micro_batch_tokens={budget // 2}")
+    if config.dtype == "float32":
+        found.append("dtype=bfloat16")
+    return found
+
+
+class Figures(NamedTuple):
+    """Bytes that a rank holds of a model."""
+
+    parameters: int
+    masters: int
+    moments: int
+    gradients: int
+    gathered: int
+    activations: int
+    head: int
+    """The most beside these while the head computes, and its gradient."""
+    workspace: int
+    """And what the rest of the pass takes beyond that."""
+
+    def terms(self, during: str, *, host: bool) -> list[Term]:
+        """Those that are not 0, with what they are made of."""
+        return [
+            Term(name, size, when and during, text, host)
+            for size, (name, when, text) in zip(self, _TERMS, strict=True)
+            if size
+        ]
+
+
+_TERMS: Final = (
+    ("parameters", "", "each parameter and buffer of the rank, in the dtype that it is kept in"),
+    ("masters", "", "4 bytes for each trained parameter of a narrower dtype"),
+    ("moments", "", "8 bytes for each trained parameter: AdamW's two, in float32"),
+    ("gradients", "during", "4 bytes for each trained parameter: float32, summed over micro-batches"),
+    ("gathered", "during", "embeddings and head, whole in the dtype of the passes"),
+    ("activations", "during", "what the layers keep of a micro-batch; of shards, one layer's whole parameters too"),
+    ("logits", "during", "a chunk's logits, at most 2**26, their probabilities and the head's gradient"),
+    ("workspace", "during", "a layer's gradients, recomputed activations and whole parameters"),
+)
+
+
+def config_of(config: ModelConfig) -> PretrainedConfig:
+    """The configuration of the model that a role's table names: of a folder, config.json alone is read."""
+    if isinstance(config.model, NewModel):
+        return new_config(config.model, character_tokenizer(config.model.characters, config.model.max_tokens))
+    folder = folder_of(config.model)
+    with quiet():
+        try:
+            return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True))
+        except Exception as error:
+            raise unreadable(config.model, GENERATOR, error) from error
+
+
+def depth_of(shape: PretrainedConfig) -> int:
+    """How many layers a model has."""
+    return int(shape.get_text_config().num_hidden_layers)
+
+
+def cache_per_token(shape: PretrainedConfig, dtype: str, tp: int = 1) -> int:
+    """Bytes of a token's keys and values in all layers, on one of the ranks along tp. `shape`: the text model's."""
+    heads = int(getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
+    dims = int(getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads)
+    itemsize = cast("torch.dtype", getattr(torch, dtype)).itemsize
+    return 2 * int(shape.num_hidden_layers) * max(1, heads // tp) * dims * itemsize
+
+
+def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[LanguageModel], Cast]) -> Figures:
+    """What the rank that holds most has of a role's model; micro-batches have `budget` tokens.
+
+    `lay_out` makes of a model what is on a rank; other ranks are not there. A model of more than three equal layers is
+    rehearsed with two and with three of them, and what a layer adds is counted for the others.
+    """
+    shape = config_of(config)
+    kind = kind_of(config) if isinstance(config, RewardModelConfig | RewardTrainingConfig) else GENERATOR
+    layers = depth_of(shape)
+    trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
+    batch, micro = _micro_batch(work, budget, trains=trains)
+    attention = _OnGpu if work.gpu else Packed
+    rehearsed: list[_Rehearsal] = []
+    for depth in _DEPTHS if layers > max(_DEPTHS) else (layers,):
+        model = _skeleton(config, shape, kind, depth)
+        fresh = replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))  # it keeps what it made
+        try:
+            rehearsed.append(_rehearse(model, lay_out(model), batch, fresh))
+        except (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException) as error:
+            raise ModelError(
+                f"{type(model.network).__name__} takes another amount of memory for other values ({error.func}), as "
+                "mixtures of experts do: how much is not known before a run"
+            ) from error
+    last = rehearsed[-1]
+    if len(rehearsed) > 1:
+        last = last.deeper(rehearsed[0], layers - max(_DEPTHS))
+    return last.figures
+
+
+def _skeleton(config: ModelConfig, shape: PretrainedConfig, kind: Kind, depth: int) -> LanguageModel:
+    """The first layers of a model, on the device `meta`; its tokenizer is none of its own."""
+    dtype = cast("torch.dtype", getattr(torch, config.dtype))
+    try:
+        with quiet(), torch.device("meta"):
+            network = cast("PreTrainedModel", kind.make(shape, dtype=dtype))
+    except Exception as error:
+        raise unreadable(str(config.model), kind, error) from error
+    network.tie_weights()
+    _shorten(network, depth)
+    return ready(network, character_tokenizer("a", 8), None)
+
+
+def _shorten(network: PreTrainedModel, depth: int) -> None:
+    """Leave a model its first layers. ModelError where they are of different sizes."""
+    names = cast("Sequence[str]", getattr(network, "_no_split_modules", None) or ())
+    for parent in list(network.modules()):
+        for name, layers in list(parent.named_children()):
+            if not isinstance(layers, nn.ModuleList) or {type(each).__name__ for each in layers} - set(names):
+                continue
+            if len({tuple(each.shape for each in layer.parameters()) for layer in layers}) > 1:
+                raise ModelError(
+                    f"{type(network).__name__} has layers of different sizes, and what it holds is told from one of "
+                    "them alone: how much memory it takes is not known"
+                )
+            setattr(parent, name, layers[:depth])
+
+
+def _micro_batch(work: Work, budget: int, *, trains: bool) -> tuple[Batch, MicroBatch]:
+    """The largest micro-batch of rows of the longest prompt and completion."""
+    families = min(-(-work.own_rows // work.n), budget // work.tokens + 2)
+    count = min(work.own_rows, families * work.n)
+    prompts = [np.full(work.prompt, row // work.n, np.int32) for row in range(count)]
+    tokens = Ragged.of([np.append(each, np.zeros(work.completion, np.int32)) for each in prompts], np.int32)
+    mask = Ragged(np.tile(np.arange(work.tokens) >= work.prompt, count), tokens.offsets)
+    batch = Batch.of(tokens=tokens, loss_mask=mask)
+    rows, learn = (learned(tokens, mask), mask) if trains else (whole(tokens, mask), None)
+    return batch, max(micro_batches(tokens, rows, learn, budget), key=lambda each: each.ids.numel())
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    """What was alive when, in bytes, of a model of some layers."""
+
+    figures: Figures
+    before: int
+    """When the second micro-batch began: what is held, and gradients."""
+    computed: int
+    """When its layers were computed."""
+    early: int
+    """The most from the layers' first activation to the first of their gradients, beyond `computed`."""
+    late: int
+    """The most after that."""
+
+    def deeper(self, shallow: "_Rehearsal", layers: int) -> "_Rehearsal":
+        """Of a model of so many layers more; `shallow` is of one with a layer less."""
+        grown = [one + layers * (one - other) for one, other in zip(self.figures, shallow.figures, strict=True)]
+        named = Figures(*grown)._replace(head=self.figures.head, gathered=self.figures.gathered)
+        before = self.before + layers * (self.before - shallow.before)
+        computed = self.computed + layers * (self.computed - shallow.computed)
+        late = self.late - self.before + before
+        workspace = max(0, max(computed + self.early, late) - computed - named.head)
+        return replace(self, figures=named._replace(workspace=workspace), before=before, computed=computed, late=late)
+
+
+def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch) -> _Rehearsal:
+    """Two micro-batches: gradients are there when the second one begins."""
+    trains = cast_.steps_over is not None
+    modes = _fake.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings()
+    with modes[0], modes[1], Live() as live, nullcontext() if trains else torch.no_grad():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP compares it
+        cast_.root.to_empty(device="cpu")
+        model.network.tie_weights()
+        parameters = live.now
+        stepped = cast_.steps_over() if cast_.steps_over else ()
+        masters = live.now - parameters
+        moments = sum(2 * each.numel() * torch.float32.itemsize for each in stepped)
+        held = live.now
+        marks = _Marks(live, model)
+        for _ in range(2):
+            before = live.now
+            marks.begin()
+            said = cast_.predict(batch, micro)
+            if trains:
+                said.sum().backward()
+            del said
+            marks.end()
+    return marks.rehearsal(
+        Figures(parameters, masters, moments, max(0, before - held), cast_.gathered, 0, 0, 0), before, trains=trains
+    )
+
+
+class _Marks:
+    """The most that was alive in each part of a pass."""
+
+    def __init__(self, live: Live, model: LanguageModel) -> None:
+        self._live = live
+        self._most: dict[str, int] = {}
+        self._entered = self._computed = 0
+        blocks = [each for each in model.network.modules() if isinstance(each, nn.ModuleList) and len(each)]
+        blocks[0][-1].register_forward_pre_hook(self._enter_last)
+        model.network.base_model.register_forward_pre_hook(self._enter_body)
+        model.network.base_model.register_forward_hook(self._leave_body)
+
+    def begin(self) -> None:
+        """Before a pass."""
+        self._live.peak()
+        self._most = dict.fromkeys(("body", "head", "layer", "rest"), 0)
+
+    def end(self) -> None:
+        """After it."""
+        self._note("rest")
+
+    def rehearsal(self, held: Figures, before: int, *, trains: bool) -> _Rehearsal:
+        """What the last pass took, of a model that is trained or not; `before`: what was alive when it began."""
+        most, computed = self._most, self._computed
+        gathered = min(held.gathered, self._entered - before)
+        if not trains:
+            head = max(most.values()) - before - gathered
+            return _Rehearsal(held._replace(gathered=gathered, head=head), before, before + gathered, head, 0)
+        early = max(most["body"], most["head"], most["layer"]) - computed
+        head = max(0, most["head"] - computed)
+        workspace = max(0, max(computed + early, most["rest"]) - computed - head)
+        kept = computed - before - gathered
+        found = held._replace(gathered=gathered, activations=kept, head=head, workspace=workspace)
+        return _Rehearsal(found, before, computed, early, most["rest"])
+
+    def _enter_last(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: self._note("layer"))
+
+    def _enter_body(self, _: nn.Module, __: object) -> None:
+        self._entered = self._live.now
+
+    def _leave_body(self, _: nn.Module, __: object, output: Any) -> None:
+        self._computed = self._live.now
+        self._note("body")
+        if output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(lambda _: self._note("head"))
+
+    def _note(self, part: str) -> None:
+        self._most[part] = max(self._most[part], self._live.peak())
+
+
+class _OnGpu(Packed):
+    """Packed attention as a kernel of a GPU keeps it: no mask, and one number for each query and head."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Attention's shapes, and what it keeps for the backward pass."""
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        if self.keys is not None:
+            k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        return cast("Tensor", _Kernel.apply(q, k, v))[None]  # type: ignore[no-untyped-call]
+
+
+class _Kernel(torch.autograd.Function):
+    """Keeps what flash attention does: [tokens, heads, dims] in and out."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = torch.empty_like(q)
+        sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ctx.saved_tensors[:3]
+        summed = q.new_empty(q.shape, dtype=torch.float32)  # the queries' gradient, summed over blocks of keys
+        wide = [q.new_empty((len(k), *q.shape[1:])) for _ in (k, v)]  # by query heads, before they are summed
+        made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        del summed, wide
+        return made

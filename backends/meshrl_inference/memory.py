@@ -1,0 +1,93 @@
+"""What a rank of an engine holds: weights, and keys and values in what is left of its share of a GPU."""
+
+from math import prod
+from typing import Final, cast
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import Memory, SamplerConfig, Term, Work, chosen_options
+from meshrl_hf.memory import cache_per_token, config_of
+from meshrl_inference.options import EngineOptions
+
+MIB: Final = 2**20
+_CPU_CACHE: Final = 512 * MIB
+"""Of keys and values, where there is no GPU and nothing is said."""
+_PASS: Final = 8192
+"""Tokens that an engine reads at once, about."""
+
+
+def held(config: SamplerConfig, work: Work) -> Memory:
+    """What a rank holds, which an engine takes when it starts and keeps, unless it sleeps.
+
+    ConfigError where the model and its passes leave nothing of the share for keys and values.
+    """
+    options = chosen_options(config)
+    if not isinstance(options, EngineOptions):
+        raise ConfigError(f"the table of the backend {config.backend!r} has other options than an engine's")
+    shape = config_of(config)
+    tp = work.axes.get("tp", 1)
+    itemsize = cast("torch.dtype", getattr(torch, config.dtype)).itemsize
+    weights = parameters_of(shape) * itemsize // tp
+    a_token = cache_per_token(shape.get_text_config(), config.dtype, tp)
+    passes = _PASS * _widest(shape.get_text_config(), tp) * itemsize
+    cache = _cache(options, work, weights + passes)
+    at = f"{config.backend}."
+    during = "generate" if options.sleep and work.gpu else ""
+    host = not work.gpu
+    terms = [
+        Term("weights", weights, during, f"all parameters in {config.dtype}, over tp = {tp}", host),
+        Term("KV cache", cache, during, _told_of_cache(options, work), host),
+        Term("passes", passes, during, f"about {_PASS} tokens, the widest of their layers' states", host),
+    ]
+    fit = cache // (a_token * work.tokens)
+    wanted = min(config.slots, -(-work.rows * tp // prod(work.axes.values())))
+    note = (
+        f"a token takes {a_token / 1024:.0f} KiB of the KV cache: {fit} rows of {work.tokens} tokens fit, of {wanted} "
+        f"at once{'; the others wait, or are read again' if fit < wanted else ''}"
+    )
+    smaller = options.kv_cache_mib is None and bool(work.gpu)
+    knobs = [f"{at}memory_share={options.memory_share / 2:g}"] if smaller else []
+    if work.gpu and not options.sleep:
+        knobs.append(f"{at}sleep=true")
+    return Memory(terms, knobs, [note])
+
+
+def parameters_of(shape: PretrainedConfig) -> int:
+    """How many parameters a causal language model has, a tied one once. ModelError for an unknown architecture."""
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(shape)
+    except Exception as error:
+        raise ModelError(f"transformers cannot make a {shape.model_type} of its configuration: {error}") from error
+    network.tie_weights()
+    return sum(each.numel() for each in network.parameters())
+
+
+def _cache(options: EngineOptions, work: Work, taken: int) -> int:
+    if options.kv_cache_mib is not None:
+        return options.kv_cache_mib * MIB
+    if not work.gpu:
+        return _CPU_CACHE
+    share = int(options.memory_share * work.gpu)
+    if share <= taken:
+        raise ConfigError(
+            f"memory_share = {options.memory_share:g} of a GPU's {work.gpu / 2**30:.0f} GiB is {share / 2**30:.1f} "
+            f"GiB, and weights and passes take {taken / 2**30:.1f} GiB of it, which leaves nothing for keys and "
+            "values: raise it, or divide the model over more ranks along tp"
+        )
+    return share - taken
+
+
+def _told_of_cache(options: EngineOptions, work: Work) -> str:
+    if options.kv_cache_mib is not None:
+        return f"kv_cache_mib = {options.kv_cache_mib}"
+    if not work.gpu:
+        return "512 MiB, as without a GPU nothing else is said"
+    return f"memory_share = {options.memory_share:g} of {work.gpu / 2**30:.0f} GiB, less the other two"
+
+
+def _widest(shape: PretrainedConfig, tp: int) -> int:
+    """Numbers a token that a layer holds at most: both halves of its feed-forward states, and two of its own."""
+    return 2 * int(getattr(shape, "intermediate_size", 4 * shape.hidden_size)) // tp + 2 * int(shape.hidden_size)

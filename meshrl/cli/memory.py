@@ -1,0 +1,77 @@
+"""The command `memory`: what a rank is to hold, and what would save."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
+from meshrl.run import Asked, Held, MemoryPlan, RankMemory, RunConfig, find_config, load_job, plan_memory, savings_of
+
+_GIB = 2**30
+
+
+@app.command(context_settings=WITH_SETTINGS)
+def memory(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Ranks of the mesh, of one GPU each.")] = None,
+    gib: Annotated[float | None, typer.Option(help="Memory of a rank's GPU; else run.meshes.NAME.gib, or 80.")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt; else task.longest.")] = None,
+    completion: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest completion; else sampling.max_tokens.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
+) -> None:
+    """Say how much memory a rank takes, before the run: nothing is allocated, and no weights are read."""
+    given, file = settings(config, overrides), find_config(config)
+
+    known: dict[str, Held] = {}
+
+    def planned(further: Sequence[str], asked: Asked) -> MemoryPlan:
+        job = load_job(file, [*given, *further], RunConfig)
+        return plan_memory(job.config, job.run, asked, known)
+
+    asked = Asked(gpus, gib, prompt, completion)
+    plan = planned([], asked)
+    plan = replace(plan, savings=savings_of(plan, asked, planned))
+    console = Console()
+    for mesh in plan.meshes:
+        _show(console, mesh)
+    for told in plan.assumed:
+        typer.echo(f"assumed: {told}")
+    for saving in plan.savings:
+        typer.echo(f"{saving.setting} would save {saving.nbytes / _GIB:.2f} GiB of a rank of {saving.mesh}")
+    if json:
+        write(json, msgspec.json.encode(plan))
+
+
+def _show(console: Console, mesh: RankMemory) -> None:
+    """A rank's table: what it holds in its own memory, then what it holds in the machine's."""
+    axes = " ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
+    for host in (False, True):
+        terms = list(mesh.terms(host=host))
+        if not terms:
+            continue
+        where = "the machine's memory" if host else "GPU"
+        title = f"{mesh.mesh}: a rank of {mesh.ranks} ({axes}), {where}"
+        table = Table("role", "term", "GiB", "during", "what it is", box=None, header_style="bold", title=title)
+        table.title_justify, table.columns[2].justify = "left", "right"
+        for role, term in terms:
+            table.add_row(role, term.name, f"{term.nbytes / _GIB:.3f}", term.during or "always", term.formula)
+        most, call = mesh.peak(host=host)
+        table.add_row("", "at most", f"{most / _GIB:.3f}", call or "always", "what is held always, and this call's")
+        console.print(table)
+    for held in mesh.roles:
+        for note in held.memory.notes if held.memory else (f"unknown: {held.unknown}",):
+            typer.echo(f"{held.role}: {note}")
+    if mesh.headroom is not None and mesh.gib is not None:
+        left = f"{mesh.headroom / _GIB:.2f} GiB are left"
+        if mesh.headroom < 0:
+            left = f"it does not fit: {-mesh.headroom / _GIB:.2f} GiB more are needed"
+        typer.echo(f"{mesh.mesh}: {mesh.needed / _GIB:.2f} of {mesh.gib:g} GiB: {left}")

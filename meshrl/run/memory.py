@@ -1,0 +1,303 @@
+"""How much memory the roles of a configuration take on a rank, told before anything is allocated."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+from meshrl.config import Config, dotted
+from meshrl.errors import ConfigError, MeshrlError
+from meshrl.roles import (
+    Memory,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    SamplerConfig,
+    Sampling,
+    Term,
+    Work,
+    memory_of,
+    models_of,
+)
+from meshrl.run.check_model import longest_of
+from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.tables import reads_reference, tables_of
+from meshrl.tasks import TaskConfig
+
+GIB: Final = 2**30
+_A_GPU: Final = 80.0
+"""GiB of a GPU of which nothing is said."""
+_CONTEXT: Final = Term("CUDA and NCCL", GIB, "", "about 1 GiB for contexts, libraries and communicators")
+_PROMPT: Final = 512
+"""Tokens of a prompt where nothing bounds it."""
+_COMPLETION: Final = 1024
+"""And of the rest of a row, where nothing is sampled."""
+_TIGHT: Final = 0.05
+"""The share of a rank's memory that should stay free: allocators leave gaps."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked beside a configuration. Nothing means what the configuration says."""
+
+    gpus: int | None = None
+    """Ranks of its mesh, of one GPU each."""
+    gib: float | None = None
+    """Of each rank."""
+    prompt: int | None = None
+    """Tokens of the longest prompt."""
+    completion: int | None = None
+    """Tokens of the longest completion."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A role on a rank."""
+
+    role: str
+    """Its key in the configuration."""
+    backend: str
+    memory: Memory | None
+    """None where it is not known."""
+    unknown: str = ""
+    """Why it is not."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What the fullest rank of a mesh holds."""
+
+    mesh: str
+    ranks: int
+    axes: dict[str, int]
+    has_gpu: bool
+    gib: float | None
+    """Of the rank; None where it is not said."""
+    roles: list[Held]
+    beside: list[Term]
+    """What no role holds."""
+    overlaps: bool
+    """Whether rollouts go on while roles of this rank train."""
+
+    def terms(self, *, host: bool) -> Iterator[tuple[str, Term]]:
+        """What is in one of the rank's memories, with its role."""
+        for held in self.roles:
+            for term in held.memory.terms if held.memory else ():
+                if term.host is host:
+                    yield held.role, term
+        for term in self.beside:
+            if term.host is host:
+                yield "", term
+
+    def peak(self, *, host: bool) -> tuple[int, str]:
+        """The most bytes at once, and the call in which: all that is held always, and one call's terms beside it."""
+        always, calls = 0, dict[str, int]()
+        for role, term in self.terms(host=host):
+            if term.during:
+                call = f"{role}.{term.during}"
+                calls[call] = calls.get(call, 0) + term.nbytes
+            else:
+                always += term.nbytes
+        if self.overlaps:  # rows are drawn while something else computes
+            drawn = [call for call in calls if call.endswith(".generate")]
+            beside = sum(calls.pop(call) for call in drawn)
+            always += beside
+        name = max(calls, key=lambda call: calls[call], default="")
+        return always + calls.get(name, 0), name
+
+    @property
+    def needed(self) -> int:
+        """Bytes at most, of the memory that `gib` is of."""
+        return self.peak(host=not self.has_gpu)[0]
+
+    @property
+    def headroom(self) -> int | None:
+        """Bytes that stay free; less than 0 where the roles do not fit. None where the memory is not said."""
+        return None if self.gib is None else int(self.gib * GIB) - self.needed
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A setting, and how much less the fullest rank of a mesh then holds."""
+
+    setting: str
+    mesh: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the ranks of a configuration hold."""
+
+    meshes: list[RankMemory]
+    assumed: list[str]
+    """What the configuration does not say, and was taken for granted."""
+    savings: list[Saving] = field(default_factory=list)
+
+
+def plan_memory(
+    config: Config, run: RunConfig, asked: Asked = Asked(), known: dict[str, Held] | None = None
+) -> MemoryPlan:
+    """What each mesh's fullest rank holds of the roles that are on it. Nothing is allocated, and no weights are read.
+
+    `known`: what was told before of the same tables, which is added to.
+    ConfigError where `asked.gpus` leaves open of which mesh; what a backend cannot tell is said of its role.
+    """
+    tables = [
+        (dotted(path), table)
+        for path, table in tables_of(config)
+        if isinstance(table, ModelConfig) and _is_read(config, table)
+    ]
+    meshes = meshes_of(run, sorted({table.mesh for _, table in tables}), asked.gpus)
+    rows = _Rows.of(config, asked)
+    planned: list[RankMemory] = []
+    for name, mesh in meshes.items():
+        has_gpu = mesh.gpus > 0
+        gib = asked.gib or mesh.gib or (_A_GPU if has_gpu else None)
+        here = [(role, table) for role, table in tables if table.mesh == name]
+        held: list[Held] = []
+        for role, table in here:
+            work = rows.work(table, mesh, gib if has_gpu else None)
+            key = f"{role} {table!r} {work!r}"
+            held.append((known or {}).get(key) or _held(role, table, work))
+            if known is not None:
+                known[key] = held[-1]
+        trains = any(isinstance(table, PolicyConfig) for _, table in here)
+        overlaps = trains and int(getattr(config, "ahead", 0)) > 0
+        beside = [_CONTEXT] if has_gpu else []
+        axes = dict(mesh.axes) or {"dp": mesh.ranks}
+        planned.append(RankMemory(name, mesh.ranks, axes, has_gpu, gib, held, beside, overlaps))
+    return MemoryPlan(planned, rows.assumed)
+
+
+def meshes_of(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[str, MeshConfig]:
+    """The meshes that roles name; with `gpus`, the only one has so many ranks of a GPU each."""
+    meshes = {name: run.meshes.get(name, MeshConfig()) for name in named}
+    if gpus is None:
+        return meshes
+    if len(meshes) != 1:
+        told = " ".join(f"run.meshes.{name}.ranks=N" for name in meshes)
+        raise ConfigError(
+            f"--gpus {gpus}: the roles are on {len(meshes)} meshes ({', '.join(meshes)}): say how many each has, with "
+            f"{told} in place of it"
+        )
+    ((name, mesh),) = meshes.items()
+    others = prod(size for axis, size in mesh.axes.items() if axis != "dp")
+    if gpus % others:
+        raise ConfigError(f"--gpus {gpus}: the axes {mesh.axes} of the mesh {name!r} take a multiple of {others}")
+    axes = {**mesh.axes, "dp": gpus // others} if mesh.axes else {}
+    return {name: mesh.model_copy(update={"ranks": gpus, "axes": axes, "gpus": 1.0})}
+
+
+def doubts_of_memory(config: Config, run: RunConfig) -> list[str]:
+    """Of each mesh that says how much memory a rank has: whether its roles need more, or nearly all."""
+    if not any(mesh.gib for mesh in run.meshes.values()):
+        return []
+    found: list[str] = []
+    for each in plan_memory(config, run).meshes:
+        if each.headroom is None or each.gib is None:
+            continue
+        _, call = each.peak(host=not each.has_gpu)
+        told = f"run.meshes.{each.mesh}: a rank needs about {each.needed / GIB:.1f} GiB{f' in {call}' if call else ''}"
+        if each.headroom < _TIGHT * each.gib * GIB:
+            what = "and has" if each.headroom < 0 else "which leaves less than a twentieth of"
+            found.append(f"{told}, {what} gib = {each.gib:g}: `meshrl memory` says what takes it, and what would save")
+    return found
+
+
+def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str], Asked], MemoryPlan]) -> list[Saving]:
+    """What each setting would save that a backend names, and more ranks: the most first.
+
+    `plan_with` plans the same configuration with further settings; one that it refuses is left out.
+    """
+    found: list[Saving] = []
+    for mesh in plan.meshes:
+        tried: list[tuple[str, Sequence[str], Asked]] = []
+        for held in mesh.roles:
+            for knob in held.memory.knobs if held.memory else ():
+                setting = f"{held.role}.{knob}"
+                tried.append((setting, [setting], asked))
+        if asked.gpus:
+            more = 2 * asked.gpus
+            tried.append((f"--gpus {more}", [], Asked(more, asked.gib, asked.prompt, asked.completion)))
+        else:
+            tried += [(" ".join(settings), settings, asked) for settings in _other_shapes(mesh)]
+        for setting, settings, with_these in tried:
+            try:
+                other = plan_with(settings, with_these)
+            except MeshrlError:
+                continue
+            needed = next(each.needed for each in other.meshes if each.mesh == mesh.mesh)
+            if needed < mesh.needed:
+                found.append(Saving(setting, mesh.mesh, mesh.needed - needed))
+    return sorted(found, key=lambda saving: -saving.nbytes)
+
+
+def _other_shapes(mesh: RankMemory) -> Iterator[Sequence[str]]:
+    """Twice the ranks, and matrices over two of them."""
+    at, dp = f"run.meshes.{mesh.mesh}", mesh.axes.get("dp", 1)
+    explicit = mesh.axes != {"dp": mesh.ranks}
+    yield [f"{at}.ranks={2 * mesh.ranks}", *([f"{at}.axes.dp={2 * dp}"] if explicit else [])]
+    if dp % 2 == 0:
+        yield [f"{at}.axes.dp={dp // 2}", f"{at}.axes.tp={2 * mesh.axes.get('tp', 1)}"]
+
+
+def _is_read(config: Config, table: ModelConfig) -> bool:
+    """Whether a role has this table that holds a model, and the algorithm reads it."""
+    if not table.role or models_of(table.backend) in ("none", "ignored"):
+        return False
+    return type(table) is not ReferenceConfig or reads_reference(config)
+
+
+def _held(role: str, table: ModelConfig, work: Work) -> Held:
+    try:
+        memory = memory_of(table, work)
+    except MeshrlError as error:
+        return Held(role, table.backend, None, str(error))
+    if memory is None:
+        return Held(role, table.backend, None, f"the backend {table.backend!r} does not tell it")
+    return Held(role, table.backend, memory)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows that a configuration's roles work on."""
+
+    prompt: int
+    completion: int
+    drawn: int
+    """In a step."""
+    updated: int
+    """In an update."""
+    n: int
+    assumed: list[str]
+
+    @classmethod
+    def of(cls, config: Config, asked: Asked) -> "_Rows":
+        task, sampling = getattr(config, "task", None), getattr(config, "sampling", None)
+        assumed: list[str] = []
+        prompt = asked.prompt or (task.longest if isinstance(task, TaskConfig) else None)
+        if prompt is None:
+            prompt = _PROMPT
+            assumed.append(f"prompts of {prompt} tokens: task.longest, or --prompt, says otherwise")
+        completion = asked.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
+        if completion is None:
+            completion = _COMPLETION
+            assumed.append(f"completions of {completion} tokens: --completion says otherwise")
+        n = int(getattr(sampling, "n", 1))
+        rows = int(getattr(config, "prompts", None) or getattr(config, "rows", None) or 1) * n
+        return cls(prompt, completion, rows, -(-rows // int(getattr(config, "minibatches", 1))), n, assumed)
+
+    def work(self, table: ModelConfig, mesh: MeshConfig, gib: float | None) -> Work:
+        """What is asked of a role."""
+        longest = longest_of(table.model) or self.prompt + self.completion
+        completion = min(self.completion, longest - 1)
+        rows = self.drawn if isinstance(table, SamplerConfig) else self.updated
+        return Work(
+            axes=dict(table.axes) or dict(mesh.axes) or {"dp": mesh.ranks},
+            prompt=min(self.prompt, longest - completion),
+            completion=completion,
+            rows=rows,
+            n=self.n,
+            gpu=int((gib or 0) * GIB * min(1.0, mesh.gpus or 1.0)),
+        )

@@ -1,0 +1,196 @@
+"""What the backends tell of memory before a run, against what torch's own profiler counts in one, on a CPU."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3Config
+
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    CriticConfig,
+    NewModel,
+    PolicyConfig,
+    Ragged,
+    ReferenceConfig,
+    SamplerConfig,
+    ValueLoss,
+)
+from meshrl.errors import ConfigError
+from meshrl.roles import Memory, ModelConfig, Work, memory_of
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import model as hf_model
+from meshrl_torch.critic import TorchCritic
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reference import TorchReference
+from meshrl_vllm.options import VllmConfig
+
+PROMPT, COMPLETION, ROWS, N = 20, 40, 32, 4
+WORK = Work({"dp": 1}, PROMPT, COMPLETION, ROWS, N, gpu=0)
+LLAMA = NewModel(
+    characters="".join(map(chr, range(0x4E00, 0x4E00 + 1500))),
+    hidden_size=96, ffn_size=256, layers=5, heads=4, max_tokens=128,
+)  # fmt: skip
+QWEN = Qwen3Config(
+    hidden_size=128, intermediate_size=320, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
+    head_dim=32, vocab_size=2000, max_position_embeddings=256, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def rollouts() -> Batch:
+    """Rows of the lengths that `WORK` names."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(2, 11, (ROWS // N, PROMPT))
+    tokens = Ragged.of([np.append(prompts[row // N], rng.integers(2, 11, COMPLETION)) for row in range(ROWS)], np.int32)
+    values = np.full(len(tokens.values), -2.0, np.float32)
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(np.tile(np.arange(PROMPT + COMPLETION) >= PROMPT, ROWS), tokens.offsets),
+        sampler_logprobs=Ragged(values, tokens.offsets),
+        values=Ragged(values, tokens.offsets),
+        returns=Ragged(values, tokens.offsets),
+        advantages=rng.normal(size=ROWS).astype(np.float32),
+    )
+
+
+def measured(work: Callable[[], Coroutine[None, None, None]]) -> int:
+    """The most bytes that torch's allocator had given out at once while this ran, by its profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        asyncio.run(work())
+    most = 0
+    waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            most = max(most, event.extra_fields.total_allocated)
+    return most
+
+
+def told(memory: Memory | None) -> int:
+    """What is held always, and the call that takes most."""
+    assert memory is not None
+    assert min(term.nbytes for term in memory.terms) > 0
+    assert len({term.during for term in memory.terms} - {""}) == 1
+    return sum(term.nbytes for term in memory.terms)
+
+
+async def two_updates(policy: TorchPolicy | FsdpPolicy) -> None:
+    for _ in range(2):  # the moments are there from the first one on
+        await policy.update(rollouts(), ClippedLoss())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": LLAMA},
+        {"model": LLAMA, "dtype": "bfloat16", "activation_checkpointing": True},
+        {"model": LLAMA, "lora": {"rank": 4}},
+        {"model": "qwen"},
+    ],
+    ids=["float32", "bfloat16 and recomputed activations", "adapters", "grouped heads"],
+)
+def test_a_policys_memory_is_told_within_a_tenth(
+    changes: Mapping[str, object],
+    random_model: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hf_model, "MAX_LOGITS", 1500 * 150)  # so that a micro-batch's logits are made in chunks
+    model = random_model(QWEN, tmp_path) if changes["model"] == "qwen" else changes["model"]
+    config = PolicyConfig.model_validate({**changes, "model": model, "micro_batch_tokens": 500})
+
+    async def run() -> None:
+        await two_updates(TorchPolicy(config))
+
+    mapped = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))  # it comes from no allocator
+    assert told(memory_of(config, WORK)) == pytest.approx(measured(run) + mapped, rel=0.1)
+
+
+def test_a_critics_and_a_references_memory_is_told_within_a_tenth() -> None:
+    critic = CriticConfig(model=LLAMA, micro_batch_tokens=500)
+    reference = ReferenceConfig(model=LLAMA, micro_batch_tokens=500)
+
+    async def learn() -> None:
+        made = TorchCritic(critic)
+        for _ in range(2):
+            await made.update(rollouts(), ValueLoss())
+
+    async def score() -> None:
+        made = TorchReference(reference)
+        await made.logprobs(rollouts())
+
+    assert told(memory_of(critic, WORK)) == pytest.approx(measured(learn), rel=0.1)
+    assert told(memory_of(reference, WORK)) == pytest.approx(measured(score), rel=0.1)
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import sys
+import msgspec
+from meshrl import PolicyConfig
+from meshrl.roles import Work, memory_of
+
+config, work = msgspec.json.decode(sys.stdin.buffer.read())
+sys.stdout.buffer.write(msgspec.json.encode(memory_of(PolicyConfig.model_validate(config), Work(**work))))
+"""
+
+
+def told_apart(config: ModelConfig, work: Work) -> Memory:
+    """What a process says that is in no process group."""
+    asked = msgspec.json.encode((config.model_dump(mode="json"), work))
+    command = [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN]
+    answer = subprocess.run(command, input=asked, capture_output=True, check=True)
+    return msgspec.json.decode(answer.stdout, type=Memory)
+
+
+def test_a_sharded_policys_memory_is_told_within_a_tenth() -> None:
+    config = PolicyConfig(model=LLAMA, backend="fsdp", dtype="bfloat16", micro_batch_tokens=500)
+
+    async def run() -> None:
+        await two_updates(FsdpPolicy(config))
+
+    assert told(told_apart(config, WORK)) == pytest.approx(measured(run), rel=0.1)
+
+
+ASKED = {"prompt": 512, "completion": 2048, "rows": 512, "n": 8, "gpu": 80 * 2**30}
+MODELS = Path(__file__).parents[1] / "data" / "models"
+
+
+@pytest.mark.timeout(600)
+def test_a_model_of_eight_billion_is_told_from_its_configuration_alone() -> None:
+    ranks, parameters = 64, 8_030_261_248 // 64
+    config = PolicyConfig(
+        model=str(MODELS / "llama-8b"), backend="fsdp", dtype="bfloat16", activation_checkpointing=True,
+        micro_batch_tokens=2560,
+    )  # fmt: skip
+    terms = {term.name: term.nbytes for term in told_apart(config, Work({"dp": ranks}, **ASKED)).terms}
+    assert terms["parameters"] == pytest.approx(4 * parameters, rel=1e-3)
+    assert terms["moments"] == pytest.approx(8 * parameters, rel=1e-3)
+    assert terms["gradients"] == pytest.approx(4 * parameters, rel=1e-2)
+    assert terms["gathered"] == (2 * 128_256 * 4096 + 4096) * 2
+    hidden = 2558 * 4096 * 2  # of each layer, which is recomputed from it
+    a_layer = 218_112_000 * 2  # the last one's parameters, whole
+    assert terms["activations"] == pytest.approx(32 * hidden + a_layer, rel=0.1)
+
+
+def test_an_engine_says_how_many_rows_fit_in_what_the_weights_leave_of_its_share() -> None:
+    config = SamplerConfig(model=str(MODELS / "llama-8b"), backend="vllm", dtype="bfloat16")
+    memory = memory_of(config, Work({"dp": 4, "tp": 2}, **ASKED))
+    assert memory is not None
+    terms = {term.name: term.nbytes for term in memory.terms}
+    assert terms["weights"] == 8_030_261_248
+    assert sum(terms.values()) == int(0.9 * 80 * 2**30)
+    a_token = 2 * 32 * 4 * 128 * 2  # keys and values, layers, heads of this rank, dims, bytes
+    (note,) = memory.notes
+    assert f"{terms['KV cache'] // (a_token * 2560)} rows of 2560 tokens fit, of 128 at once" in note
+    tight = config.model_copy(update={"vllm": VllmConfig(memory_share=0.05)})
+    with pytest.raises(ConfigError, match=r"memory_share = 0.05 .* leaves nothing for keys and values"):
+        memory_of(tight, Work({"dp": 4, "tp": 2}, **ASKED))

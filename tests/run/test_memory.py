@@ -1,0 +1,125 @@
+"""`meshrl memory`: what the roles of a rank come to, whether it fits, and what would save."""
+
+import string
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshrl import MeshConfig, RunConfig
+from meshrl.cli import main
+from meshrl.config import validate
+from meshrl.errors import ConfigError, ModelError
+from meshrl.roles import Memory, ModelConfig, PolicyConfig, Term, Work
+from meshrl.run import Asked, MemoryPlan, RolloutConfig, memory, plan_memory, savings_of
+from meshrl.run.check import examine
+
+GIB = 2**30
+NEW = {
+    "characters": f"{string.ascii_letters}>",
+    "hidden_size": 8,
+    "ffn_size": 8,
+    "layers": 1,
+    "heads": 2,
+    "max_tokens": 64,
+}
+ONE = RunConfig(engine="processes", meshes={"main": MeshConfig(ranks=4, gpus=1, gib=10)})
+
+
+def told(config: ModelConfig, work: Work) -> Memory | None:
+    """Of a policy 8 GiB over the ranks, and 2 in an update; of a sampler 1 and 1; of a reference nothing."""
+    if config.role == "Reference":
+        return None
+    if config.role == "Sampler":
+        return Memory([Term("weights", GIB, "", ""), Term("logits", GIB, "generate", "")])
+    assert isinstance(config, PolicyConfig)
+    terms = [
+        Term("parameters", 8 * GIB // work.axes.get("dp", 1), "", ""),
+        Term("moments", GIB, "", "", host=True),
+        Term("activations", config.micro_batch_tokens * 2**17, "update", ""),
+    ]
+    return Memory(terms, ["micro_batch_tokens=8192", "micro_batch_tokens=none"])
+
+
+@pytest.fixture(autouse=True)
+def _told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_of", told)
+
+
+def config(**changes: object) -> RolloutConfig:
+    table = {
+        "task": {"source": "meshrl:spell_backward", "prompt": "{word}>"},
+        "policy": {"model": NEW},
+        "sampler": {},
+        "reward": {"function": "exact_match"},
+        "reference": {},
+        **changes,
+    }
+    return validate(RolloutConfig, table, "test")
+
+
+def test_a_rank_holds_what_is_always_there_and_the_call_that_takes_most() -> None:
+    (rank,) = plan_memory(config(), ONE).meshes
+    assert rank.peak(host=False) == ((1 + 2 + 1 + 2) * GIB, "policy.update")  # beside 1 GiB of CUDA's own
+    assert rank.peak(host=True) == (GIB, "")
+    assert rank.headroom == 4 * GIB
+    (late,) = plan_memory(config(ahead=1), ONE).meshes
+    assert late.peak(host=False) == ((1 + 2 + 1 + 2 + 1) * GIB, "policy.update")  # rows are drawn meanwhile
+    (unknown,) = [held for held in rank.roles if held.memory is None]
+    assert unknown.role == "reference"
+    assert "'torch' does not tell it" in unknown.unknown
+
+
+def test_gpus_stand_for_the_ranks_of_the_only_mesh_and_leave_its_other_axes() -> None:
+    run = RunConfig(meshes={"main": MeshConfig(ranks=4, axes={"dp": 2, "tp": 2})})
+    (rank,) = plan_memory(config(), run, Asked(gpus=16)).meshes
+    assert (rank.ranks, rank.axes, rank.has_gpu, rank.gib) == (16, {"dp": 8, "tp": 2}, True, 80)
+    with pytest.raises(ConfigError, match=r"--gpus 7: the axes .* of the mesh 'main' take a multiple of 2"):
+        plan_memory(config(), run, Asked(gpus=7))
+    with pytest.raises(ConfigError, match=r"2 meshes \(apart, main\).* run.meshes.apart.ranks=N"):
+        plan_memory(config(sampler={"mesh": "apart"}), ONE, Asked(gpus=8))
+
+
+def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
+    plan = plan_memory(config(), ONE)
+
+    def planned(settings: Sequence[str], asked: Asked) -> MemoryPlan:
+        if "policy.micro_batch_tokens=8192" in settings:
+            return plan_memory(config(policy={"model": NEW, "micro_batch_tokens": 8192}), ONE, asked)
+        if "run.meshes.main.ranks=8" in settings:
+            return plan_memory(config(), RunConfig(meshes={"main": MeshConfig(ranks=8, gpus=1, gib=10)}), asked)
+        raise ModelError(f"{settings} is refused")
+
+    found = savings_of(plan, Asked(), planned)
+    assert [(each.setting, each.nbytes) for each in found] == [
+        ("policy.micro_batch_tokens=8192", GIB),
+        ("run.meshes.main.ranks=8", GIB),
+    ]
+
+
+def test_check_doubts_a_mesh_whose_roles_do_not_fit_or_nearly_fill_it() -> None:
+    def doubts(gib: float | None) -> list[str]:
+        run = RunConfig(engine="processes", meshes={"main": MeshConfig(ranks=4, gpus=1, gib=gib)})
+        return [doubt for doubt in examine(config(), run).doubts if "run.meshes" in doubt]
+
+    assert doubts(10) == doubts(None) == []
+    (full,) = doubts(5)
+    assert "a rank needs about 6.0 GiB in policy.update, and has gib = 5" in full
+    (tight,) = doubts(6.1)
+    assert "leaves less than a twentieth of gib = 6.1" in tight
+
+
+def test_the_command_prints_the_table_and_writes_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    file = tmp_path / "memory.json"
+    new = "policy.model={characters='abc>',hidden_size=8,ffn_size=8,layers=1,heads=2,max_tokens=64}"
+    with pytest.raises(SystemExit, match="0"):
+        main(["memory", "grpo/quickstart", new, "--gpus", "4", "--gib", "5", "--json", str(file)])
+    printed = capsys.readouterr().out
+    assert "main: 6.00 of 5 GiB: it does not fit: 1.00 GiB more are needed" in printed
+    assert "policy.micro_batch_tokens=8192 would save 1.00 GiB of a rank of main" in printed
+    plan = msgspec.json.decode(file.read_bytes(), type=MemoryPlan)
+    assert [saving.setting for saving in plan.savings] == ["policy.micro_batch_tokens=8192", "--gpus 8"]
