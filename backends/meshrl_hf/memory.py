@@ -267,7 +267,7 @@ def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch
         stepped = cast_.steps_over() if cast_.steps_over else ()
         masters = live.now - parameters
         moments = sum(2 * each.numel() * torch.float32.itemsize for each in stepped)
-        held = live.now
+        held = before = live.now
         marks = _Marks(live, model)
         for _ in range(2):
             before = live.now

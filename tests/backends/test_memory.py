@@ -5,11 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config
 
@@ -66,11 +66,12 @@ def measured(work: Callable[[], Coroutine[None, None, None]]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         asyncio.run(work())
     most = 0
-    waiting = list(profiled.profiler.kineto_results.experimental_event_tree())
+    profiler: Any = profiled.profiler
+    waiting = list(profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
+        if event.tag.name == "Allocation":
             most = max(most, event.extra_fields.total_allocated)
     return most
 
