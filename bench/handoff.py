@@ -2,10 +2,11 @@
 
     python bench/handoff.py --mib 1,16,128,512 --json F [--rounds N] [--engine processes|ray] [--without verl]
 
-Two ranks make it, two other ranks read every byte of it, their rows divided anew by tokens: into runs, where these are as
-even as here. The makers' halves differ by some rows, which their reader joins to those of the other maker. The columns are those of training (13 bytes a token), the rows ragged, log-uniform
-from 256 to 4,096 tokens; the peers get as many rows of one length and about equal bytes, which favours them: they pad,
-and nothing is padded. The makers hold their rows ready, and returning them puts them into shared memory each time.
+Two ranks make it, two other ranks read every byte of it, their rows divided anew by tokens: into runs, where these
+are as even as here. The makers' halves differ by some rows, which their reader joins to those of the other maker. The
+columns are those of training (13 bytes a token), the rows ragged, log-uniform from 256 to 4,096 tokens; the peers get
+as many rows of one length and about equal bytes, which favours them: they pad, and nothing is padded. The makers hold
+their rows ready, and returning them puts them into shared memory each time.
 
 by reference            `await readers.read(await makers.make())`
 through the controller  the same, but it loads all columns and makes a new batch of them

@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):
     """Counts what the host waits for, and refuses copies to another device that it would wait for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch types it not
         self.reads: Counter[str] = Counter()
 
     def __torch_dispatch__(
