@@ -304,7 +304,7 @@ def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) ->
     (tmp_path / "mine.toml").write_text(text + "reference.backend = 'fake'\nreward = { model = 'judge' }", "utf-8")
     status, _, err = meshrl("check", "mine.toml", "reward.backend=sft")
     assert status == 1
-    there = "fake, fsdp, function, megatron, sglang, sim, torch, vllm"
+    there = "fake, fsdp, function, http, megatron, sglang, sim, torch, vllm"
     assert [line.strip() for line in err.splitlines()[1:]] == [
         f"command line: reward: no backend 'sft' is installed: There are {there}",
         f"mine.toml: reward: model '{tmp_path / 'judge'}': there is no folder {tmp_path / 'judge'}",

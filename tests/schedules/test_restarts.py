@@ -120,11 +120,11 @@ class Cluster:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         really = LocalEngine.reserve
 
-        async def reserve(engine: LocalEngine, count: int, resources: Resources) -> Sequence[LocalSlot]:
+        async def reserve(engine: LocalEngine, count: int, resources: Resources, log: str) -> Sequence[LocalSlot]:
             now = asyncio.get_running_loop().time()
             if self.failed is not None and now < self.failed + self.seconds:
                 raise NoRoom("a mesh asks for 1 ranks with 1 CPU each, and the cluster has room for 0")
-            return await really(engine, count, resources)
+            return await really(engine, count, resources, log)
 
         monkeypatch.setattr(LocalEngine, "reserve", reserve)
 
