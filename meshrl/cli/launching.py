@@ -1,15 +1,19 @@
-"""The commands that bring a configuration to several machines: launch slurm and launch kuberay."""
+"""The commands that bring a configuration to several machines: launch slurm, launch kuberay, launch ssh."""
 
+import signal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.errors import ConfigError
 from meshrl.launch import (
+    SSH,
+    Need,
     Pods,
     SlurmOptions,
+    SshCluster,
     files_beside,
     needs_of,
     ray_job,
@@ -19,7 +23,9 @@ from meshrl.launch import (
 )
 from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
 
-launch = typer.Typer(help="Run on several machines: by SLURM or by KubeRay.", no_args_is_help=True)
+launch = typer.Typer(
+    help="Run on several machines: by SLURM, by KubeRay, or on hosts that ssh reaches.", no_args_is_help=True
+)
 app.add_typer(launch, name="launch")
 
 Nodes = Annotated[int | None, typer.Option(min=1, help="Else as many as the meshes need.")]
@@ -87,6 +93,46 @@ def kuberay(  # noqa: PLR0913 -- the options of a command
     file = out or Path(f"{job.run.name}.yaml")
     write(file, "---\n".join(map(yaml_text, documents)).encode())
     typer.echo(f"start it with: kubectl apply -f {file}")
+
+
+@launch.command(context_settings=WITH_SETTINGS)
+def ssh(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    *,
+    hosts: Annotated[str, typer.Option(metavar="HOST,HOST", help="As ssh knows them. The first one runs the script.")],
+    command: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help="Is given a host and a line of shell.")
+    ] = SSH,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray, on the first host.")] = 6379,
+    python: Annotated[str | None, typer.Option(help="The interpreter on the hosts; else this one's path.")] = None,
+) -> None:
+    """Start Ray on hosts, run there, and stop Ray at the end, also with Ctrl-C."""
+    given, job = _job(config, overrides)
+    needs = needs_of(job)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        status = _run_by_ssh(
+            [each.strip() for each in hosts.split(",") if each.strip()], command, port, python, given, needs
+        )
+    except KeyboardInterrupt:
+        typer.echo("Interrupted: Ray has ended on the hosts.", err=True)
+        raise typer.Exit(128 + signal.SIGINT) from None
+    raise typer.Exit(status)
+
+
+def _run_by_ssh(
+    hosts: list[str], command: str, port: int, python: str | None, given: list[str], needs: list[Need]
+) -> int:
+    cluster = SshCluster(hosts, command, port, *([python] if python else []))
+    with cluster:
+        cluster.check(needs)
+        cluster.start()
+        return cluster.run(given)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _job(config: str, overrides: list[str] | None) -> tuple[list[str], Job[RunConfig]]:

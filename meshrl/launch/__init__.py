@@ -1,17 +1,21 @@
 """Runs on machines that somebody else gives: what a configuration needs of them, and how a scheduler is asked for it.
 
-`slurm_script` and `ray_job` write what SLURM and KubeRay take.
+`slurm_script` and `ray_job` write what SLURM and KubeRay take; `SshCluster` starts Ray on hosts by ssh, runs there, and
+stops it.
 """
 
 from meshrl.launch.kuberay import Pods, files_beside, ray_job
 from meshrl.launch.needs import Need, needs_of, nodes_for
 from meshrl.launch.slurm import SlurmOptions, slurm_script, submit
+from meshrl.launch.ssh import SSH, SshCluster
 from meshrl.launch.yaml_text import yaml_text
 
 __all__ = [
+    "SSH",
     "Need",
     "Pods",
     "SlurmOptions",
+    "SshCluster",
     "files_beside",
     "needs_of",
     "nodes_for",
