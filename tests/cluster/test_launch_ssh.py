@@ -90,14 +90,14 @@ def test_a_run_uses_the_hosts_and_leaves_nothing(cluster: Cluster, folder: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_where_it_is_interrupted(cluster: Cluster, folder: Path, number: signal.Signals) -> None:
-    process = launched(folder, "seconds=600")
-    assert process.stdout
-    lines: list[str] = []
-    while not (line := process.stdout.readline()).startswith("ranks on"):
-        lines.append(line)
-        assert line, "".join(lines)
-    os.kill(process.pid, number)
-    said = process.communicate(timeout=100)[0] if number != signal.SIGKILL else ""
+    with launched(folder, "seconds=600") as process:
+        assert process.stdout
+        lines: list[str] = []
+        while not (line := process.stdout.readline()).startswith("ranks on"):
+            lines.append(line)
+            assert line, "".join(lines)
+        os.kill(process.pid, number)
+        said = process.communicate(timeout=100)[0] if number != signal.SIGKILL else ""
     nothing_runs(cluster)
     if number != signal.SIGKILL:
         assert process.returncode == 130, said
