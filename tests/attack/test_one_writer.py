@@ -27,7 +27,7 @@ from meshrl.run import lock
 lock._LEASE = 1.0  # so it shows often that it lives
 
 async def main():
-    async with Run(RunConfig(name="mine", folder=sys.argv[1], resume=True)) as run:
+    async with Run(RunConfig(name="mine", folder=sys.argv[1], resume=True, log=[])) as run:
         async for step in run.steps(2):
             await run.record(Metrics.of(loss=(1.0, 1.0)))
             print("step", step, flush=True)
