@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from meshrl.errors import ConfigError
@@ -55,15 +55,21 @@ class Folders:
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _write(self, name: str, named: Iterable[tuple[str, torch.Tensor]]) -> str:
-        """It has its name when it is whole."""
+        """It has its name when it is whole. OSError where it cannot be written, and then nothing is left of it."""
         made = self._own / f"{name}.part"
-        made.mkdir()
-        for number, held in enumerate(_lots(self._with_tied(named)), 1):
-            save_file(held, made / f"model-{number:05}.safetensors", {"format": "pt"})
-        for file in self._model.glob("*.json"):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, made)
-        return str(made.rename(self._own / name))
+        try:
+            made.mkdir()
+            for number, held in enumerate(_lots(self._with_tied(named)), 1):
+                save_file(held, made / f"model-{number:05}.safetensors", {"format": "pt"})
+            for file in self._model.glob("*.json"):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, made)
+            return str(made.rename(self._own / name))
+        except BaseException as error:
+            shutil.rmtree(made, ignore_errors=True)
+            if isinstance(error, SafetensorError):  # which is what it makes of a disk's answer
+                raise OSError(str(error)) from error
+            raise
 
     def _with_tied(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Also by its other names, where a tensor has more: a server may hold them apart."""

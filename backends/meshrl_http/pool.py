@@ -249,6 +249,8 @@ class Pool:
         """
         self._held = True
         await self._interrupt()
+        renewals = [each.making_sure for each in self.servers if each.making_sure is not None]
+        await asyncio.gather(*renewals, return_exceptions=True)  # of the weights before, for rows that have left since
         self._given, self._version, self._probe, self._read = folder, version, probe, []
         self._gifts += 1
         for server in self.servers:
