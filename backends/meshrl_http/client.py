@@ -1,7 +1,8 @@
 """Requests to one server: one try of each, and what its failures mean."""
 
+import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -55,6 +56,7 @@ class Client:
         self, url: str, key: str | None, connections: int, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.url: Final = url
+        self._looking: asyncio.Future[Any] | None = None
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -73,6 +75,8 @@ class Client:
 
     async def close(self) -> None:
         """End all connections."""
+        if self._looking is not None:
+            self._looking.cancel()
         await self._http.aclose()
 
     async def get(self, path: str) -> Any:
@@ -80,11 +84,29 @@ class Client:
         return await self._ask("GET", path, None, SHORT)
 
     async def post(self, path: str, body: Mapping[str, object], seconds: float | None = None) -> Any:
-        """Ask for something to be done, and for what came of it; None where it says nothing. It may take for ever.
+        """Ask for something to be done, and for what came of it; None where it says nothing.
 
+        Without `seconds` it may take for ever, as long as the server answers to something short meanwhile.
         NoAnswerError where it may answer the next time, RefusedError where it will not.
         """
-        return await self._ask("POST", path, msgspec.json.encode(body), seconds)
+        asked = self._ask("POST", path, msgspec.json.encode(body), seconds)
+        return await (asked if seconds else self._watched(asked))
+
+    async def _watched(self, asked: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.ensure_future(asked)
+        try:
+            while not (await asyncio.wait({task}, timeout=SHORT))[0]:
+                await self._look()
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _look(self) -> None:
+        """Ask for what takes a server no time, once for all who wait. NoAnswerError where it does not answer."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self.get("/v1/models"))
+            self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._looking)
 
     async def _ask(self, method: str, path: str, body: bytes | None, seconds: float | None) -> Any:
         headers = {} if body is None else {"Content-Type": "application/json"}

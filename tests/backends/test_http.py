@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from safetensors import SafetensorError
 
 from meshrl import Batch, NewModel, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
 from meshrl.errors import BackendError, ConfigError, DataError, EngineDied, ModelError
+from meshrl_http import client, folders
 from meshrl_http.found import check_servers
 from meshrl_http.options import HttpConfig
 from meshrl_http.sampler import HttpSampler
@@ -38,10 +40,17 @@ class Vllm(ThreadingHTTPServer):
         self.headers: list[str | None] = []
         self.folders: list[str] = []
         self.completions = 0
+        self.answers = threading.Event()
+        """Not set: it takes requests, and answers none."""
+        self.answers.set()
+        self.updates = threading.Event()
+        """Not set: it takes no new weights."""
+        self.updates.set()
         self.instead: Callable[[dict[str, Any], int], Answer | None] = lambda _body, _number: None
         """What it answers to a request for a completion, the first having the number 1; None: what it should."""
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
+        self.answers.wait()
         if path == "/v1/models":
             return 200, {"data": [self.model]}
         if path == "/version":
@@ -51,6 +60,7 @@ class Vllm(ThreadingHTTPServer):
         if self.tag is None:
             return 404, {"detail": "Not Found"}
         if path == "/collective_rpc":
+            self.updates.wait()
             self.folders.append(body["kwargs"]["weights_path"])
         if path == "/update_weight_version":
             self.tag = body["new_version"]
@@ -255,6 +265,71 @@ def test_a_server_that_was_started_anew_is_given_its_weights_again(server: Vllm,
     assert set(rows.versions[0][-4:].tolist()) == {3}
     sampler.close()
     assert not list(tmp_path.iterdir()), "its folders go with it"
+
+
+def test_a_row_that_leaves_while_its_server_is_given_old_weights_again_keeps_no_new_ones_back(
+    server: Vllm, tmp_path: Path
+) -> None:
+    server.tag = "default"
+    old, new = new_weights(3), new_weights(4)
+
+    async def left() -> None:
+        await sampler.load(old)
+        server.tag = "default"  # it was started anew
+        server.updates.clear()
+        row = asyncio.ensure_future(rollout(sampler, PROMPTS, GREEDY))
+        await asyncio.sleep(0.3)
+        row.cancel()
+        await asyncio.gather(row, return_exceptions=True)
+        loaded = asyncio.ensure_future(sampler.load(new))
+        await asyncio.sleep(0.3)
+        server.updates.set()
+        await loaded
+
+    sampler = HttpSampler(config(server.url, weights=str(tmp_path)))
+    asyncio.run(left())
+    assert Path(server.folders[-1]).name.startswith("version-4-")
+    assert server.tag is not None
+    assert server.tag.endswith("-version-4")
+    sampler.close()
+
+
+def test_weights_that_could_not_be_written_are_refused_and_can_be_given_again(
+    server: Vllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.tag = "default"
+    sampler = HttpSampler(config(server.url, weights=str(tmp_path)))
+
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(folders, "save_file", full)
+        with pytest.raises(ModelError, match=r"cannot be written into sampler\.http\.weights: .*No space left"):
+            asyncio.run(sampler.load(new_weights(3)))
+    asyncio.run(sampler.load(new_weights(3)))
+    assert Path(server.folders[-1]).name.startswith("version-3-")
+    sampler.close()
+
+
+def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(
+    server: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = HttpSampler(config(server.url, patience=0.5))
+    monkeypatch.setattr(client, "SHORT", 0.2)
+
+    def stopped(_body: object, _number: int) -> Answer:
+        server.answers.clear()
+        server.answers.wait()
+        return 503, {}
+
+    server.instead = stopped
+    try:
+        with pytest.raises(EngineDied, match=r"no answer of .*patience = 0\.5"):
+            asyncio.run(rollout(sampler, PROMPTS, GREEDY))
+    finally:
+        server.answers.set()
+        sampler.close()
 
 
 def test_weights_without_a_way_to_the_server_are_refused(server: Vllm) -> None:
