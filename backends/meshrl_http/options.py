@@ -36,13 +36,13 @@ class HttpConfig(BackendOptions):
     def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             parts = urlsplit(url)
+            if "@" in url or parts.query:  # its own words do not repeat it: it may be a secret
+                raise ValueError(
+                    "an address of a server has a user, a secret or a query in it: a key goes into the variable that "
+                    "key_env names"
+                )
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"{url!r} is no address of a server: write it as http://HOST:PORT")
-            if parts.username or parts.password or parts.query:
-                raise ValueError(
-                    f"the address of {parts.hostname} has a secret in it, or a query: a key goes into the variable "
-                    "that key_env names"
-                )
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
     def share(self, rank: int, ranks: int) -> Sequence[str]:
