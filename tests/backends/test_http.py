@@ -110,11 +110,13 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Vllm]:
     with Vllm() as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        yield made
-        made.shutdown()
-        thread.join()
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            thread.join()
 
 
 def config(*urls: str, **options: object) -> SamplerConfig:
