@@ -225,6 +225,7 @@ WORDS = re.compile("fsdp|megatron|sglang|vllm", re.IGNORECASE)
 """Backends whose names mean nothing else, but that an error tells of the program `vllm serve`."""
 
 NAMED = {
+    "engines.ray.versions": {"torch"},  # the package, of which all nodes have one version
     "roles.config": {"torch"},  # a default value: who gives no backend has this one
     "rewards.function": {"function"},  # a default value; and the key of the table
     "environments.environment": {"function"},  # a default value

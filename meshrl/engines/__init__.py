@@ -17,11 +17,13 @@ def make_engine(
     modules: Sequence[str] = (),
     shared_memory_mib: int | None = None,
     patience: float = PATIENCE,
+    packages: Sequence[str] = (),
 ) -> Engine:
     """An engine by its name, as `run.engine` has it.
 
     `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib` and
-    `patience`: as in `[run]`, the former for all processes of the engine, this one too. ConfigError where its package
+    `patience`: as in `[run]`, the former for all processes of the engine, this one too. `packages`: those of the roles'
+    backends, of which each node of Ray must have the versions that are here. ConfigError where the engine's own package
     is not installed.
     """
     pool.join(share := Share.of_run(shared_memory_mib), hands_on=name != "local")
@@ -39,4 +41,4 @@ def make_engine(
         raise ConfigError(
             f"run.engine = {name!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
         ) from None
-    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience)
+    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience, packages)

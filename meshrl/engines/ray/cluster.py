@@ -20,6 +20,7 @@ import ray
 from meshrl import log
 from meshrl.engines.hosting import Door, Reply, knocked, vigil
 from meshrl.engines.ray.nodes import Amounts, Home, Node, home, nodes
+from meshrl.engines.ray.versions import Versions
 from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Resources, free_cores
 
@@ -36,14 +37,17 @@ _LAG: Final = 1.0
 class Cluster:
     """This process's connection to Ray. A cluster that was started here is stopped here, any other goes on."""
 
-    def __init__(self, address: str | None, patience: float, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str | None, patience: float, packages: Sequence[str], told: Callable[[str], None]
+    ) -> None:
         """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own.
 
         `patience`: seconds after which a node that cannot be reached is given up; `told`: called where that is the
-        head, with the reason.
+        head, with the reason. `packages`: as of `Versions`.
         """
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._patience = patience
+        self._versions = Versions(packages, patience)
         self._told = told
         self._connecting: asyncio.Task[_Link] | None = None
         self._head: Door | None = None
@@ -85,6 +89,11 @@ class Cluster:
     async def nodes(self) -> list[Node]:
         """The living nodes."""
         return await self.ask(nodes)
+
+    async def check(self, nodes: Mapping[str, str]) -> None:
+        """Raise `ConfigError` where a node has other versions than this process; as of `Versions.check`."""
+        if not self.is_ours:
+            await self._versions.check(nodes)
 
     async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:
         """The nodes as if they had no other cores than those that are not taken now: two free ones may lie apart."""

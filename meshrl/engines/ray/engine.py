@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
-from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room
+from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room, room_for
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Node
 from meshrl.engines.ray.refs import HostRef
@@ -34,7 +34,8 @@ class RayEngine(HostingEngine, RayCaller):
     `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and
     without it a cluster of this machine's cores, which `close` stops. If the program has called `ray.init`
     already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`:
-    seconds after which another host that cannot be reached is given up, with the ranks on it.
+    seconds after which another host that cannot be reached is given up, with the ranks on it. `packages`: those whose
+    versions have to be the same on each node, beside Python, meshrl and torch.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class RayEngine(HostingEngine, RayCaller):
         inline_bytes: int = INLINE_BYTES,
         share: Share = Share(),  # noqa: B008 -- it never changes
         patience: float = PATIENCE,
+        packages: Sequence[str] = (),
     ) -> None:
         super().__init__(inline_bytes)
         self._share = share
-        self._cluster = Cluster(address, patience, self._lose)
+        self._cluster = Cluster(address, patience, packages, self._lose)
         self._planning = asyncio.Lock()
         self._rank_logs = RankLogs()
 
@@ -60,7 +62,8 @@ class RayEngine(HostingEngine, RayCaller):
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
         and gets one thread. So it is with `cpus` on a cluster that was started here, as on the local engine. Raises
-        `NoRoom` for what the cluster could not give if it were idle.
+        `NoRoom` for what the cluster could not give if it were idle, and `ConfigError` where a node that it could use
+        has other versions than this process.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
@@ -69,6 +72,7 @@ class RayEngine(HostingEngine, RayCaller):
             nodes = await self._cluster.nodes()
             asked = amounts(resources, resources.cpus or 0)
             check_room(resources.least or count, asked, nodes)
+            await self._cluster.check({node.id: node.address for node in nodes if room_for(asked, node.has)})
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:
                 most = max(0, share)

@@ -82,19 +82,21 @@ class RayReservation(Reservation):
             return await self._placed(process)
         except Gone as gone:
             if self.released or process.known or self._cluster.lost:
-                raise self._not_started(process, gone) from gone
+                raise await self._not_started(process, gone) from gone
             self.kill(process)
             again = self.processes[slot.index] = self.begin(slot)
         except Broken as error:
-            raise self._not_started(process, error) from error
+            raise await self._not_started(process, error) from error
         try:
             return await self._placed(again)
         except (Gone, Broken) as error:
-            raise self._not_started(again, error) from error
+            raise await self._not_started(again, error) from error
 
-    def _not_started(self, process: Process, error: Gone | Broken) -> MeshStopped | ConfigError:
+    async def _not_started(self, process: Process, error: Gone | Broken) -> MeshStopped | ConfigError:
         if self.released:
             return MeshStopped("the mesh was stopped while its ranks were started")
+        if not self._cluster.lost:
+            await self._cluster.check({node.id: node.address for node in await self._cluster.nodes()})
         return ConfigError(
             f"a rank's process did not start on the cluster: {process.died(str(error)).reason}; if it happens again, "
             "see that each node has the same Python, Ray and meshrl"
@@ -104,6 +106,7 @@ class RayReservation(Reservation):
         """Where it is, when it runs. From now on it is watched."""
         channel = cast("RayChannel", process.channel)
         place = cast("Place", await channel.request("place"))
+        await self._check(process, place)
         channel.found(place)
         if place.boot != boot():
             process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", channel.request("clock")))
@@ -112,6 +115,14 @@ class RayReservation(Reservation):
             self._rank_logs.follow(process)
             channel.farewell = partial(self._rank_logs.last, place.node)
         return place
+
+    async def _check(self, process: Process, place: Place) -> None:
+        """Raise `ConfigError` where it is on a node with other versions, as one that has joined may be."""
+        try:
+            await self._cluster.check({place.node: f"{place.host} ({place.ip})"})
+        except ConfigError as refused:
+            process.died(str(refused))  # so that it is made anew, perhaps elsewhere
+            raise
 
     async def release(self) -> None:
         """End the processes and give everything back."""
