@@ -33,6 +33,8 @@ TORCH: Final[Mapping[str, str]] = {
 }
 
 FLASH_ATTENTION: Final[Mapping[str, str]] = {
+    "flash_attn.cute": "flash_attn/cute/__init__.py",
+    "flash_attn.cute.flash_attn_varlen_func": "flash_attn/cute/interface.py flash_attn_varlen_func",
     "flash_attn.flash_attn_varlen_func": "flash_attn/flash_attn_interface.py flash_attn_varlen_func",
 }
 
