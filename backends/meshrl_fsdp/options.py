@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from meshrl.roles import BackendOptions
+from meshrl_hf.options import Attention
 
 
 class FsdpConfig(BackendOptions):
@@ -16,3 +17,5 @@ class FsdpConfig(BackendOptions):
     """Keep parameters and optimizer in the host's memory; for GPUs."""
     compile: bool = False
     """Compile each block with torch.compile: slow to start, faster per step on GPUs."""
+    attention: Attention = "auto"
+    """The kernel for packed sequences on GPUs."""

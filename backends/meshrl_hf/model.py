@@ -16,6 +16,7 @@ from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
 from meshrl_hf import attention
 from meshrl_hf.attention import Attend, Group, Packed
+from meshrl_hf.kernels import Kernel
 from meshrl_hf.text import Template, Words, words
 
 MAX_LOGITS: Final = 1 << 26
@@ -35,6 +36,8 @@ class LanguageModel(Words):
     network: PreTrainedModel
     head: PreTrainedModel
     """The same model without its body: what it makes of the last hidden states, parameters shared."""
+    kernel: Kernel | None = None
+    """For packed sequences; None: SDPA."""
 
     @property
     def device(self) -> torch.device:
@@ -44,6 +47,7 @@ class LanguageModel(Words):
     def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
         body = self.network.base_model
+        attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
         output = body(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)
         return cast("Tensor", output.last_hidden_state)
 
