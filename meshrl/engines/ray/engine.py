@@ -1,11 +1,14 @@
 """The distributed engine: a mesh is a placement group, a rank a process that Ray places and watches."""
 
 import asyncio
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
 from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room, room_for
+from meshrl.engines.ray.code import Package, has_working_dir, packaged
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Node
 from meshrl.engines.ray.refs import HostRef
@@ -35,7 +38,8 @@ class RayEngine(HostingEngine, RayCaller):
     without it a cluster of this machine's cores, which `close` stops. If the program has called `ray.init`
     already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`:
     seconds after which another host that cannot be reached is given up, with the ranks on it. `packages`: those whose
-    versions have to be the same on each node, beside Python, meshrl and torch.
+    versions have to be the same on each node, beside Python, meshrl and torch. `code`: folders of the user's that ranks
+    import from, beside what this process has imported; other nodes are given copies.
     """
 
     def __init__(
@@ -45,10 +49,12 @@ class RayEngine(HostingEngine, RayCaller):
         share: Share = Share(),  # noqa: B008 -- it never changes
         patience: float = PATIENCE,
         packages: Sequence[str] = (),
+        code: Sequence[Path] = (),
     ) -> None:
         super().__init__(inline_bytes)
         self._share = share
         self._cluster = Cluster(address, patience, packages, self._lose)
+        self._code = code
         self._planning = asyncio.Lock()
         self._rank_logs = RankLogs()
 
@@ -84,10 +90,21 @@ class RayEngine(HostingEngine, RayCaller):
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
             keeps = self.inline_bytes, self.shares_memory, self._share, self._cluster.home
+            package = await self._packaged(nodes, resources)
             how = resources, keeps, log, self._rank_logs
-            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), *how)
+            reservation = RayReservation(self._cluster, count, asked, package, *how)
             self._reservations.append(reservation)
         return await self._settled(reservation)
+
+    async def _packaged(self, nodes: Iterable[Node], resources: Resources) -> Package | None:
+        """The code that ranks need, where one of them may be on another machine, and Ray has not brought it there."""
+        apart = any(node.address != self._cluster.home.door.ip for node in nodes) or resources.least
+        if self._cluster.is_ours or not apart or has_working_dir():
+            return None
+        package = await asyncio.to_thread(packaged, self._code, dict(sys.modules))
+        if package:
+            await self._cluster.ask(package.upload)
+        return package
 
     def _lose(self, reason: str) -> None:
         for reservation in self._reservations:

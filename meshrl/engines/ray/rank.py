@@ -12,6 +12,7 @@ import ray
 from meshrl import log
 from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host, Reply, vigil, work_as
 from meshrl.engines.ray.channel import current_ask
+from meshrl.engines.ray.code import settle_in
 from meshrl.engines.ray.interface import interface_of
 from meshrl.engines.ray.nodes import Home, home
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
@@ -31,8 +32,10 @@ class RankProcess:
         shares_memory: bool,
         share: Share,
         controller: Home,
+        carried: Sequence[str],
     ) -> None:
-        """`controller`: where that is. The rest is as of `work_as`, `Host` and `pool`."""
+        """`controller`: where that is; `carried`: folders of a `Package`. The rest: see `work_as`, `Host`, `pool`."""
+        settle_in(carried, paths)
         work_as(folder, paths)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         pool.join(share, hands_on=True)

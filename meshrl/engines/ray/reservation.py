@@ -26,6 +26,7 @@ from meshrl.engines.hosting import (
 )
 from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.cluster import Cluster, written
+from meshrl.engines.ray.code import Package
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Amounts, Home
 from meshrl.engines.ray.rank import RankProcess
@@ -47,14 +48,19 @@ class RayReservation(Reservation):
         cluster: Cluster,
         count: int,
         asked: Amounts,
-        threads: int,
+        package: Package | None,
         resources: Resources,
         keeps: tuple[int, bool, Share, Home],
         log: str,
         rank_logs: RankLogs,
     ) -> None:
-        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given; `log`: as in `Engine.reserve`."""
-        super().__init__(count, threads, asked.get("CPU", 0), resources.least, log)
+        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given; `log`: as in `Engine.reserve`.
+
+        `package`: the code that ranks need which their machines may not have.
+        """
+        cpus = asked.get("CPU", 0)
+        super().__init__(count, max(1, int(cpus)), cpus, resources.least, log)
+        self._package = package
         self._rank_logs = rank_logs
         self.asked = asked
         self._cluster = cluster
@@ -66,6 +72,11 @@ class RayReservation(Reservation):
             placement_group([dict(asked)] * each, strategy=strategy) for _ in range(groups)
         ]
         self.processes = [self.begin(slot) for slot in self.slots]
+
+    async def prepare(self) -> None:
+        """Give Ray the code again, which it may have dropped when nobody needed it."""
+        if self._package:
+            await self._cluster.ask(self._package.upload)
 
     async def say_missing(self, missing: int) -> None:
         """Say that so many processes have not started yet, what each asks for, and what is free."""
@@ -151,8 +162,11 @@ class RayReservation(Reservation):
             scheduling_strategy=strategy,
             max_concurrency=CALLS_AT_ONCE,
             enable_task_events=False,  # one thing less to do for every call
+            runtime_env={"working_dir": self._package.uri} if self._package else None,
         )
-        process = Process(token_hex(8), RayChannel(actor.remote(str(Path.cwd()), sys.path, *self._keeps)))
+        paths = [path or str(Path.cwd()) for path in sys.path]
+        carried = self._package.folders if self._package else ()
+        process = Process(token_hex(8), RayChannel(actor.remote(str(Path.cwd()), paths, *self._keeps, carried)))
         process.log = self.logs.of(slot.index) if self.logs else None
         return process
 
