@@ -244,9 +244,9 @@ def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str
                 other = plan_with(settings, with_these)
             except MeshrlError:
                 continue
-            needed = next(each.needed for each in other.meshes if each.mesh == mesh.mesh)
-            if needed < mesh.needed:
-                found.append(Saving(setting, mesh.mesh, mesh.needed - needed))
+            then = next(each for each in other.meshes if each.mesh == mesh.mesh)
+            if then.unknown == mesh.unknown and then.needed < mesh.needed:
+                found.append(Saving(setting, mesh.mesh, mesh.needed - then.needed))
     return sorted(found, key=lambda saving: -saving.nbytes)
 
 

@@ -97,6 +97,8 @@ def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
             return plan_memory(config(policy={"model": NEW, "micro_batch_tokens": 8192}), ONE, asked)
         if "run.meshes.main.ranks=8" in settings:
             return plan_memory(config(), RunConfig(meshes={"main": MeshConfig(ranks=8, gpus=1, gib=10)}), asked)
+        if "run.meshes.main.axes.dp=2" in settings:  # what is not told takes nothing in the sum
+            return plan_memory(config(**UNTOLD, policy={"model": NEW, "micro_batch_tokens": 1}), ONE, asked)
         raise ModelError(f"{settings} is refused")
 
     found = savings_of(plan, Asked(), planned)
