@@ -1,5 +1,6 @@
 """A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from meshrl.errors import ModelError
 from meshrl_fsdp.options import FsdpConfig
@@ -121,7 +123,7 @@ def shard(
     blocks = _blocks(network)
     for block in blocks:
         if config.compile:
-            block.compile()
+            _compile(block)
         place(block, mp_policy=mixed, reshard_after_forward=config.reshard_after_forward)
     for module in extra:
         place(module.to(world.device))
@@ -131,6 +133,18 @@ def shard(
         cast("FSDPModule", module).set_gradient_divide_factor(1.0)
         cast("FSDPModule", module).set_force_sum_reduction_for_comms(enable=True)  # gloo scales nothing
     return Sharded(root, model, world, shared)
+
+
+def _compile(block: nn.Module) -> None:
+    """Compile a block's own operations for any number of tokens.
+
+    What FSDP does before and after stays outside, and so does what computes activations again: torch compiles nothing
+    below it where attention, which is not compiled, is in between.
+    """
+    plain = cast("Callable[..., Tensor]", inspect.unwrap(type(block).forward))
+    forward = torch.compile(plain.__get__(block), dynamic=True)
+    recomputes = block.training and getattr(block, "gradient_checkpointing", False)
+    block.forward = partial(checkpoint, forward, use_reentrant=False) if recomputes else forward
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:

@@ -49,8 +49,6 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same, with its tensors on the device."""
-        if self.ids.device == device:
-            return self
         ids, positions, source = (moved(each, device) for each in (self.ids, self.positions, self.source))
         return MicroBatch(ids, positions, self.attend.to(device), source, self.target)
 
@@ -59,13 +57,16 @@ Split: TypeAlias = Callable[[Ragged, Rows, Ragged | None, int], Iterator[MicroBa
 """Divides rows of a token column into micro-batches of at most so many tokens, as `micro_batches` does."""
 
 IDLE: Final = MicroBatch(
-    ids=torch.zeros(1, 1, dtype=torch.int64),
-    positions=torch.zeros(1, 1, dtype=torch.int64),
-    attend=Packed((Group(1, 1, 1),)),
+    ids=torch.zeros(1, 2, dtype=torch.int64),
+    positions=torch.arange(2)[None],
+    attend=Packed((Group(1, 2, 2),)),
     source=torch.empty(0, dtype=torch.int64),
     target=np.empty(0, np.int64),
 )
-"""One token and nothing to predict: a pass that a rank without rows makes, so that it keeps in step with others."""
+"""Nothing to predict: a pass that a rank without rows makes, so that it keeps in step with others.
+
+Two tokens: compiled layers that were compiled for any number of them would be compiled again for one.
+"""
 
 
 def learned(tokens: Ragged, mask: Ragged) -> Rows:
