@@ -75,6 +75,11 @@ class RayChannel(Channel):
         if self._near is None and place.socket and place.boot == boot() and Path(place.socket[0]).exists():
             self._near = SocketChannel(Address(*place.socket))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was given up."""
+        return bool(self._lost)
+
     def lose(self, reason: str) -> None:
         """The process is given up, whether it lives or not."""
         self._lost = reason
