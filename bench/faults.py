@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import STDOUT
+from threading import Lock
 from typing import Final
 
 import psutil
@@ -99,6 +100,8 @@ class Broken:
         self.cluster = cluster
         self.folder = folder
         self._log = folder / "controller.log"
+        self._changing = Lock()
+        """Held while the controller is killed and begun again."""
         self._controller = self._begun()
 
     def _begun(self) -> Inside:
@@ -117,7 +120,9 @@ class Broken:
         """SystemExit, with the controller's last words, where it has ended, or nothing comes of it."""
         until = time.monotonic() + seconds
         while not so():
-            if self._controller.poll() is not None or time.monotonic() > until:
+            with self._changing:
+                has_ended = self._controller.poll() is not None
+            if has_ended or time.monotonic() > until:
                 ended = (
                     f"status {self._controller.returncode}" if self._controller.returncode is not None else "it runs"
                 )
@@ -157,9 +162,10 @@ class Broken:
 
     def kill_controller(self) -> None:
         """And begin it again."""
-        self._controller.kill()
-        self._controller.wait()
-        self._controller = self._begun()
+        with self._changing:
+            self._controller.kill()
+            self._controller.wait()
+            self._controller = self._begun()
 
     def used(self) -> dict[str, float]:
         """What all hosts use together, and the run's folder without the lines that it adds each step."""
