@@ -40,6 +40,8 @@ PAUSE: Final = 5.0, 20.0
 """Seconds between a repair and the next fault."""
 LATEST: Final = 240.0
 """Seconds within which a fault is repaired."""
+LOOKS: Final = 8
+"""At the shared memory, of which the least counts."""
 GROWTH: Final = 1.1
 """How much more there may be in the last third of the time than in the first."""
 CONFIG: Final = """
@@ -119,9 +121,11 @@ class Broken:
                 ended = (
                     f"status {self._controller.returncode}" if self._controller.returncode is not None else "it runs"
                 )
-                last = "\n".join(self._log.read_text("utf-8").splitlines()[-60:])
-                raise SystemExit(f"{what}: not within {seconds:g} s ({ended}):\n{last}")
+                raise SystemExit(f"{what}: not within {seconds:g} s ({ended}):\n{self._last_words()}")
             time.sleep(0.1)
+
+    def _last_words(self) -> str:
+        return "\n".join(self._log.read_text("utf-8").splitlines()[-100:])
 
     def goes_on_after(self, break_it: "Fault") -> tuple[float, float]:
         """Seconds from a fault until the run has got further, and until all its samplers are there as well."""
@@ -141,9 +145,15 @@ class Broken:
         return luck.choice([host for host in self.cluster.hosts[1:] if host.is_on])
 
     def end(self) -> None:
-        """As by Ctrl-C."""
+        """As by Ctrl-C. SystemExit, with where each of its threads is, where it does not end."""
         self._controller.send_signal(signal.SIGINT)
-        self._controller.wait(60)
+        until = time.monotonic() + LATEST
+        while self._controller.poll() is None:
+            if time.monotonic() > until:
+                self._controller.send_signal(signal.SIGABRT)  # which Python's own handler answers with the stacks
+                self._controller.wait()
+                raise SystemExit(f"it does not end within {LATEST:g} s of Ctrl-C:\n{self._last_words()}")
+            time.sleep(0.1)
 
     def kill_controller(self) -> None:
         """And begin it again."""
@@ -160,12 +170,15 @@ class Broken:
                 totals["descriptors"] += process.num_fds()
                 totals["processes"] += 1
                 totals["threads"] += process.num_threads()
-        for host in self.cluster.hosts:
-            if host.is_on:
-                totals["shared memory, MiB"] += int(host.run(["du", "-sk", "/dev/shm"]).split()[0]) / 1024  # noqa: S108
+        totals["shared memory, MiB"] = min(self._shared_memory() for _ in range(LOOKS))
         checkpoints = (self.folder / "runs/soak").glob("checkpoints/**/*")
         totals["checkpoints, MiB"] = sum(path.stat().st_size for path in checkpoints if path.is_file()) / 2**20
         return totals
+
+    def _shared_memory(self) -> float:
+        """MiB in that of all hosts at this moment: some segments are of calls under way."""
+        there = [host.run(["du", "-sk", "/dev/shm"]) for host in self.cluster.hosts if host.is_on]  # noqa: S108
+        return sum(int(said.split()[0]) for said in there) / 1024
 
 
 Fault = Callable[[Broken], bool]
@@ -232,7 +245,8 @@ def soak_with_faults(hosts: int, minutes: float, seed: int) -> list[Figure]:
         (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
         (folder / "rewards.py").write_text(REWARD, "utf-8")
         (folder / "soak.toml").write_text(CONFIG.replace("RANKS", str(hosts - 1)).replace("AHEAD", str(AHEAD)), "utf-8")
-        with Cluster(hosts, resources=[{}, *[{"rollout": 1}] * 98], shared=[folder]) as cluster:
+        stacks = {"PYTHONFAULTHANDLER": "1"}
+        with Cluster(hosts, resources=[{}, *[{"rollout": 1}] * 98], shared=[folder], environment=stacks) as cluster:
             run = Broken(cluster, folder)
             run.wait_until(lambda: run.step() > 1, "the run begins")
             times, used = _broken(run, luck, 60 * minutes)
