@@ -129,16 +129,6 @@ async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> o
     return last, [one - began, two - one, time.monotonic() - two]
 
 
-async def weights_to(engine: RayEngine, maker: str, takers: list[str], ranks: int, mib: int) -> object:
-    """Weights made on one host, taken by some ranks of each of others: what they sum to, and seconds."""
-    made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
-    taken = [await (await Mesh.reserve(engine, ranks, on(taker))).spawn(Traveller) for taker in takers]
-    weights = await made.weights(mib * MIB // 4)
-    began = time.monotonic()
-    sums = await asyncio.gather(*(each.take(weights) for each in taken))
-    return sums, time.monotonic() - began
-
-
 async def crowded(engine: RayEngine) -> object:
     """Ranks that take a core of each of two hosts, and one that asks for what is left: the threads it has."""
     await Mesh.reserve(engine, 2, Resources(cpus=1, custom={"train": 1}))

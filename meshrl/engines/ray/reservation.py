@@ -32,11 +32,12 @@ from meshrl.engines.ray.code import Package
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Amounts, Home
 from meshrl.engines.ray.rank import RankProcess
+from meshrl.engines.ray.relay import RELAY
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import Resources, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
 _NODE: Final = "ray.io/node-id"
 """Ray's own label of each node."""
@@ -220,4 +221,5 @@ class RayReservation(Reservation):
 
 @cache
 def _rank_process() -> ActorClass[RankProcess]:
-    return ray.remote(RankProcess)
+    remote = cast("Callable[..., Callable[[type], ActorClass[RankProcess]]]", ray.remote)  # its types lack the option
+    return remote(concurrency_groups={RELAY: CALLS_AT_ONCE})(RankProcess)
