@@ -50,6 +50,8 @@ class Sharded:
     world: World
     shared: Sequence[str]
     """Names of modules that each rank along `tp` has whole, and uses for its own heads alone."""
+    sums_late: bool
+    """Whether gradients are summed over the ranks after the last pass of a step alone."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
         """Compute with the model: every rank at the same time."""
@@ -65,6 +67,12 @@ class Sharded:
     def predicting(self, predict: Predict) -> Predict:
         """What computes the same with the model."""
         return lambda batch, micro: self(partial(predict, batch, micro))
+
+    def begin(self, last: bool) -> None:
+        """Before a pass that is trained on, the last of a step or not: FSDP waits for no sum before the last ends."""
+        root = cast("FSDPModule", self.root)
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or not self.sums_late)
 
     def passes(self, predict: Predict, budget: int) -> Passes:
         """Those of what `predict` says, without gradients."""
@@ -132,7 +140,10 @@ def shard(
     for module in (*blocks, *extra, root):
         cast("FSDPModule", module).set_gradient_divide_factor(1.0)
         cast("FSDPModule", module).set_force_sum_reduction_for_comms(enable=True)  # gloo scales nothing
-    return Sharded(root, model, world, shared)
+    for number, block in enumerate(blocks):
+        ahead = cast("list[FSDPModule]", blocks[number + 1 : number + 1 + config.prefetch])
+        cast("FSDPModule", block).set_modules_to_forward_prefetch(ahead)
+    return Sharded(root, model, world, shared, config.gradient_sync == "last")
 
 
 def _compile(block: nn.Module) -> None:

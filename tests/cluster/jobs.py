@@ -33,7 +33,7 @@ from meshrl import (
     respawn,
 )
 from meshrl.engines.ray import RayEngine
-from meshrl.errors import MeshrlError
+from meshrl.errors import MeshrlError, NoRoom
 from meshrl.testing.cluster import Cluster, Host
 
 MIB = 1 << 20
@@ -105,6 +105,15 @@ async def places(engine: RayEngine) -> object:
     spawned = await mesh.spawn(Traveller)
     hosts, told = await spawned.where(), await spawned.environment("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     return hosts.tolist(), told.tolist(), (await spawned.clock() - time.monotonic()).tolist()
+
+
+async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> object:
+    """Where so many ranks are that ask for this; what is told where there is no room for them."""
+    try:
+        mesh = await Mesh.reserve(engine, count, Resources(cpus=0, custom=each))
+    except NoRoom as error:
+        return str(error)
+    return (await (await mesh.spawn(Traveller)).where()).tolist()
 
 
 async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> object:

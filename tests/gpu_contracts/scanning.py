@@ -161,7 +161,7 @@ class _Finder:
                 return ""
 
     def _narrowed(self, node: ast.Name) -> str:
-        """The foreign class that a variable is of, inside `if isinstance(variable, Class)`."""
+        """The foreign class that a variable is of: after a `cast`, and inside `if isinstance(variable, Class)`."""
         inner: ast.AST = node
         while inner in self._parents:
             outer = self._parents[inner]
@@ -170,6 +170,12 @@ class _Finder:
                     full = self._names.get(kind, "")
                     if name == node.id and inner is not outer.test and is_foreign(full):
                         return full
+                case ast.FunctionDef():
+                    for each in ast.walk(outer):
+                        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id:
+                            kind = self._full(each.value) if isinstance(each.value, ast.Call) else ""
+                            if is_foreign(kind):
+                                return kind
                 case _:
                     pass
             inner = outer

@@ -23,6 +23,10 @@ TORCH: Final[Mapping[str, str]] = {
         f"{_MODULE}.set_force_sum_reduction_for_comms"
     ),
     "torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor": f"{_MODULE}.set_gradient_divide_factor",
+    **{
+        f"torch.distributed.fsdp.FSDPModule.{name}": f"{_MODULE}.{name}"
+        for name in ("set_is_last_backward", "set_modules_to_forward_prefetch", "set_requires_gradient_sync")
+    },
     "torch.distributed.fsdp.MixedPrecisionPolicy": f"{_POLICY} MixedPrecisionPolicy",
     "torch.distributed.fsdp.OffloadPolicy": f"{_POLICY} OffloadPolicy",
     "torch.distributed.fsdp.fully_shard": f"{_FSDP}/_fully_shard.py fully_shard",

@@ -82,6 +82,11 @@ class RayChannel(Channel):
             if self._stop.home.is_here:
                 near.append(self._stop)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was given up."""
+        return bool(self._lost)
+
     def lose(self, reason: str) -> None:
         """The process is given up, whether it lives or not."""
         self._lost = reason

@@ -77,7 +77,7 @@ class RayEngine(HostingEngine, RayCaller):
         async with self._planning:
             nodes = await self._cluster.nodes()
             asked = amounts(resources, resources.cpus or 0)
-            check_room(resources.least or count, asked, nodes)
+            check_room(resources.least or count, asked, nodes, self._cluster.silent.values())
             await self._cluster.check({node.id: node.address for node in nodes if room_for(asked, node.has)})
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from meshrl import log
 from meshrl.engines.hosting import (
     Broken,
+    Door,
     Gone,
     Place,
     Process,
@@ -37,6 +39,8 @@ from meshrl.mesh import Resources, Share
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+_NODE: Final = "ray.io/node-id"
+"""Ray's own label of each node."""
 CALLS_AT_ONCE: Final = 10_000
 """Of one process. Streams and calls that wait for their turn count."""
 
@@ -66,16 +70,35 @@ class RayReservation(Reservation):
         self.asked = asked
         self._cluster = cluster
         self._keeps = keeps
-        # A group is there whole or not at all: ranks that come and go have one each.
-        groups, each = (count, 1) if resources.least else (1, count)
-        strategy = resources.placement.upper()
-        self._groups: list[PlacementGroup] = [
-            placement_group([dict(asked)] * each, strategy=strategy) for _ in range(groups)
-        ]
+        # A group is there whole or not at all: ranks that come and go have one each, which is made anew elsewhere.
+        groups, self._each = (count, 1) if resources.least else (1, count)
+        self._strategy = resources.placement.upper()
+        self._avoided: dict[int, Mapping[str, Door]] = {}
+        """By group, the nodes where it is not put, because they did not answer when it was made."""
+        self._groups = [self._group(number) for number in range(groups)]
         self.processes = [self.begin(slot) for slot in self.slots]
 
-    async def prepare(self) -> None:
-        """Give Ray the code again, which it may have dropped when nobody needed it."""
+    def _group(self, number: int) -> PlacementGroup:
+        """Resources for ranks on nodes that answer: Ray itself would put them on one that it takes for living."""
+        avoided = self._avoided[number] = dict(self._cluster.silent)
+        labels = {_NODE: f"!in({','.join(avoided)})"} if avoided else {}
+        bundles = [dict(self.asked)] * self._each
+        selectors = [labels] * self._each
+        made: PlacementGroup = placement_group(bundles, strategy=self._strategy, bundle_label_selector=selectors)
+        return made
+
+    async def _regroup(self, number: int) -> None:
+        """Give up the resources of ranks, and ask for others on the nodes that answer now."""
+        old, self._groups[number] = self._groups[number], self._group(number)
+        await self._cluster.ask(partial(remove_placement_group, old))
+
+    async def prepare(self, slots: Sequence[ProcessSlot]) -> None:
+        """Have ranks elsewhere whose node was given up, and give Ray the code again, which it may have dropped."""
+        for slot in slots:
+            channel, known = cast("RayChannel", slot.process.channel), slot.process.known
+            if self._each == 1 and channel.is_lost and known and known.door:
+                self._cluster.silent[known.node] = known.door
+                await self._regroup(slot.index)
         if self._package:
             await self._cluster.ask(self._package.upload)
 
@@ -85,6 +108,23 @@ class RayReservation(Reservation):
         log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
 
     async def place(self, slot: ProcessSlot) -> Place:
+        """Where a rank's process is. One that comes and goes is sought on all nodes again when a silent one answers."""
+        while self._each == 1 and (avoided := self._avoided[slot.index]):
+            placing = asyncio.ensure_future(self._sought(slot))
+            heard = asyncio.ensure_future(self._cluster.one_answers(avoided))
+            try:
+                await asyncio.wait([placing, heard], return_when=asyncio.FIRST_COMPLETED)
+                if placing.done():
+                    return placing.result()
+            finally:
+                placing.cancel()
+                heard.cancel()
+            await self._regroup(slot.index)
+            self.kill(slot.process)
+            self.processes[slot.index] = self.begin(slot)
+        return await self._sought(slot)
+
+    async def _sought(self, slot: ProcessSlot) -> Place:
         """Where a rank's process is. One that never ran is asked for once more.
 
         Ray may have sought it on a node of which it finds out only now that it has died.
@@ -152,7 +192,7 @@ class RayReservation(Reservation):
 
     def begin(self, slot: ProcessSlot) -> Process:
         """Ask Ray for a process. It comes when its resources are free."""
-        group, bundle = divmod(slot.index, len(self.slots) // len(self._groups))
+        group, bundle = divmod(slot.index, self._each)
         strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
         custom = {name: amount for name, amount in self.asked.items() if name not in ("CPU", "GPU", "memory")}
         actor = _rank_process().options(
