@@ -4,7 +4,7 @@ Where two programs compute one model, a token for which two experts are nearly a
 the other there, and its log-prob is another one. This is rollout routing replay, arXiv:2510.11370.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
@@ -47,8 +47,9 @@ class Routers:
         """Of each whether it was seen that `_weights` gives what it gives itself."""
         self.routes: Routes | None = None
         """Of the pass that is made, and of its backward pass, which may compute layers again."""
+        route = cast("Callable[..., object]", torch.compiler.disable(self._route))
         for number, router in enumerate(routers):
-            router.register_forward_hook(partial(self._route, number))
+            router.register_forward_hook(partial(route, number))
 
     @classmethod
     def of(cls, network: nn.Module) -> "Routers | None":
@@ -66,7 +67,6 @@ class Routers:
         """Of a layer."""
         return int(cast("int", self._routers[0].num_experts))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _route(self, number: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
         """What a router says in place of its `output`: logits, weights and numbers of each token's experts."""
         if self.routes is None:
