@@ -146,8 +146,9 @@ class Broken:
         return further, time.monotonic() - began
 
     def sampling(self, luck: random.Random) -> Host:
-        """A host with a sampler."""
-        return luck.choice([host for host in self.cluster.hosts[1:] if host.is_on])
+        """A host with a sampler: a run that has just begun may have fewer than hosts."""
+        on = [host for host in self.cluster.hosts[1:] if host.is_on]
+        return luck.choice([host for host in on if host.run(["sh", "-c", "pgrep -f ^ray::RankProcess; true"])])
 
     def end(self) -> None:
         """As by Ctrl-C. SystemExit, with where each of its threads is, where it does not end."""

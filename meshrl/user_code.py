@@ -44,7 +44,7 @@ def import_file(path: Path) -> ModuleType:
 
     Raises ConfigError where there is no such file, or where running it raises.
     """
-    path = copied(path.resolve())
+    path = copied(path.absolute()).resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     # A name of its own: a user's `random.py` must not be taken for the library's module.

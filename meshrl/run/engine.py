@@ -43,8 +43,9 @@ def _files_named(value: object) -> Iterator[Path]:
             yield from _files_named(each)
     elif isinstance(value, str) and (named := _CODE.fullmatch(value)):
         file = named["file"] or _file_of(named["module"])
-        if file and Path(file).is_file():
-            yield Path(file)
+        with suppress(OSError):  # a text that is no path may be longer than one can be
+            if file and Path(file).is_file():
+                yield Path(file)
 
 
 def _file_of(module: str) -> str | None:

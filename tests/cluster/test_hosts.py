@@ -102,6 +102,7 @@ def own_names(three: Cluster) -> Cluster:
     return three
 
 
+@pytest.mark.timeout(300)
 def test_fsdp_over_two_hosts_has_the_bits_of_one_host(own_names: Cluster) -> None:
     apart = do(own_names, trained, {"train": 1})
     together = do(own_names, trained, {"node1": 1})

@@ -51,6 +51,16 @@ def test_what_a_repository_ignores_is_left_out_of_a_folder_in_it(project: Path) 
     assert names(project / "inner") == ["0/own.py"]
 
 
+def test_a_link_is_followed_and_one_that_leads_nowhere_is_left_out(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "own.py").write_text("", "utf-8")
+    (project / "linked.py").symlink_to(elsewhere / "own.py")
+    (project / "nowhere.py").symlink_to(elsewhere / "gone.py")
+    assert names(project) == ["0/letters.toml", "0/linked.py", "0/train.py"]
+
+
 def test_the_name_is_that_of_the_content(project: Path) -> None:
     first, again = packaged([project], {}), packaged([project], {})
     (project / "train.py").write_text("VALUE = 1", "utf-8")

@@ -87,7 +87,7 @@ def _is_theirs(file: str) -> bool:
 
 def _asked(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
     """Of each: the folder on the import path, and what to take of it."""
-    for folder in (each.resolve() for each in folders):
+    for folder in (each.absolute() for each in folders):
         if not _is_theirs(f"{folder}{os.sep}"):
             yield (folder.parent if (folder / "__init__.py").exists() else folder), folder
 
@@ -98,7 +98,7 @@ def _imported(modules: Mapping[str, ModuleType]) -> Iterator[tuple[Path, Path]]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py") or _is_theirs(file):
             continue
-        path = Path(file).resolve()
+        path = Path(file).absolute()  # with its links, as the import path has it
         depth = name.count(".") + (path.stem == "__init__")
         if depth == 0 or name in ("__main__", "__mp_main__"):
             yield path.parent, path.parent
@@ -122,7 +122,8 @@ def _files(folder: Path) -> Iterator[Path]:
         ]
         for each in files:
             file = place / each
-            if file.suffix in KINDS and not each.startswith(".") and not _is_ignored(file, ignored):
+            wanted = file.suffix in KINDS and not each.startswith(".") and not _is_ignored(file, ignored)
+            if wanted and file.is_file() and os.access(file, os.R_OK):
                 yield file
 
 
@@ -166,7 +167,7 @@ def settle_in(folders: Sequence[str], paths: Sequence[str]) -> None:
     here = Path.cwd()
     find_copies({Path(folder): here / str(index) for index, folder in enumerate(folders)})
     for path in paths:
-        place = Path(path).resolve()
+        place = Path(path).absolute()
         if (copy := copied(place)) != place and copy.is_dir():
             sys.path.insert(sys.path.index(path) if path in sys.path else len(sys.path), str(copy))
             sys.path += [path] if path not in sys.path else []
