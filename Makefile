@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-vllm test-sglang lint check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,11 @@ test-cluster: setup  ## the tests on several hosts, made of namespaces: as root 
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
+
+test-contracts: setup  ## what only a GPU runs, against the sources of its packages, which pip brings
+	$(BIN)/python -m tests.gpu_contracts.renew --download
+	git diff --exit-code tests/gpu_contracts/signatures
+	$(BIN)/pytest tests/gpu_contracts
 
 test-vllm: setup .venv-vllm/.done  ## the tests of the vLLM backend, on vLLM for CPUs in an environment of its own
 	$(BIN)/pytest -m vllm tests/inference tests/vllm

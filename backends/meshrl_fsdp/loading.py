@@ -1,6 +1,7 @@
 """Models onto the ranks: each reads its own part of the files, where these name parameters as the model does."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, cast
 
@@ -15,6 +16,7 @@ from meshrl_fsdp.parts import local, rectangle
 from meshrl_fsdp.sharded import Sharded, shard
 from meshrl_fsdp.world import World
 from meshrl_hf.boxes import Boxes
+from meshrl_hf.kernels import chosen
 from meshrl_hf.loading import GENERATOR, Kind, load, outline
 from meshrl_hf.lora import own_name, prepare
 from meshrl_hf.model import LanguageModel, check_packing
@@ -73,8 +75,10 @@ def _model(world: World, config: ModelConfig, kind: Kind = GENERATOR) -> tuple[L
     kept: list[tuple[LanguageModel, Path | None]] = []
 
     def read() -> None:
+        kernel = chosen(options_of(config, FsdpConfig).attention, world.device)
         found = outline(whole, kind)
-        kept.append((found.model, found.folder) if found else (load(whole, kind), None))
+        model, folder = (found.model, found.folder) if found else (load(whole, kind), None)
+        kept.append((replace(model, kernel=kernel), folder))
 
     world.agree(read)
     return kept[0]

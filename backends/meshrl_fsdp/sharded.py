@@ -1,5 +1,6 @@
 """A model spread over the ranks: split along `tp`, sharded along `dp`, its forward pass under FSDP2's hooks."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from meshrl.errors import ModelError
 from meshrl_fsdp.options import FsdpConfig
@@ -48,6 +50,8 @@ class Sharded:
     world: World
     shared: Sequence[str]
     """Names of modules that each rank along `tp` has whole, and uses for its own heads alone."""
+    sums_late: bool
+    """Whether gradients are summed over the ranks after the last pass of a step alone."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> Tensor:
         """Compute with the model: every rank at the same time."""
@@ -63,6 +67,12 @@ class Sharded:
     def predicting(self, predict: Predict) -> Predict:
         """What computes the same with the model."""
         return lambda batch, micro: self(partial(predict, batch, micro))
+
+    def begin(self, last: bool) -> None:
+        """Before a pass that is trained on, the last of a step or not: FSDP waits for no sum before the last ends."""
+        root = cast("FSDPModule", self.root)
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or not self.sums_late)
 
     def passes(self, predict: Predict, budget: int) -> Passes:
         """Those of what `predict` says, without gradients."""
@@ -121,7 +131,7 @@ def shard(
     blocks = _blocks(network)
     for block in blocks:
         if config.compile:
-            block.compile()
+            _compile(block)
         place(block, mp_policy=mixed, reshard_after_forward=config.reshard_after_forward)
     for module in extra:
         place(module.to(world.device))
@@ -130,7 +140,22 @@ def shard(
     for module in (*blocks, *extra, root):
         cast("FSDPModule", module).set_gradient_divide_factor(1.0)
         cast("FSDPModule", module).set_force_sum_reduction_for_comms(enable=True)  # gloo scales nothing
-    return Sharded(root, model, world, shared)
+    for number, block in enumerate(blocks):
+        ahead = cast("list[FSDPModule]", blocks[number + 1 : number + 1 + config.prefetch])
+        cast("FSDPModule", block).set_modules_to_forward_prefetch(ahead)
+    return Sharded(root, model, world, shared, config.gradient_sync == "last")
+
+
+def _compile(block: nn.Module) -> None:
+    """Compile a block's own operations for any number of tokens.
+
+    What FSDP does before and after stays outside, and so does what computes activations again: torch compiles nothing
+    below it where attention, which is not compiled, is in between.
+    """
+    plain = cast("Callable[..., Tensor]", inspect.unwrap(type(block).forward))
+    forward = torch.compile(plain.__get__(block), dynamic=True)
+    recomputes = block.training and getattr(block, "gradient_checkpointing", False)
+    block.forward = partial(checkpoint, forward, use_reentrant=False) if recomputes else forward
 
 
 def _blocks(network: nn.Module) -> list[nn.Module]:

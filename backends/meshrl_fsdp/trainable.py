@@ -41,7 +41,8 @@ class Sharding(Trainable):
 
     async def step(self, batch: Batch, loss: Loss, check: Callable[[], object]) -> Metrics:
         """One optimizer step on the rows of all ranks."""
-        return await training.step(self.optimizer, self.passes, self._predict, batch, loss, check)
+        begin = self._sharded.begin
+        return await training.step(self.optimizer, self.passes, self._predict, batch, loss, check, begin)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's share, in the table's dtype: about as many bytes as the others'."""

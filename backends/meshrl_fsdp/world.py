@@ -69,6 +69,11 @@ def grid_of(axes: Mapping[str, int], config: FsdpConfig) -> Tensor:
     dp, tp = axes.get("dp", 1), axes.get("tp", 1)
     if dp % config.replicate:
         raise ConfigError(f"fsdp.replicate = {config.replicate} does not divide the {dp} ranks of the axis dp")
+    shards, kept = dp // config.replicate, config.reshard_after_forward
+    if not isinstance(kept, bool) and shards % kept:
+        raise ConfigError(
+            f"fsdp.reshard_after_forward = {kept} does not divide the {shards} ranks that share parameters"
+        )
     numbers = torch.arange(prod(axes.values())).reshape(tuple(axes.values()))
     order = [list(axes).index(axis) for axis in ("dp", "tp") if axis in axes]
     others = [index for index in range(numbers.dim()) if index not in order]

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 import numpy as np
@@ -70,7 +71,7 @@ def with_score(model: LanguageModel, config: ModelConfig) -> ScoreModel:
     if isinstance(head, nn.Linear):
         network.score = nn.Linear(head.in_features, 1, bias=False, dtype=body.dtype)
         nn.init.zeros_(network.score.weight)
-    return ScoreModel(ready(network, model.tokenizer, model.chat), config)
+    return ScoreModel(replace(ready(network, model.tokenizer, model.chat), kernel=model.kernel), config)
 
 
 def encoded(judge: ScoreModel, batch: Batch) -> Batch:

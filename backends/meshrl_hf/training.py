@@ -46,18 +46,26 @@ class Steps(Protocol):
 
 
 async def step(
-    optimizer: Steps, passes: Passes, predict: Predict, batch: Batch, loss: Loss, check: Callable[[], object]
+    optimizer: Steps,
+    passes: Passes,
+    predict: Predict,
+    batch: Batch,
+    loss: Loss,
+    check: Callable[[], object],
+    begin: Callable[[bool], None] = lambda _: None,
 ) -> Metrics:
     """One step on the rows of all ranks, pass by pass, as many on each rank; `predict` keeps what gradients need.
 
-    `check` raises where this rank's rows do not fit. Where peers allow it, the step may be cancelled between two
-    micro-batches. Then, and where it raises, no weight has changed. DataError if there is nothing to learn or the loss
-    names a metric as the step does, ModelError if the gradient is not finite.
+    `begin` is told before each pass whether it is the last. `check` raises where this rank's rows do not fit. Where
+    peers allow it, the step may be cancelled between two micro-batches. Then, and where it raises, no weight has
+    changed. DataError if there is nothing to learn or the loss names a metric as the step does, ModelError if the
+    gradient is not finite.
     """
     peers = passes.ranks
     ready = prepared(passes, batch, loss, check)
     optimizer.forget()  # what an update left behind that failed half-way
-    for micro in ready.micros:
+    for left, micro in zip(reversed(range(len(ready.micros))), ready.micros, strict=True):
+        begin(left == 0)
         ready.judge(predict(batch, micro), micro, peers).backward()
         if peers.interruptible:
             await asyncio.sleep(0)  # here a cancelled call ends

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ from meshrl.losses import Predicts
 from meshrl.mesh import Rank
 from meshrl.roles import ModelConfig
 from meshrl_hf.boxes import Box, Boxes
+from meshrl_hf.kernels import Kernel, chosen
 from meshrl_hf.loading import GENERATOR, JUDGE, load, outline
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.reward_training import kind_of, with_score
@@ -193,7 +194,7 @@ def build(
     kept: list[tuple[_Source, Decoder]] = []
 
     def read() -> None:
-        source = _Source.of(config, predicts)
+        source = _Source.of(config, predicts, chosen(layout.attention, world.device))
         shape = Decoder.of(source.words.network.config.get_text_config(), valued=predicts != "logprobs")
         shape.check(world.grid.sizes, layout)
         kept.append((source, shape))
@@ -221,7 +222,7 @@ class _Source(NamedTuple):
     """Of one number, by its name in a stage, where it is not among the others."""
 
     @classmethod
-    def of(cls, config: ModelConfig, predicts: Predicts) -> "_Source":
+    def of(cls, config: ModelConfig, predicts: Predicts, kernel: Kernel | None) -> "_Source":
         whole = config.model_copy(update={"dtype": "float32"})
         kind = kind_of(whole) if predicts == "scores" else GENERATOR
         found = outline(whole, kind)
@@ -237,7 +238,7 @@ class _Source(NamedTuple):
                 head = judge.head.state_dict(prefix="score.")
         tensors = None if found else dict(words.tensors())
         nn.Module.to(words.network, "meta")
-        return cls(words, rotary, tensors, found.folder if found else None, head)
+        return cls(replace(words, kernel=kernel), rotary, tensors, found.folder if found else None, head)
 
     def later(self, name: str) -> Callable[[], Mapping[str, Tensor]]:
         """What gives one of the tensors, whole, and keeps no other: a file is read then, and not before."""

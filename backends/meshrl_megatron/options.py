@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from meshrl.roles import BackendOptions
+from meshrl_hf.options import Attention
 
 
 class MegatronConfig(BackendOptions):
@@ -14,3 +15,5 @@ class MegatronConfig(BackendOptions):
     """Stages of the pipeline that each rank along `pp` holds."""
     experts: int = Field(default=1, gt=0)
     """Neighbours along `dp` that divide the experts of a mixture among them, each with its ranks along `tp`."""
+    attention: Attention = "auto"
+    """The kernel for packed sequences on GPUs."""

@@ -37,8 +37,6 @@ class Part:
 
     def to(self, device: torch.device) -> "Part":
         """The same, with its tensors on the device."""
-        if self.ids.device == device:
-            return self
         ids, positions, source, target = (
             moved(each, device) for each in (self.ids, self.positions, self.source, self.target)
         )

@@ -1,6 +1,7 @@
 """Micro-batches of different lengths through the pipeline, forwards and backwards, by Megatron's schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, TypeAlias, cast
 
@@ -85,6 +86,7 @@ class Pipeline:
         multiple = world.grid.sizes["tp"] if self._config.sequence_parallel else 1
         part = part_of(micro, world.grid.place["cp"], world.grid.sizes["cp"], multiple)
         there = part.to(world.device)
+        there = replace(there, attend=there.attend.by(self._words.kernel))
         if self._valued or not world.is_last_stage:
             return micro, there, None
         target = micro.target[part.target.numpy()]

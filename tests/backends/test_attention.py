@@ -5,7 +5,8 @@ No such kernel runs here. In its place stand functions of the same parameters th
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -15,24 +16,24 @@ import structlog
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import MistralConfig, MistralForCausalLM
 
-from meshrl import Batch, ClippedLoss, NewModel, OptimizerConfig, PolicyConfig, Ragged
+from meshrl import Batch, ClippedLoss, ConfigError, NewModel, OptimizerConfig, PolicyConfig, Ragged
 from meshrl.mesh import Rank, rank_context
-from meshrl_hf import attention
-from meshrl_hf.attention import Group, Kernel, Packed
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import kernels
+from meshrl_hf.attention import Group, Packed
+from meshrl_hf.kernels import Kernel
+from meshrl_hf.options import Attention
+from meshrl_hf.roles import TrainedPolicy
+from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.policy import TorchPolicy
+from tests.gpu_contracts.contracts import read
+from tests.gpu_contracts.sources import distribution_of
 
+BACKENDS: Mapping[str, Callable[[PolicyConfig], TrainedPolicy]] = {"fsdp": FsdpPolicy, "megatron": MegatronPolicy}
 MODEL = NewModel(characters="abcdefgh>", hidden_size=16, ffn_size=24, layers=2, heads=2, max_tokens=48)
-
-
-@pytest.fixture(autouse=True)
-def _choose_again() -> Iterator[None]:
-    attention.packed_kernel.cache_clear()
-    yield
-    attention.packed_kernel.cache_clear()
 
 
 def by_segment(
@@ -64,76 +65,133 @@ def by_segment(
     return torch.cat(outputs)
 
 
-def flash_attn_varlen_func(  # noqa: PLR0913 - as flash-attn has it
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """Of flash-attn 2.8."""
-    bounds, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return by_segment(q, k, v, bounds, most, softmax_scale, causal, window_size)
+def standing_in(name: str, parameters: str, told: Callable[[SimpleNamespace], object]) -> Callable[..., object]:
+    """A function of the real one's parameters, as its release has them, which is told what it is called with."""
+    names: dict[str, Any] = {}
+    exec(f"def {name}{parameters}: ...", names)  # noqa: S102 -- a signature that is committed
+    signature = inspect.signature(names[name])
+
+    def called(*arguments: object, **keywords: object) -> object:
+        bound = signature.bind(*arguments, **keywords)
+        bound.apply_defaults()
+        return told(SimpleNamespace(**bound.arguments))
+
+    return called
 
 
-def varlen_attn(*arguments: Any, **keywords: Any) -> Tensor:
-    """Of torch."""
-    bound = inspect.signature(TRUE_VARLEN).bind(*arguments, **keywords)
-    bound.apply_defaults()
-    given = SimpleNamespace(**bound.arguments)
+def _flash_attn(given: SimpleNamespace) -> Tensor:
+    bounds, most = (given.cu_seqlens_q, given.cu_seqlens_k), (given.max_seqlen_q, given.max_seqlen_k)
+    return by_segment(given.q, given.k, given.v, bounds, most, given.softmax_scale, given.causal, given.window_size)
+
+
+def _flash_attn_4(given: SimpleNamespace) -> tuple[Tensor, None]:
+    """As its `_resolve_causal_local_window` has it: a bound of -1 is one, unless both are."""
+    bounds, most = (given.cu_seqlens_q, given.cu_seqlens_k), (given.max_seqlen_q, given.max_seqlen_k)
+    left, right = given.window_size
+    if left is not None and right is not None and left < 0 and right < 0:
+        left = right = None
+    assert left is None or left >= 0
+    window = (-1 if left is None else left, 0 if given.causal else -1 if right is None else right)
+    return by_segment(given.q, given.k, given.v, bounds, most, given.softmax_scale, given.causal, window), None
+
+
+def _varlen(given: SimpleNamespace) -> Tensor:
     assert given.enable_gqa or given.query.shape[1] == given.key.shape[1]
     bounds, most = (given.cu_seq_q, given.cu_seq_k), (given.max_q, given.max_k)
     return by_segment(given.query, given.key, given.value, bounds, most, given.scale, False, given.window_size)
 
 
-TRUE_VARLEN = varlen.varlen_attn
+PLACES = {
+    "flash-attn": ("flash_attn", "flash_attn_varlen_func", "flash_attn/flash_attn_interface.py", _flash_attn),
+    "flash-attn-4": ("flash_attn.cute", "flash_attn_varlen_func", "flash_attn/cute/interface.py", _flash_attn_4),
+    "varlen": ("torch.nn.attention.varlen", "varlen_attn", "torch/nn/attention/varlen.py", _varlen),
+}
+"""By setting: the module, the function in it, the file that defines it, and what it computes."""
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Kernel | None]:
-    """What is chosen on a GPU of a capability, with and without flash-attn, whose place a stand-in takes."""
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this a machine with a GPU of a capability, and stand-ins for what is installed."""
 
-    def choose(installed: bool, capability: tuple[int, int] = (9, 0), cuda: str | None = "13.0") -> Kernel | None:
-        flash_attn = SimpleNamespace(__spec__=object(), flash_attn_varlen_func=flash_attn_varlen_func)
-        monkeypatch.setitem(sys.modules, "flash_attn", cast("ModuleType", flash_attn if installed else None))
-        with monkeypatch.context() as machine:
-            machine.setattr(torch.cuda, "is_available", lambda: True)
-            machine.setattr(torch.cuda, "get_device_capability", lambda: capability)
-            machine.setattr(torch.version, "cuda", cuda)
-            return attention.packed_kernel()
+    def make(installed: Sequence[str], capability: tuple[int, int] = (9, 0), cuda: str | None = "13.0") -> None:
+        kernels._here.cache_clear()
+        for name, (module, function, file, told) in PLACES.items():
+            there = SimpleNamespace()
+            if name in installed or name == "varlen":
+                target = f"{file} {function}"
+                signature = read(distribution_of(target))[target]
+                setattr(there, function, standing_in(function, signature, told))
+            monkeypatch.setitem(sys.modules, module, cast("ModuleType", there))
+        monkeypatch.setattr(kernels, "_has", lambda name: name in installed)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
 
-    return choose
+    return make
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("installed", "capability", "cuda", "name"),
     [
-        (True, (9, 0), "13.0", "flash-attn"),
-        (False, (9, 0), "13.0", "torch.nn.attention.varlen"),
-        (True, (7, 5), "13.0", "SDPA"),
-        (False, (9, 4), None, "SDPA"),  # AMD: torch's own is for CUDA
+        (["flash-attn"], (9, 0), "13.0", "flash-attn"),
+        (["flash-attn", "flash-attn-4"], (9, 0), "13.0", "flash-attn-4"),
+        (["flash-attn", "flash-attn-4"], (8, 0), "13.0", "flash-attn"),
+        (["flash-attn-4"], (10, 0), "13.0", "flash-attn-4"),
+        ([], (9, 0), "13.0", "varlen"),
+        (["flash-attn"], (7, 5), "13.0", "sdpa"),
+        ([], (9, 4), None, "sdpa"),  # AMD: torch's own is for CUDA
     ],
 )
-def test_the_kernel_is_chosen_and_logged_once(
-    chosen: Callable[..., Kernel | None], installed: bool, capability: tuple[int, int], cuda: str | None, name: str
+def test_the_best_kernel_that_is_there_is_chosen_and_logged(
+    machine: Callable[..., None], installed: Sequence[str], capability: tuple[int, int], cuda: str | None, name: str
 ) -> None:
+    machine(installed, capability, cuda)
     with structlog.testing.capture_logs() as said:
-        assert (chosen(installed, capability, cuda) is None) == (name == "SDPA")
-        chosen(installed, capability, cuda)
+        kernel = kernels.chosen("auto", GPU)
+    assert (kernel.name if kernel else "sdpa") == name
     assert [(line["event"], line["kernel"]) for line in said] == [("attention of packed sequences", name)]
 
 
 def test_without_a_gpu_nothing_is_said() -> None:
     with structlog.testing.capture_logs() as said:
-        assert attention.packed_kernel() is None
+        assert kernels.chosen("auto", CPU) is None
     assert said == []
+
+
+def test_a_kernel_is_taken_where_it_is_asked_for_and_an_error_says_why_it_cannot_be(
+    machine: Callable[..., None],
+) -> None:
+    machine(["flash-attn"])
+    assert kernels.chosen("flash-attn", GPU) is kernels.FLASH_ATTN
+    assert kernels.chosen("varlen", GPU) is kernels.VARLEN
+    assert kernels.chosen("sdpa", GPU) is None
+    assert kernels.chosen("sdpa", CPU) is None
+    with pytest.raises(ConfigError, match='attention = "flash-attn-4": pip install flash-attn-4; or leave it out'):
+        kernels.chosen("flash-attn-4", GPU)
+    with pytest.raises(ConfigError, match="is for GPUs, and this rank has none"):
+        kernels.chosen("flash-attn", CPU)
+    machine(["flash-attn", "flash-attn-4"], capability=(8, 6))
+    with pytest.raises(ConfigError, match=r"it is for Hopper and later, and this GPU has capability 8\.6"):
+        kernels.chosen("flash-attn-4", GPU)
+    machine([], capability=(7, 5))
+    with pytest.raises(ConfigError, match=r"needs a GPU of capability 8\.0 or later, and this one has 7\.5"):
+        kernels.chosen("varlen", GPU)
+
+
+def test_flash_attn_4_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn has a folder `cute` too, and without it `flash_attn` is a package of that folder alone."""
+    asked: list[str] = []
+
+    def version(name: str) -> str:
+        asked.append(name)
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(kernels, "version", version)
+    kernels._here.cache_clear()
+    kernels._here((9, 0))
+    assert asked == ["flash-attn-4", "flash-attn"]
 
 
 def rollouts(rows: int = 14, prompts: int = 4) -> Batch:
@@ -170,42 +228,48 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("windows", [True, False])
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 async def test_kernels_for_gpus_are_asked_for_the_same_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-    chosen: Callable[..., Kernel | None],
-    installed: bool,
-    windows: bool,
+    monkeypatch: pytest.MonkeyPatch, machine: Callable[..., None], backend: str, name: Attention, windows: bool,
     windowed: str,
-) -> None:
+) -> None:  # fmt: skip
+    if backend == "megatron" and windows:
+        pytest.skip("it has no models with windows")
     optimizer = OptimizerConfig(lr=1.0, eps=1.0, max_grad_norm=None)  # nearly the gradient
-    config = PolicyConfig(model=windowed if windows else MODEL, optimizer=optimizer, micro_batch_tokens=64)
-    batch = rollouts()
-    plain, fused = TorchPolicy(config), TorchPolicy(config)
+    table = {"model": windowed if windows else MODEL, "optimizer": optimizer, "micro_batch_tokens": 64}
+    config = PolicyConfig.model_validate({**table, "backend": backend})
+    batch, role = rollouts(), BACKENDS[backend]
+    plain = role(config)
     expected = (await plain.logprobs(batch)).ragged("logprobs").values
     await plain.update(batch, ClippedLoss())
 
-    chosen(installed)
-    monkeypatch.setattr(attention, "_fits", lambda states: True)
+    machine(["flash-attn", "flash-attn-4"])
+    module = "meshrl_fsdp.loading" if backend == "fsdp" else "meshrl_megatron.model"
+    monkeypatch.setattr(sys.modules[module], "chosen", lambda asked, _: kernels.chosen(asked, GPU))
+    monkeypatch.setattr(Kernel, "takes", lambda _, states: True)
+    fused = role(PolicyConfig.model_validate({**table, "backend": backend, backend: {"attention": name}}))
     monkeypatch.setattr(Packed, "_by_shape", None)  # nothing falls back
     logprobs = (await fused.logprobs(batch)).ragged("logprobs").values
     await fused.update(batch, ClippedLoss())
     torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected), rtol=0, atol=1e-5)
-    others = fused._model.tensors()
-    for name, tensor in plain._model.tensors().items():
-        torch.testing.assert_close(others[name], tensor, rtol=0, atol=1e-5)
+    others = dict(fused._trainable.published())
+    for key, tensor in plain._trainable.published():
+        torch.testing.assert_close(others[key], tensor, rtol=0, atol=1e-5)
 
 
 def test_what_the_kernels_do_not_take_goes_to_sdpa() -> None:
-    def fits(dims: int, dtype: torch.dtype, is_cuda: bool = True) -> bool:
-        return attention._fits(cast("Tensor", SimpleNamespace(shape=(1, 1, dims), dtype=dtype, is_cuda=is_cuda)))
+    def takes(kernel: Kernel, dims: int, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True) -> bool:
+        return kernel.takes(cast("Tensor", SimpleNamespace(shape=(1, 1, dims), dtype=dtype, is_cuda=is_cuda)))
 
-    assert fits(64, torch.bfloat16)
-    assert fits(256, torch.float16)
-    assert not fits(12, torch.bfloat16)
-    assert not fits(264, torch.bfloat16)
-    assert not fits(64, torch.float32)
-    assert not fits(64, torch.bfloat16, is_cuda=False)
+    for kernel in (kernels.FLASH_ATTN, kernels.FLASH_ATTN_4, kernels.VARLEN):
+        assert takes(kernel, 64)
+        assert takes(kernel, 256, torch.float16)
+        assert not takes(kernel, 12)
+        assert not takes(kernel, 264)
+        assert not takes(kernel, 64, torch.float32)
+        assert not takes(kernel, 64, is_cuda=False)
+    assert [takes(kernels.FLASH_ATTN_4_ON_BLACKWELL, dims) for dims in (128, 136, 256)] == [True, False, True]
 
 
 def test_compiled_layers_are_not_compiled_again_for_other_segments() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
@@ -14,6 +15,8 @@ from meshrl.errors import ConfigError, ModelError
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
+from meshrl_fsdp.sharded import Sharded
+from meshrl_fsdp.world import grid_of
 from meshrl_torch.critic import TorchCritic
 from meshrl_torch.policy import TorchPolicy
 
@@ -57,6 +60,46 @@ async def test_options_for_speed_and_memory_leave_the_numbers(tmp_path: Path, ch
         await fresh.restore(str(tmp_path / f"state-{id(other)}"))
         values = [(await each.logprobs(rollouts(9))).ragged("logprobs").values for each in (made, fresh)]
         np.testing.assert_allclose(np.asarray(values[0], np.float32), np.asarray(values[1], np.float32), atol=1e-6)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("options", [{"gradient_sync": "last"}, {"prefetch": 2}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_when_ranks_talk_changes_no_bit(options: dict[str, object], dtype: str) -> None:
+    plain, other = (policy(micro_batch_tokens=8, dtype=dtype, **each) for each in ({}, {"fsdp": options}))
+    for seed in range(3):
+        told = [(await each.update(rollouts(seed), ClippedLoss())).means() for each in (plain, other)]
+        assert told[0] == told[1]
+    one, two = [await each.weights() for each in (plain, other)]
+    for name, array in one.tensors.items():
+        np.testing.assert_array_equal(array, two.tensors[name])
+
+
+async def test_gradients_are_summed_over_the_ranks_after_each_pass_or_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[bool, bool]] = []
+    begin = Sharded.begin
+
+    def spied(sharded: Sharded, last: bool) -> None:
+        begin(sharded, last)
+        groups = [
+            each._get_fsdp_state()._fsdp_param_group for each in sharded.root.modules() if isinstance(each, FSDPModule)
+        ]
+        told.append((last, all(group.reduce_grads for group in groups if group)))
+
+    monkeypatch.setattr(Sharded, "begin", spied)
+    for sync, early in (("each", True), ("last", False)):
+        told.clear()
+        trainer = policy(micro_batch_tokens=8, fsdp={"gradient_sync": sync})
+        await trainer.update(rollouts(), ClippedLoss())
+        assert told == [(False, early)] * 5 + [(True, True)]
+
+
+def test_the_neighbours_that_keep_parameters_divide_the_ranks() -> None:
+    assert grid_of({"dp": 8}, FsdpConfig(reshard_after_forward=4)).shape == (1, 8, 1)
+    with pytest.raises(ConfigError, match="reshard_after_forward = 3 does not divide the 8 ranks"):
+        grid_of({"dp": 8}, FsdpConfig(reshard_after_forward=3))
+    with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
+        grid_of({"dp": 8}, FsdpConfig(replicate=2, reshard_after_forward=8))
 
 
 async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(tmp_path: Path) -> None:

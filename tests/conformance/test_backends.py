@@ -124,6 +124,9 @@ LAYOUT: Sequence[Check] = [
 ]
 """What hangs on how a model is divided, where a layout of as many ranks is asked everything."""
 
+TIMING: Sequence[Check] = [*numbers.POLICY[:3], numbers.micro_batches, numbers.uneven_rows, a_loss_that_raises]
+"""What hangs on when ranks talk to each other."""
+
 TRAVELS: Sequence[Check] = [
     numbers.POLICY[0],
     state.weights,
@@ -142,6 +145,7 @@ ASKED: Sequence[tuple[Subject, Sequence[Check], Sequence[Check]]] = [
     (Subject("torch", engine="ray"), TRAVELS, ()),
     (Subject("fsdp", {"dp": 2}, "ray"), ALL, ()),
     (Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"replicate": 2}}), LAYOUT, ()),
+    (Subject("fsdp", {"dp": 2}, "ray", {"fsdp": {"gradient_sync": "last", "prefetch": 1}}), TIMING, ()),
     (Subject("fsdp", {"dp": 1, "tp": 2}, "ray"), [*LAYOUT, *REWARD_MODEL, *OWN[1:]], GROUPED),
 ]
 """By subject: what it is asked of the suite's model, and of another."""

@@ -1,7 +1,6 @@
 """The FSDP2 backend on GPUs: what computes there and nowhere else gives the numbers of float32 and of SDPA."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshrl import Batch, ClippedLoss, MeshConfig, ModelConfig, NewModel, PolicyConfig, Ragged, Run, RunConfig
 from meshrl.roles import Policy
-from meshrl_hf import attention
-from meshrl_hf.attention import Bounds, Group, Kernel, Packed
+from meshrl_hf import kernels
+from meshrl_hf.attention import Group, Packed
+from meshrl_hf.kernels import Bounds, Kernel
 from meshrl_hf.loading import load
 from meshrl_hf.model import LanguageModel, ready
 
@@ -83,10 +83,11 @@ def attended(
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("kernel", [attention._flash_attn, attention._varlen_attn])
-def test_kernels_for_packed_sequences_equal_sdpa(kernel: Kernel, window: int | None) -> None:
-    if kernel is attention._flash_attn and find_spec("flash_attn") is None:
-        pytest.skip("flash-attn is not installed")
+@pytest.mark.parametrize("name", ["flash-attn-4", "flash-attn", "varlen"])
+def test_kernels_for_packed_sequences_equal_sdpa(name: str, window: int | None) -> None:
+    kernel = kernels._here(torch.cuda.get_device_capability())[name]
+    if not isinstance(kernel, Kernel):
+        pytest.skip(kernel)
     groups = (Group(3, 1, 1), Group(2, 5, 17), Group(1, 64, 64), Group(2, 30, 130))
     queries = sum(group.count * group.queries for group in groups)
     keys = sum(group.count * group.keys for group in groups)
@@ -98,14 +99,15 @@ def test_kernels_for_packed_sequences_equal_sdpa(kernel: Kernel, window: int | N
     )
     packed, bounds, scale = Packed(groups), Bounds.of(groups, GPU), 0.1
     exact = attended(lambda q, k, v: packed._by_shape(q, k, v, scale, window)[0], states, torch.float32)
-    fused = attended(lambda q, k, v: kernel(q, k, v, bounds, scale, window), states, torch.bfloat16)
+    fused = attended(lambda q, k, v: kernel.call(q, k, v, bounds, scale, window), states, torch.bfloat16)
     for found, expected in zip(fused, exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
 def test_a_policy_in_bfloat16_takes_such_a_kernel() -> None:
-    assert attention._fits(torch.zeros(1, 2, 64, dtype=torch.bfloat16, device=GPU))
-    assert (attention.packed_kernel() is None) == (torch.cuda.get_device_capability() < (8, 0))
+    kernel = kernels.chosen("auto", GPU)
+    assert (kernel is None) == (torch.cuda.get_device_capability() < (8, 0))
+    assert kernel is None or kernel.takes(torch.zeros(1, 2, 64, dtype=torch.bfloat16, device=GPU))
 
 
 def test_logprobs_of_a_large_vocabulary_hold_a_quarter_of_the_naive_way() -> None:

