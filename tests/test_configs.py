@@ -9,6 +9,7 @@ import pytest
 from meshrl import RunConfig, Task, TaskConfig
 from meshrl.run import about, find_mistakes, load_job, shipped_configs
 from meshrl.run.jobs import shipped_scripts
+from tests.backends.test_recipes import save_models
 from tests.first_hour.chat_model import save_tokenizer
 
 CONFIGS = shipped_configs()
@@ -24,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text("{}", "utf-8")
         save_tokenizer(model)
+    save_models(made)
     return made
 
 

@@ -201,20 +201,27 @@ def meshes_of(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[st
 
 
 def doubts_of_memory(config: Config, run: RunConfig) -> list[str]:
-    """Of each mesh that says how much memory a rank has: whether its roles need more, or nearly all."""
-    if not any(mesh.gib for mesh in run.meshes.values()):
+    """Of each mesh that says how much memory a rank has: whether its roles need more, or nearly all, or who knows what.
+
+    Of a mesh with GPUs that does not say it: whether they need more than 80 GiB.
+    """
+    if not any(mesh.gib or mesh.gpus for mesh in run.meshes.values()):
         return []
     found: list[str] = []
     for each in plan_memory(config, run).meshes:
         if each.gib is None:
             continue
+        said = run.meshes[each.mesh].gib is not None
         _, call = each.peak(host=not each.has_gpu)
         told = f"run.meshes.{each.mesh}: a rank needs about {each.needed / GIB:.1f} GiB{f' in {call}' if call else ''}"
-        if each.headroom is None:
+        look = "`meshrl memory` says what takes it, and what would save"
+        if each.headroom is not None and each.headroom < 0:
+            has = f"has gib = {each.gib:g}" if said else f"is taken to have {each.gib:g}, as no gib says otherwise"
+            found.append(f"{told}, and {has}: {look}")
+        elif said and each.headroom is None:
             found.append(f"{told}, without that of {', '.join(each.unknown)}, which is unknown: {_why(each)}")
-        elif each.headroom < _TIGHT * each.gib * GIB:
-            what = "and has" if each.headroom < 0 else "which leaves less than a twentieth of"
-            found.append(f"{told}, {what} gib = {each.gib:g}: `meshrl memory` says what takes it, and what would save")
+        elif said and (each.headroom or 0) < _TIGHT * each.gib * GIB:
+            found.append(f"{told}, which leaves less than a twentieth of gib = {each.gib:g}: {look}")
     return found
 
 

@@ -120,6 +120,9 @@ def test_check_doubts_a_mesh_whose_roles_do_not_fit_or_nearly_fill_it() -> None:
     assert "a rank needs about 6.0 GiB in policy.update, and has gib = 5" in full
     (tight,) = doubts(6.1)
     assert "leaves less than a twentieth of gib = 6.1" in tight
+    (guessed,) = doubts(None, policy={"model": NEW, "micro_batch_tokens": 2**20})
+    assert "a rank needs about 132.0 GiB in policy.update, and is taken to have 80, as no gib says" in guessed
+    assert doubts(None, **UNTOLD) == []
     (unknown,) = doubts(10, **UNTOLD)
     assert "a rank needs about 6.0 GiB in policy.update, without that of reference, which is unknown" in unknown
     assert "'torch' does not tell it" in unknown
