@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import STDOUT
+from threading import Lock
 from typing import Final
 
 import psutil
@@ -40,6 +41,8 @@ PAUSE: Final = 5.0, 20.0
 """Seconds between a repair and the next fault."""
 LATEST: Final = 240.0
 """Seconds within which a fault is repaired."""
+LOOKS: Final = 8
+"""At the shared memory, of which the least counts."""
 GROWTH: Final = 1.1
 """How much more there may be in the last third of the time than in the first."""
 CONFIG: Final = """
@@ -97,6 +100,8 @@ class Broken:
         self.cluster = cluster
         self.folder = folder
         self._log = folder / "controller.log"
+        self._changing = Lock()
+        """Held while the controller is killed and begun again."""
         self._controller = self._begun()
 
     def _begun(self) -> Inside:
@@ -115,13 +120,17 @@ class Broken:
         """SystemExit, with the controller's last words, where it has ended, or nothing comes of it."""
         until = time.monotonic() + seconds
         while not so():
-            if self._controller.poll() is not None or time.monotonic() > until:
+            with self._changing:
+                has_ended = self._controller.poll() is not None
+            if has_ended or time.monotonic() > until:
                 ended = (
                     f"status {self._controller.returncode}" if self._controller.returncode is not None else "it runs"
                 )
-                last = "\n".join(self._log.read_text("utf-8").splitlines()[-60:])
-                raise SystemExit(f"{what}: not within {seconds:g} s ({ended}):\n{last}")
+                raise SystemExit(f"{what}: not within {seconds:g} s ({ended}):\n{self._last_words()}")
             time.sleep(0.1)
+
+    def _last_words(self) -> str:
+        return "\n".join(self._log.read_text("utf-8").splitlines()[-100:])
 
     def goes_on_after(self, break_it: "Fault") -> tuple[float, float]:
         """Seconds from a fault until the run has got further, and until all its samplers are there as well."""
@@ -141,15 +150,22 @@ class Broken:
         return luck.choice([host for host in self.cluster.hosts[1:] if host.is_on])
 
     def end(self) -> None:
-        """As by Ctrl-C."""
+        """As by Ctrl-C. SystemExit, with where each of its threads is, where it does not end."""
         self._controller.send_signal(signal.SIGINT)
-        self._controller.wait(60)
+        until = time.monotonic() + LATEST
+        while self._controller.poll() is None:
+            if time.monotonic() > until:
+                self._controller.send_signal(signal.SIGABRT)  # which Python's own handler answers with the stacks
+                self._controller.wait()
+                raise SystemExit(f"it does not end within {LATEST:g} s of Ctrl-C:\n{self._last_words()}")
+            time.sleep(0.1)
 
     def kill_controller(self) -> None:
         """And begin it again."""
-        self._controller.kill()
-        self._controller.wait()
-        self._controller = self._begun()
+        with self._changing:
+            self._controller.kill()
+            self._controller.wait()
+            self._controller = self._begun()
 
     def used(self) -> dict[str, float]:
         """What all hosts use together, and the run's folder without the lines that it adds each step."""
@@ -160,12 +176,15 @@ class Broken:
                 totals["descriptors"] += process.num_fds()
                 totals["processes"] += 1
                 totals["threads"] += process.num_threads()
-        for host in self.cluster.hosts:
-            if host.is_on:
-                totals["shared memory, MiB"] += int(host.run(["du", "-sk", "/dev/shm"]).split()[0]) / 1024  # noqa: S108
+        totals["shared memory, MiB"] = min(self._shared_memory() for _ in range(LOOKS))
         checkpoints = (self.folder / "runs/soak").glob("checkpoints/**/*")
         totals["checkpoints, MiB"] = sum(path.stat().st_size for path in checkpoints if path.is_file()) / 2**20
         return totals
+
+    def _shared_memory(self) -> float:
+        """MiB in that of all hosts at this moment: some segments are of calls under way."""
+        there = [host.run(["du", "-sk", "/dev/shm"]) for host in self.cluster.hosts if host.is_on]  # noqa: S108
+        return sum(int(said.split()[0]) for said in there) / 1024
 
 
 Fault = Callable[[Broken], bool]
@@ -232,7 +251,8 @@ def soak_with_faults(hosts: int, minutes: float, seed: int) -> list[Figure]:
         (folder / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
         (folder / "rewards.py").write_text(REWARD, "utf-8")
         (folder / "soak.toml").write_text(CONFIG.replace("RANKS", str(hosts - 1)).replace("AHEAD", str(AHEAD)), "utf-8")
-        with Cluster(hosts, resources=[{}, *[{"rollout": 1}] * 98], shared=[folder]) as cluster:
+        stacks = {"PYTHONFAULTHANDLER": "1"}
+        with Cluster(hosts, resources=[{}, *[{"rollout": 1}] * 98], shared=[folder], environment=stacks) as cluster:
             run = Broken(cluster, folder)
             run.wait_until(lambda: run.step() > 1, "the run begins")
             times, used = _broken(run, luck, 60 * minutes)

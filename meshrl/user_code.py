@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -22,12 +22,29 @@ CODE: Final = PathIn(r"(?:\w+:)?(.+\.py):.*")
 """Marks a key of a configuration that `load_name` reads, perhaps after a word and a colon."""
 
 
+_copies: dict[Path, Path] = {}
+"""Folders of the controller's machine, and where this one has copies of them."""
+
+
+def find_copies(copies: Mapping[Path, Path]) -> None:
+    """Have files of these folders found in their copies, which were brought to this machine."""
+    _copies.update(copies)
+
+
+def copied(path: Path) -> Path:
+    """Where this machine has the copy of a file or a folder; the path itself where none was brought."""
+    for folder, copy in _copies.items():
+        if path.is_relative_to(folder) and (copy / path.relative_to(folder)).exists():
+            return copy / path.relative_to(folder)
+    return path
+
+
 def import_file(path: Path) -> ModuleType:
     """Run a Python file as a module; its folder goes last on the import path, so it may import its neighbours.
 
     Raises ConfigError where there is no such file, or where running it raises.
     """
-    path = path.resolve()
+    path = copied(path.resolve())
     if not path.is_file():
         raise ConfigError(f"there is no file {path}")
     # A name of its own: a user's `random.py` must not be taken for the library's module.

@@ -4,20 +4,17 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Final, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from meshrl.errors import ConfigError
 from meshrl.roles import CriticConfig, Memory, ModelConfig, PolicyConfig, RewardTrainingConfig, Work, options_of
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.sharded import shard
 from meshrl_fsdp.world import World, grid_of
-from meshrl_hf.memory import Cast, figures, knobs, part_of
+from meshrl_hf.memory import Cast, figures, knobs, part_of, rehearsed_alone
 from meshrl_hf.model import LanguageModel
 
 _OFFLOADED: Final = ("parameters", "moments", "gradients")
@@ -60,15 +57,6 @@ def _laid_out(config: ModelConfig, layout: FsdpConfig, dtype: torch.dtype, world
 @contextmanager
 def _alone(axes: Mapping[str, int], layout: FsdpConfig) -> Generator[World]:
     """The first rank of a mesh with these axes, none of whose other ranks is there."""
-    if dist.is_initialized():
-        raise ConfigError(
-            "this process is in a process group, and memory is told in a group whose other ranks are not there: ask "
-            "in a process of its own, as `meshrl memory` is"
-        )
     grid = grid_of(axes, layout)
-    group = import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend "fake" known
-    dist.init_process_group("fake", store=group.FakeStore(), rank=0, world_size=grid.numel())
-    try:
+    with rehearsed_alone(0, grid.numel()):
         yield World.on(grid, torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()

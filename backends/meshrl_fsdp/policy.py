@@ -16,5 +16,5 @@ class FsdpPolicy(Spread, TrainedPolicy):
 
     def __init__(self, config: PolicyConfig) -> None:
         sharded = load_sharded(config, own_rank())
-        predict = partial(predicted, sharded.model)
+        predict = partial(predicted, sharded.model, follows=True)
         super().__init__(config, Sharding(config, sharded, predict, trained(sharded.model), "policy"))

@@ -1,8 +1,8 @@
 """What a rank holds of a model: a rehearsal of its passes with tensors that have shapes and no memory."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -32,15 +33,15 @@ from meshrl_hf.live import Live
 from meshrl_hf.loading import GENERATOR, Kind, new_config, quiet, unreadable
 from meshrl_hf.lora import prepare, trained
 from meshrl_hf.model import LanguageModel, ready
-from meshrl_hf.packing import MicroBatch, learned, micro_batches, whole
+from meshrl_hf.packing import MicroBatch, Rows, learned, micro_batches, whole
 from meshrl_hf.reward_training import kind_of, with_score
 from meshrl_hf.scoring import Predict, predicted
 from meshrl_hf.text import character_tokenizer
 from meshrl_hf.value_head import with_head
 
-_fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it
+fake: Final = import_module("torch._subclasses.fake_tensor")  # torch has no public name for it
 
-_DEPTHS: Final = (2, 3)
+DEPTHS: Final = (2, 3)
 """Layers of the models that are rehearsed: each further layer holds what the third one does."""
 
 
@@ -172,25 +173,25 @@ def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[Lan
     layers = depth_of(shape)
     trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
     batch, micro = _micro_batch(work, budget, trains=trains)
-    attention = _OnGpu if work.gpu else Packed
-    rehearsed: list[_Rehearsal] = []
-    for depth in _DEPTHS if layers > max(_DEPTHS) else (layers,):
-        model = _skeleton(config, shape, kind, depth)
+    attention = OnGpu if work.gpu else Packed
+    rehearsed: list[Rehearsal] = []
+    for depth in DEPTHS if layers > max(DEPTHS) else (layers,):
+        model = skeleton_of(config, shape, kind, depth)
         fresh = replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))  # it keeps what it made
         try:
             rehearsed.append(_rehearse(model, lay_out(model), batch, fresh))
-        except (_fake.DataDependentOutputException, _fake.DynamicOutputShapeException) as error:
+        except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise ModelError(
                 f"{type(model.network).__name__} takes another amount of memory for other values ({error.func}), as "
                 "mixtures of experts do: how much is not known before a run"
             ) from error
     last = rehearsed[-1]
     if len(rehearsed) > 1:
-        last = last.deeper(rehearsed[0], layers - max(_DEPTHS))
+        last = last.deeper(rehearsed[0], layers - max(DEPTHS))
     return last.figures
 
 
-def _skeleton(config: ModelConfig, shape: PretrainedConfig, kind: Kind, depth: int) -> LanguageModel:
+def skeleton_of(config: ModelConfig, shape: PretrainedConfig, kind: Kind, depth: int) -> LanguageModel:
     """The first layers of a model, on the device `meta`; its tokenizer is none of its own."""
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     try:
@@ -218,20 +219,43 @@ def _shorten(network: PreTrainedModel, depth: int) -> None:
             setattr(parent, name, layers[:depth])
 
 
-def _micro_batch(work: Work, budget: int, *, trains: bool) -> tuple[Batch, MicroBatch]:
-    """The largest micro-batch of rows of the longest prompt and completion."""
-    families = min(-(-work.own_rows // work.n), budget // work.tokens + 2)
+def longest_rows(work: Work, families: int, *, trains: bool) -> tuple[Batch, Rows, Ragged | None]:
+    """Rows of the longest prompt and completion, of at most so many families; what is read of them, and learned."""
     count = min(work.own_rows, families * work.n)
     prompts = [np.full(work.prompt, row // work.n, np.int32) for row in range(count)]
     tokens = Ragged.of([np.append(each, np.zeros(work.completion, np.int32)) for each in prompts], np.int32)
     mask = Ragged(np.tile(np.arange(work.tokens) >= work.prompt, count), tokens.offsets)
-    batch = Batch.of(tokens=tokens, loss_mask=mask)
     rows, learn = (learned(tokens, mask), mask) if trains else (whole(tokens, mask), None)
-    return batch, max(micro_batches(tokens, rows, learn, budget), key=lambda each: each.ids.numel())
+    return Batch.of(tokens=tokens, loss_mask=mask), rows, learn
+
+
+def _micro_batch(work: Work, budget: int, *, trains: bool) -> tuple[Batch, MicroBatch]:
+    """The largest micro-batch of rows of the longest prompt and completion."""
+    batch, rows, learn = longest_rows(work, budget // work.tokens + 2, trains=trains)
+    return batch, max(micro_batches(batch.tokens, rows, learn, budget), key=lambda each: each.ids.numel())
+
+
+@contextmanager
+def rehearsed_alone(rank: int, size: int) -> Generator[None]:
+    """One rank of a group of this size whose other ranks are not there: what it waits for is there at once.
+
+    ConfigError in a process that is in a process group already.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process is in a process group, and memory is told in a group whose other ranks are not there: ask "
+            "in a process of its own, as `meshrl memory` is"
+        )
+    group = import_module("torch.testing._internal.distributed.fake_pg")  # which makes the backend "fake" known
+    dist.init_process_group("fake", store=group.FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class _Rehearsal:
+class Rehearsal:
     """What was alive when, in bytes, of a model of some layers."""
 
     figures: Figures
@@ -244,7 +268,7 @@ class _Rehearsal:
     late: int
     """The most after that."""
 
-    def deeper(self, shallow: "_Rehearsal", layers: int) -> "_Rehearsal":
+    def deeper(self, shallow: "Rehearsal", layers: int) -> "Rehearsal":
         """Of a model of so many layers more; `shallow` is of one with a layer less."""
         grown = [one + layers * (one - other) for one, other in zip(self.figures, shallow.figures, strict=True)]
         named = Figures(*grown)._replace(head=self.figures.head, gathered=self.figures.gathered)
@@ -255,10 +279,10 @@ class _Rehearsal:
         return replace(self, figures=named._replace(workspace=workspace), before=before, computed=computed, late=late)
 
 
-def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch) -> _Rehearsal:
+def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch) -> Rehearsal:
     """Two micro-batches: gradients are there when the second one begins."""
     trains = cast_.steps_over is not None
-    modes = _fake.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings()
+    modes = fake.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings()
     with modes[0], modes[1], Live() as live, nullcontext() if trains else torch.no_grad():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP compares it
         cast_.root.to_empty(device="cpu")
@@ -268,7 +292,8 @@ def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch
         masters = live.now - parameters
         moments = sum(2 * each.numel() * torch.float32.itemsize for each in stepped)
         held = before = live.now
-        marks = _Marks(live, model)
+        blocks = [each for each in model.network.modules() if isinstance(each, nn.ModuleList) and len(each)]
+        marks = Marks(live, model.network.base_model, blocks[0][-1])
         for _ in range(2):
             before = live.now
             marks.begin()
@@ -282,17 +307,17 @@ def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch
     )
 
 
-class _Marks:
+class Marks:
     """The most that was alive in each part of a pass."""
 
-    def __init__(self, live: Live, model: LanguageModel) -> None:
+    def __init__(self, live: Live, body: nn.Module, last: nn.Module) -> None:
+        """`body`: what computes the states that the head reads; `last`: its last layer."""
         self._live = live
         self._most: dict[str, int] = {}
         self._entered = self._computed = 0
-        blocks = [each for each in model.network.modules() if isinstance(each, nn.ModuleList) and len(each)]
-        blocks[0][-1].register_forward_pre_hook(self._enter_last)
-        model.network.base_model.register_forward_pre_hook(self._enter_body)
-        model.network.base_model.register_forward_hook(self._leave_body)
+        last.register_forward_pre_hook(self._enter_last, with_kwargs=True)
+        body.register_forward_pre_hook(self._enter_body)
+        body.register_forward_hook(self._leave_body)
 
     def begin(self) -> None:
         """Before a pass."""
@@ -303,23 +328,24 @@ class _Marks:
         """After it."""
         self._note("rest")
 
-    def rehearsal(self, held: Figures, before: int, *, trains: bool) -> _Rehearsal:
+    def rehearsal(self, held: Figures, before: int, *, trains: bool) -> Rehearsal:
         """What the last pass took, of a model that is trained or not; `before`: what was alive when it began."""
         most, computed = self._most, self._computed
         gathered = min(held.gathered, self._entered - before)
         if not trains:
             head = max(most.values()) - before - gathered
-            return _Rehearsal(held._replace(gathered=gathered, head=head), before, before + gathered, head, 0)
+            return Rehearsal(held._replace(gathered=gathered, head=head), before, before + gathered, head, 0)
         early = max(most["body"], most["head"], most["layer"]) - computed
         head = max(0, most["head"] - computed)
         workspace = max(0, max(computed + early, most["rest"]) - computed - head)
         kept = computed - before - gathered
         found = held._replace(gathered=gathered, activations=kept, head=head, workspace=workspace)
-        return _Rehearsal(found, before, computed, early, most["rest"])
+        return Rehearsal(found, before, computed, early, most["rest"])
 
-    def _enter_last(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs and inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: self._note("layer"))
+    def _enter_last(self, _: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        states = inputs[0] if inputs else cast("Tensor", named["hidden_states"])
+        if states.requires_grad:
+            states.register_hook(lambda _: self._note("layer"))
 
     def _enter_body(self, _: nn.Module, __: object) -> None:
         self._entered = self._live.now
@@ -327,14 +353,15 @@ class _Marks:
     def _leave_body(self, _: nn.Module, __: object, output: Any) -> None:
         self._computed = self._live.now
         self._note("body")
-        if output.last_hidden_state.requires_grad:
-            output.last_hidden_state.register_hook(lambda _: self._note("head"))
+        states = cast("Tensor", output if isinstance(output, Tensor) else output.last_hidden_state)
+        if states.requires_grad:
+            states.register_hook(lambda _: self._note("head"))
 
     def _note(self, part: str) -> None:
         self._most[part] = max(self._most[part], self._live.peak())
 
 
-class _OnGpu(Packed):
+class OnGpu(Packed):
     """Packed attention as a kernel of a GPU keeps it: no mask, and one number for each query and head."""
 
     def __call__(

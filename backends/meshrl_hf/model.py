@@ -17,6 +17,7 @@ from meshrl.errors import DataError, ModelError
 from meshrl_hf import attention
 from meshrl_hf.attention import Attend, Group, Packed
 from meshrl_hf.kernels import Kernel
+from meshrl_hf.routing import Routers, Routes
 from meshrl_hf.text import Template, Words, words
 
 MAX_LOGITS: Final = 1 << 26
@@ -38,15 +39,19 @@ class LanguageModel(Words):
     """The same model without its body: what it makes of the last hidden states, parameters shared."""
     kernel: Kernel | None = None
     """For packed sequences; None: SDPA."""
+    routers: Routers | None = None
+    """Of a mixture of experts."""
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.network.device
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, routes: Routes | None = None) -> Tensor:
         """The last hidden states [batch, tokens, hidden] of ids and positions, int64[batch, tokens]."""
         body = self.network.base_model
+        if self.routers is not None:
+            self.routers.routes = routes
         attend = attend.by(self.kernel) if isinstance(attend, Packed) else attend
         output = body(input_ids=ids, position_ids=positions, use_cache=False, attend=attend)
         return cast("Tensor", output.last_hidden_state)
@@ -154,7 +159,10 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Te
     network.train(False)
     network.set_attn_implementation(attention.NAME)
     own = words(tokenizer, network.config, getattr(network, "generation_config", None), chat)
-    model = LanguageModel(own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network))
+    routers = Routers.of(network)
+    model = LanguageModel(
+        own.tokenizer, own.chat, own.ends, own.max_tokens, network, _headless(network), routers=routers
+    )
     embeddings = _embeddings(network)
     if tokenizer.vocab_size > embeddings:  # added tokens beyond may stand there unused
         raise ModelError(

@@ -1,7 +1,7 @@
 """Rows into micro-batches: one packed sequence each, no padding, and a shared prompt computed once."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -46,11 +46,13 @@ class MicroBatch:
     """int64[N]: which packed token predicts."""
     target: Ints
     """int64[N]: what is predicted, a position in the batch's token column."""
+    read: Ints
+    """int64[T]: which token of that column each packed token is."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same, with its tensors on the device."""
         ids, positions, source = (moved(each, device) for each in (self.ids, self.positions, self.source))
-        return MicroBatch(ids, positions, self.attend.to(device), source, self.target)
+        return replace(self, ids=ids, positions=positions, attend=self.attend.to(device), source=source)
 
 
 Split: TypeAlias = Callable[[Ragged, Rows, Ragged | None, int], Iterator[MicroBatch]]
@@ -62,6 +64,7 @@ IDLE: Final = MicroBatch(
     attend=Packed((Group(1, 2, 2),)),
     source=torch.empty(0, dtype=torch.int64),
     target=np.empty(0, np.int64),
+    read=np.zeros(1, np.int64),
 )
 """Nothing to predict: a pass that a rank without rows makes, so that it keeps in step with others.
 
@@ -191,6 +194,7 @@ def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> Micr
         attend=Packed(groups_of(queries[order], (before + queries)[order]), keys),
         source=torch.from_numpy(source),
         target=target,
+        read=read,
     )
 
 

@@ -15,8 +15,10 @@ from meshrl.roles import Critic, Policy, PolicyConfig, Reference, Reward, Reward
 from meshrl.weights import Weights, WeightSource
 from meshrl_hf import reward_training
 from meshrl_hf.encoding import encoded
+from meshrl_hf.model import LanguageModel
 from meshrl_hf.probe import probe
 from meshrl_hf.reward_head import ScoreModel
+from meshrl_hf.routing import check_followed
 from meshrl_hf.scoring import Passes, check_readable, logprobs
 from meshrl_hf.trainable import Trainable
 from meshrl_hf.transfer import arrays
@@ -89,7 +91,7 @@ class TrainedPolicy(Trained, Policy):
         def check() -> None:
             check_predicts(loss, "logprobs")
             check_sources(batch, loss, trainable.optimizer.steps)
-            check_readable(self._model, batch)
+            self.check_rows(self._model, batch)
 
         async with trainable.turn:
             return await trainable.step(batch, loss, check)
@@ -98,7 +100,13 @@ class TrainedPolicy(Trained, Policy):
         """Add `logprobs`, of the version after the updates that were called before."""
         async with self._trainable.turn:
             source = Source.trainer(self._trainable.optimizer.steps)
-            return batch.assign(logprobs=logprobs(self._passes, batch, source))
+            return batch.assign(logprobs=logprobs(self._passes, batch, source, self.check_rows))
+
+    @staticmethod
+    def check_rows(model: LanguageModel, batch: Batch) -> None:
+        """DataError where the model cannot read a batch's rows, or not by the experts that they tell."""
+        check_readable(model, batch)
+        check_followed(model.routers, batch)
 
     async def weights(self) -> Weights:
         """This rank's part of the weights, after the updates that were called before; adapted as `lora.sync` says."""

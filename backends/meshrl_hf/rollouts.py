@@ -1,8 +1,8 @@
 """What samplers share, whatever they decode with: rows into token sequences to go on after, and these into rollouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from meshrl.mesh import Array
 from meshrl.roles import Sampling
 from meshrl_hf.observations import observed
 from meshrl_hf.packing import runs
+from meshrl_hf.routing import COLUMN
 from meshrl_hf.text import Words, decode, encode_prompts, texts_of
 
 Ints = NDArray[np.int64]
@@ -70,6 +71,8 @@ class Finished:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    experts: NDArray[np.int16] = field(default_factory=lambda: np.empty((0, 0, 0), np.int16))
+    """[sum of lengths, layers, experts of a token]; of 0 layers where no experts are told."""
 
 
 NONE: Final = Finished(
@@ -88,16 +91,25 @@ NONE: Final = Finished(
 class Rollouts:
     """The rows of one call of `generate`: what is to be decoded for them, and the batches of what was."""
 
-    def __init__(self, words: Words, prompts: Batch, sampling: Sampling) -> None:
-        """DataError for a row that cannot be read, or is too long with all its new tokens."""
+    def __init__(self, words: Words, prompts: Batch, sampling: Sampling, routed: tuple[int, int] = (0, 0)) -> None:
+        """DataError for a row that cannot be read, or is too long with all its new tokens.
+
+        `routed`: in how many layers to how many experts a token goes, where that is told.
+        """
         self._words = words
+        self._routed = routed
         self._sampling = sampling
         rows = prompts.repeat(sampling.n)
+        had: object = None
+        if COLUMN in rows:
+            had, rows = rows[COLUMN], rows.drop(COLUMN)
         self._continued = all(name in rows for name in _PREFIX)
         self._answered = self._continued and "observation" in rows
         self._full = np.zeros(len(rows), np.bool_)
         if self._answered:
             rows, self._full = observed(words, rows)
+        if self._continued and routed[0]:
+            rows = rows.assign(**{COLUMN: _lengthened(had, rows.tokens, routed)})
         self.rows: Final = rows
         """`n` rows for each of the prompts."""
         request, ended = self._read()
@@ -120,6 +132,7 @@ class Rollouts:
         begun = finished.lengths > finished.prompts
         oldest[begun] = np.minimum.reduceat(np.where(new, finished.versions, _NEWEST), offsets[:-1])[begun]
         texts = decode(self._words.tokenizer, _completions(finished.tokens, offsets, finished.prompts))
+        told = {COLUMN: Ragged(finished.experts, offsets, source=Source("sampler"))} if self._routed[0] else {}
         return rows.assign(
             tokens=Ragged(finished.tokens, offsets),
             loss_mask=Ragged(new, offsets),
@@ -130,6 +143,7 @@ class Rollouts:
             temperature=np.full(len(rows), self._sampling.temperature or 1.0, np.float32),
             truncated=finished.truncated,
             aborted=finished.aborted,
+            **told,
         )
 
     def _read(self) -> tuple[Request, Finished]:
@@ -153,7 +167,7 @@ class Rollouts:
         ends = frozenset[int]() if sampling.ignore_eos else self._words.ends
         request = Request(prefixes, prefix, np.arange(len(rows)), starts, limits, numbers, ends, sampling.stop)
         if not self._continued or not len(rows):
-            return request, NONE
+            return request, replace(NONE, experts=np.empty((0, *self._routed), np.int16))
         stopped = self._stopped(request)
         done = stopped | self._full | (lengths - starts >= limits)
         return request.select(~done), _ended(rows, np.flatnonzero(done), starts, ~stopped)
@@ -205,7 +219,16 @@ def _ended(rows: Batch, which: Ints, starts: Ints, truncated: NDArray[np.bool_])
         tokens=some.tokens.values.astype(np.int32),
         logprobs=some.sampler_logprobs.values.astype(np.float32),
         versions=some.versions.values.astype(np.int32),
+        experts=cast("Ragged", some[COLUMN]).values.astype(np.int16) if COLUMN in some else NONE.experts,
     )
+
+
+def _lengthened(had: object, tokens: Ragged, routed: tuple[int, int]) -> Ragged:
+    """The experts of rows, as of `had`; -1 for the tokens that came after, and for all where it is of another model."""
+    values = np.full((len(tokens.values), *routed), -1, np.int16)
+    if isinstance(had, Ragged) and had.values.shape[1:] == routed:
+        values[runs(tokens.offsets[:-1], had.lengths)] = had.values
+    return Ragged(values, tokens.offsets)
 
 
 def _completions(tokens: Array, offsets: Ints, starts: Ints) -> list[list[int]]:

@@ -15,6 +15,7 @@ from meshrl_hf.devices import moved
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
+from meshrl_hf.routing import followed
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """What a model says of each target of a micro-batch, float32[targets]: log-probs, or values.
@@ -42,13 +43,15 @@ def one_by_one(predict: Predict) -> PredictAll:
     return lambda batch, micros: (predict(batch, micro) for micro in micros)
 
 
-def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch) -> Tensor:
+def predicted(model: LanguageModel, batch: Batch, micro: MicroBatch, *, follows: bool = False) -> Tensor:
     """What `LanguageModel.logprobs` gives of each target of a micro-batch.
 
-    Logits are divided by the batch's `temperature` where it has one.
+    Logits are divided by the batch's `temperature` where it has one. `follows`: tokens go to the experts that the batch
+    tells, where it tells some.
     """
     there = micro.to(model.device)
-    hidden = model.hidden(there.ids, there.positions, there.attend)[0].index_select(0, there.source)
+    routes = followed(batch, micro, model.device) if follows else None
+    hidden = model.hidden(there.ids, there.positions, there.attend, routes)[0].index_select(0, there.source)
     tokens = moved(torch.from_numpy(batch.tokens.values[micro.target].astype(np.int64)), model.device)
     temperature = moved(spread(batch, "temperature", micro.target), model.device) if "temperature" in batch else None
     return model.logprobs(hidden, tokens, temperature)
@@ -103,13 +106,18 @@ def score(passes: Passes, batch: Batch, rows: Callable[[], Rows], learn: Ragged 
     return values
 
 
-def logprobs(passes: Passes, batch: Batch, source: Source) -> Ragged:
-    """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row."""
+def logprobs(
+    passes: Passes, batch: Batch, source: Source, check: Callable[[LanguageModel, Batch], object] = check_readable
+) -> Ragged:
+    """The log-probability of each token of `tokens`, ragged float32, by the source; 0 for the first of a row.
+
+    `check` raises where this rank's rows do not fit the model.
+    """
     tokens = batch.tokens
     mask = batch.loss_mask if "loss_mask" in batch else None
 
     def rows() -> Rows:
-        check_readable(passes.model, batch)
+        check(passes.model, batch)
         return whole(tokens, mask)
 
     return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ _HELD: Final = 0.02
 """Seconds between two messages of rows, as of an engine's process."""
 _AGAIN: Final = 0.05
 """Seconds after which requests that have not ended are told to, again: a server may not have known of them."""
+_SELDOM: Final = 1.0
+"""Seconds between two such requests at most: each time twice as long is waited."""
 
 
 class Model(NamedTuple):
@@ -200,7 +203,7 @@ class Pool:
 
     async def _interrupt(self, numbers: set[int] | None = None) -> None:
         """Let requests end as they are, those of some rows or all, and wait until they have."""
-        while True:
+        for pause in accumulate(repeat(_AGAIN), lambda before, _: min(2 * before, _SELDOM)):
             running = {
                 server: {name: each for name, each in server.running.items() if numbers is None or each.row in numbers}
                 for server in self.servers
@@ -209,7 +212,7 @@ class Pool:
                 return
             await asyncio.gather(*(self._abort(server, each) for server, each in running.items() if each))
             tasks = [each.task for some in running.values() for each in some.values()]
-            await asyncio.wait(tasks, timeout=_AGAIN)
+            await asyncio.wait(tasks, timeout=pause)
 
     async def _abort(self, server: Server, running: Mapping[str, Running]) -> None:
         """Let requests end; where that cannot be asked for, what they have drawn is lost."""

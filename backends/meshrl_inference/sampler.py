@@ -72,6 +72,11 @@ class EngineSampler(Sampler):
         rank = current_rank()
         if config.lora is not None:
             raise ConfigError(f'the backend {self.kind.backend!r} takes whole weights: set policy.lora.sync = "merged"')
+        if config.record_experts:
+            raise ConfigError(
+                f"the backend {self.kind.backend!r} does not tell the experts of tokens: leave sampler.record_experts "
+                'out, or take sampler.backend = "torch"'
+            )
         if unknown := {axis: size for axis, size in rank.shape.items() if axis not in self.axes and size > 1}:
             known = " and ".join(self.axes)
             raise ConfigError(f"the backend {self.kind.backend!r} knows {known} alone, and its mesh has {unknown}")

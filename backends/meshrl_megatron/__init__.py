@@ -6,7 +6,7 @@ Each rank is a process of its own, so a mesh of several ranks needs `run.engine 
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COUNTS", "MODELS", "OPTIONS", "ROLES"]
+__all__ = ["COUNTS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -24,3 +24,6 @@ OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.option
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 """Tells the tokens of prompts, without a model."""
+
+MEMORY: Final = "meshrl_megatron.memory:held"
+"""Tells what a rank holds of a role, without weights."""

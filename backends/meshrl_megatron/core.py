@@ -7,7 +7,7 @@ Raises BackendError for a version that this backend was not proved with.
 """
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Final
@@ -124,6 +124,7 @@ __all__ = [
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "fresh_scratch",
     "gather_from_sequence_parallel_region",
     "get_bias_dropout_add",
     "get_forward_backward_func",
@@ -137,3 +138,18 @@ _optimizers.USING_PYTORCH_OPTIMIZER = True
 # Dropout is 0 here, so random numbers need no state for each part of the model.
 initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 parallel_state._set_global_memory_buffer()  # noqa: SLF001 -- scratch memory, which parallel layers take from there
+
+
+@contextmanager
+def fresh_scratch() -> Generator[Mapping[object, torch.Tensor]]:
+    """Scratch memory of its own, for tensors that have no memory: what is computed with these leaves nothing behind.
+
+    Gives what was taken of it.
+    """
+    kept = parallel_state._GLOBAL_MEMORY_BUFFER  # noqa: SLF001
+    parallel_state._GLOBAL_MEMORY_BUFFER = None  # noqa: SLF001
+    parallel_state._set_global_memory_buffer()  # noqa: SLF001
+    try:
+        yield parallel_state.get_global_memory_buffer().buffer
+    finally:
+        parallel_state._GLOBAL_MEMORY_BUFFER = kept  # noqa: SLF001

@@ -14,6 +14,7 @@ _Item = TypeVar("_Item")
 _Add: TypeAlias = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 def quiet() -> AbstractContextManager[None]: ...
+def fresh_scratch() -> AbstractContextManager[Mapping[object, Tensor]]: ...
 
 # The configuration, and the groups of ranks.
 
@@ -223,6 +224,7 @@ class GPTModel(nn.Module):
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None,
     ) -> None: ...
+    def set_input_tensor(self, input_tensor: Tensor) -> None: ...
     def shared_embedding_or_output_weight(self) -> nn.Parameter: ...
 
 # Schedules.
@@ -255,7 +257,14 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: bool
     use_distributed_optimizer: bool
 
+class _Buffer:  # parameters of one dtype, one after the other, and their gradients
+    param_dtype: torch.dtype
+    numel: int  # with what fills it up to a size that divides
+    data_parallel_group: ProcessGroup
+
 class DistributedDataParallel(nn.Module):
+    buffers: Sequence[_Buffer]  # type: ignore[assignment]  # of a module they are a method
+    expert_parallel_buffers: Sequence[_Buffer]
     def __init__(
         self,
         config: TransformerConfig,

@@ -152,7 +152,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.weight.data = self.weight.data.to("cuda" if torch.cuda.is_available() else "cpu")
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002 -- Megatron's name
         """Each expert's logit [tokens, 1, experts]. Megatron's own fails without Transformer Engine."""

@@ -26,6 +26,11 @@ from meshrl_megatron.model import Model
 from meshrl_megatron.naming import Piece
 
 
+def gradient_layout() -> DistributedDataParallelConfig:
+    """Gradients are summed in float32, and each rank steps over a range of them."""
+    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+
+
 class Trained:
     """A model's stages with their gradients, moments and number of steps."""
 
@@ -33,7 +38,7 @@ class Trained:
         self.steps = 0
         self._config, self._model = config, model
         self._held: Final = {f"{each.first_layer}/{each.name}": each for each in model.held}
-        kept = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        kept = gradient_layout()
         self.stages: Final = [
             DistributedDataParallel(model.config, kept, stage, pg_collection=model.world.groups)
             for stage in model.stages

@@ -143,7 +143,9 @@ class SglangEngine:
         """Keep nothing in a GPU's memory: the weights go to the host's."""
         from sglang.srt.managers import io_struct as io  # noqa: PLC0415
 
-        self._loop.run_until_complete(self._manager.flush_cache(timeout_s=_IDLE))  # waits for rows that were left
+        flushed = self._loop.run_until_complete(self._manager.flush_cache(timeout_s=_IDLE))  # waits for rows that left
+        if not flushed.success:
+            raise RuntimeError(f"SGLang cannot sleep: rows that were left are in its schedulers after {_IDLE:g} s")
         self._loop.run_until_complete(self._manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput()))
 
     def wake(self, names: list[str]) -> None:

@@ -17,6 +17,7 @@ from meshrl_hf.attention import Packed
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import groups_of, runs
 from meshrl_hf.rollouts import Finished, Ints, Request
+from meshrl_hf.routing import Routes
 from meshrl_hf.text import decode
 from meshrl_torch.cache import Cache, Decode, Prefill
 from meshrl_torch.draw import Draw
@@ -31,11 +32,18 @@ class Decoder:
     """The rows of one call, and the slots they are in.
 
     `refill` is how many free slots it takes before waiting rows are let in: a prompt's forward pass costs as much
-    as a step, whether it is for one row or for many.
+    as a step, whether it is for one row or for many. `routed`: as of `Rollouts`.
     """
 
     def __init__(
-        self, model: LanguageModel, cache: Cache, request: Request, draw: Draw, slots: int, refill: int | None = None
+        self,
+        model: LanguageModel,
+        cache: Cache,
+        request: Request,
+        draw: Draw,
+        slots: int,
+        refill: int | None = None,
+        routed: tuple[int, int] = (0, 0),
     ) -> None:
         self._model = model
         self._cache = cache
@@ -55,6 +63,7 @@ class Decoder:
         self._tokens = np.zeros((self._slots, 0), np.int32)
         self._logprobs = np.zeros((self._slots, 0), np.float32)
         self._versions = np.zeros((self._slots, 0), np.int32)
+        self._experts = np.zeros((self._slots, 0, *routed), np.int16)
         self._ends = np.array(sorted(request.ends), np.int32)
         self._finished: list[Finished] = []
 
@@ -87,6 +96,7 @@ class Decoder:
                 tokens=tokens,
                 logprobs=np.zeros(len(tokens), np.float32),
                 versions=np.full(len(tokens), -1, np.int32),
+                experts=np.full((len(tokens), *self._experts.shape[2:]), -1, np.int16),
             )
         )
         self._count, self._next = 0, self._rows
@@ -111,7 +121,10 @@ class Decoder:
         ids = self._tokens[np.arange(count), places].astype(np.int64)
         positions = torch.from_numpy(places.copy())
         attend = Decode(self._cache, positions, longest, even=int(places.min()) + 1 == longest)
-        hidden = self._model.hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend)
+        routes = self._routes()
+        hidden = self._model.hidden(torch.from_numpy(ids)[:, None], positions[:, None], attend, routes)
+        if routes is not None:
+            self._experts[np.arange(count), places] = routes.told()
         return self._model.logits(hidden[:, 0])
 
     def _admit(self, count: int, version: int) -> None:
@@ -163,9 +176,16 @@ class Decoder:
             Packed(groups_of(lengths, lengths)), self._cache, *map(torch.from_numpy, (entries, slot, places))
         )
         positions = runs(np.zeros_like(lengths), lengths)
-        hidden = self._model.hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend)[0]
+        routes = self._routes()
+        hidden = self._model.hidden(torch.from_numpy(ids)[None], torch.from_numpy(positions)[None], attend, routes)[0]
+        if routes is not None:
+            self._experts[slot, places] = routes.told()[entries]
         last = torch.from_numpy(at + self._lengths[prefixes] - 1)
         return self._model.logits(hidden[last])[torch.from_numpy(which)]
+
+    def _routes(self) -> Routes | None:
+        """What a pass tells its experts to, where they are asked for."""
+        return Routes() if self._experts.shape[2] else None
 
     def _record(self, first: int, logits: Tensor, version: int) -> None:
         """Draw the next token of the slots from `first` on."""
@@ -178,6 +198,7 @@ class Decoder:
         self._tokens[slots, place] = tokens.numpy()
         self._logprobs[slots, place] = logprobs.numpy()
         self._versions[slots, place] = version
+        self._experts[slots, place] = -1  # until the token is read
 
     def _retire(self) -> None:
         """Rows that ended leave, and the last rows take their slots."""
@@ -209,12 +230,14 @@ class Decoder:
                 tokens=self._tokens.reshape(-1)[flat],
                 logprobs=self._logprobs.reshape(-1)[flat],
                 versions=self._versions.reshape(-1)[flat],
+                experts=self._experts.reshape(self._tokens.size, *self._experts.shape[2:])[flat],
             )
         )
 
     def _move(self, source: Ints, target: Ints) -> None:
         longest = int(self._place[source].max()) + 1
-        for state in (self._row, self._prompt, self._place, self._end, self._tokens, self._logprobs, self._versions):
+        tokens = self._tokens, self._logprobs, self._versions, self._experts
+        for state in (self._row, self._prompt, self._place, self._end, *tokens):
             state[target] = state[source]
         self._cache.move(torch.from_numpy(source), torch.from_numpy(target), longest)
 
@@ -236,4 +259,5 @@ class Decoder:
             self._tokens = np.pad(self._tokens, more)
             self._logprobs = np.pad(self._logprobs, more)
             self._versions = np.pad(self._versions, more)
+            self._experts = np.pad(self._experts, (*more, (0, 0), (0, 0)))
         self._cache.reserve(room)

@@ -17,4 +17,6 @@ class TorchPolicy(TrainedPolicy):
         check_alone("TorchPolicy", config.mesh)
         model = load(config)
         prepare(model, config)
-        super().__init__(config, OneRank(config, model, partial(predicted, model), trained(model), "policy"))
+        super().__init__(
+            config, OneRank(config, model, partial(predicted, model, follows=True), trained(model), "policy")
+        )

@@ -16,6 +16,7 @@ from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
 from meshrl_hf.probe import check, difference
 from meshrl_hf.rollouts import Rollouts
+from meshrl_hf.routing import routed
 from meshrl_hf.scoring import one_by_one, predicted
 from meshrl_hf.seeds import key
 from meshrl_hf.transfer import import_weights
@@ -42,6 +43,7 @@ class TorchSampler(Sampler):
         tensors = self._model.tensors()
         self._taken = adapters(tensors) if config.lora else tensors
         """What new weights are copied into."""
+        self._routed = routed(self._model.routers) if config.record_experts else (0, 0)
         self._version = 0
         self._refused = ""
         """Why nothing that the model draws may be trusted; empty while it may."""
@@ -53,7 +55,7 @@ class TorchSampler(Sampler):
 
         ModelError where the last weights do not compute what the policy does.
         """
-        rollouts = Rollouts(self._model, prompts, sampling)
+        rollouts = Rollouts(self._model, prompts, sampling, self._routed)
         if len(rollouts.ended.rows):
             yield rollouts.batch(rollouts.ended, self._version)
         cache = self._caches.pop() if self._caches else Cache()
@@ -61,7 +63,8 @@ class TorchSampler(Sampler):
             async with self._calls.begin(sampling.beside) as call:
                 version = self._version
                 draw = Draw(sampling, key(self._config.seed, sampling.seed, version, call.turn))
-                decoder = Decoder(self._model, cache, rollouts.request, draw, self._config.slots)
+                slots, request = self._config.slots, rollouts.request
+                decoder = Decoder(self._model, cache, request, draw, slots, routed=self._routed)
                 while decoder.busy:
                     finished = decoder.take() if call.steps % YIELD_STEPS == 0 else None
                     if finished is not None:

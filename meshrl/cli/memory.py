@@ -70,8 +70,16 @@ def _show(console: Console, mesh: RankMemory) -> None:
     for held in mesh.roles:
         for note in held.memory.notes if held.memory else (f"unknown: {held.unknown}",):
             typer.echo(f"{held.role}: {note}")
-    if mesh.headroom is not None and mesh.gib is not None:
-        left = f"{mesh.headroom / _GIB:.2f} GiB are left"
-        if mesh.headroom < 0:
-            left = f"it does not fit: {-mesh.headroom / _GIB:.2f} GiB more are needed"
-        typer.echo(f"{mesh.mesh}: {mesh.needed / _GIB:.2f} of {mesh.gib:g} GiB: {left}")
+    if mesh.gib is not None:
+        typer.echo(f"{mesh.mesh}: {_left(mesh, mesh.gib)}")
+
+
+def _left(mesh: RankMemory, gib: float) -> str:
+    """What stays free of a rank's memory, so far as all of its roles are known."""
+    lacking = ", ".join(mesh.unknown)
+    told = f"{mesh.needed / _GIB:.2f} of {gib:g} GiB{f' without {lacking}' if lacking else ''}"
+    if mesh.headroom is None:
+        return f"{told}: whether it fits is not known, as the sums lack {lacking}"
+    if mesh.headroom < 0:
+        return f"{told}: it does not fit: {-mesh.headroom / _GIB:.2f} GiB more are needed"
+    return f"{told}: {mesh.headroom / _GIB:.2f} GiB are left"

@@ -4,6 +4,7 @@ One protocol, `mesh.Engine`, of all. `make_engine` loads the one that is meant; 
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from meshrl.errors import ConfigError
 from meshrl.mesh import INLINE_BYTES, PATIENCE, Engine, Share, pool
@@ -17,12 +18,15 @@ def make_engine(
     modules: Sequence[str] = (),
     shared_memory_mib: int | None = None,
     patience: float = PATIENCE,
+    packages: Sequence[str] = (),
+    code: Sequence[Path] = (),
 ) -> Engine:
     """An engine by its name, as `run.engine` has it.
 
     `modules`: those that ranks need, which the engine `processes` imports once for all. `shared_memory_mib` and
-    `patience`: as in `[run]`, the former for all processes of the engine, this one too. ConfigError where its package
-    is not installed.
+    `patience`: as in `[run]`, the former for all processes of the engine, this one too. `packages`: those of the roles'
+    backends, of which each node of Ray must have the versions that are here; `code`: folders that ranks import from, of
+    which other nodes are given copies. ConfigError where the engine's own package is not installed.
     """
     pool.join(share := Share.of_run(shared_memory_mib), hands_on=name != "local")
     if name == "local":
@@ -39,4 +43,4 @@ def make_engine(
         raise ConfigError(
             f"run.engine = {name!r} needs the package {error.name!r}: pip install 'meshrl[ray]'"
         ) from None
-    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience)
+    return RayEngine(None if name == "ray" else name, inline_bytes, share, patience, packages, code)

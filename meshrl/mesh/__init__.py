@@ -13,7 +13,7 @@ from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import even_runs, lightest
 from meshrl.mesh.parts import is_away, least, leave_out, parts, ranks, replicas, routed, streams, take_in
-from meshrl.mesh.refs import HasRefs, NotHere, Put, Ref, fetch, put_large, resolve, seal_arrays, when_here
+from meshrl.mesh.refs import ForAll, HasRefs, NotHere, Put, Ref, fetch, put_large, resolve, seal_arrays, when_here
 from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
@@ -34,6 +34,7 @@ __all__ = [
     "Bytes",
     "CollectiveActor",
     "Engine",
+    "ForAll",
     "Gather",
     "HasRefs",
     "Mean",

@@ -31,6 +31,12 @@ Put = Callable[[object], Ref]
 """How an engine keeps a value."""
 
 
+class ForAll:
+    """Base of a value that whoever is sent it reads whole, as weights are: it goes from each machine on to the next."""
+
+    __slots__ = ()
+
+
 class NotHere(Exception):
     """A value was to be handed to a process of this machine, and is on another one still."""
 

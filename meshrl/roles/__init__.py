@@ -35,6 +35,7 @@ from meshrl.roles.registry import (
     function_of,
     implementation,
     models_of,
+    packages_of,
     place_of,
 )
 from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, PairSampling, Sampling
@@ -87,6 +88,7 @@ __all__ = [
     "memory_of",
     "models_of",
     "options_of",
+    "packages_of",
     "place_of",
     "places_of",
     "with_options",

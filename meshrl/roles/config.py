@@ -278,3 +278,5 @@ class SamplerConfig(ModelConfig):
     """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
     lora: LoraConfig | None = None
     """The policy's, where its `sync` is "adapters"; filled in by an algorithm's configuration."""
+    record_experts: bool = False
+    """Tell which experts of a mixture read each token, so that the policy sends it to the same."""

@@ -11,14 +11,15 @@ meshrl: they are loaded to read a configuration.
     OPTIONS = {"Policy": "meshrl_fsdp.options:FsdpConfig"}
 """
 
+import re
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Final, Literal, TypeAlias, TypeVar, cast
 
 from meshrl.config import Config
 from meshrl.errors import BackendError, did_you_mean
@@ -26,6 +27,10 @@ from meshrl.errors import BackendError, did_you_mean
 R = TypeVar("R")
 
 GROUP = "meshrl.backends"
+_REQUIREMENT: Final = re.compile(
+    r"""(?P<name>[\w.-]+)(?:\[(?P<others>.*?)\])?.*;.*\bextra == ["'](?P<extra>[\w-]+)["']"""
+)
+"""What a distribution asks for in an extra, as its metadata has it: `torch>=2.13; extra == 'torch'`."""
 
 Models: TypeAlias = Literal["read", "perhaps", "ignored", "none"]
 """A backend's `MODELS`: all its roles read the model that their table names; or some may, which is meant where it says
@@ -104,6 +109,32 @@ def function_of(backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY"]) -> Cal
     """The function that a backend's attribute names; None where it has none."""
     place = getattr(_module(backend), name, None)
     return None if place is None else cast("Callable[..., object]", _loaded(backend, cast("str", place)))
+
+
+def packages_of(backend: str) -> frozenset[str]:
+    """The packages that a backend needs: what the extra of its name asks for, and the distribution that has it.
+
+    Without an extra the distribution alone; none for a backend that is not installed.
+    """
+    found: set[str] = set()
+    for entry in entry_points(group=GROUP, name=backend):
+        if entry.dist:
+            found |= {entry.dist.name, *_asked_for(entry.dist.name, entry.dist.requires or (), backend)}
+    return frozenset(found)
+
+
+def _asked_for(name: str, requires: Sequence[str], extra: str) -> set[str]:
+    """The packages of an extra, with those of other extras of the same distribution that it asks for."""
+    found: set[str] = set()
+    for requirement in requires:
+        read = _REQUIREMENT.match(requirement)
+        if read is None or read["extra"] != extra:
+            continue
+        if read["name"] != name:
+            found.add(read["name"])
+        for other in (read["others"] or "").split(",") if read["name"] == name else ():
+            found |= _asked_for(name, requires, other.strip())
+    return found
 
 
 def _table(backend: str, name: str) -> Mapping[str, str]:

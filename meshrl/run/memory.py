@@ -106,14 +106,25 @@ class RankMemory:
         return always + calls.get(name, 0), name
 
     @property
+    def unknown(self) -> list[str]:
+        """The roles that the sums lack, as what they need is not known."""
+        return [held.role for held in self.roles if held.memory is None]
+
+    @property
     def needed(self) -> int:
-        """Bytes at most, of the memory that `gib` is of."""
+        """Bytes at most, of the memory that `gib` is of: of the roles that are known, so perhaps not of all."""
         return self.peak(host=not self.has_gpu)[0]
 
     @property
     def headroom(self) -> int | None:
-        """Bytes that stay free; less than 0 where the roles do not fit. None where the memory is not said."""
-        return None if self.gib is None else int(self.gib * GIB) - self.needed
+        """Bytes that stay free; less than 0 where the roles do not fit.
+
+        None where the memory is not said, or what the known roles leave is for others of unknown need.
+        """
+        if self.gib is None:
+            return None
+        left = int(self.gib * GIB) - self.needed
+        return None if left >= 0 and self.unknown else left
 
 
 @dataclass(frozen=True)
@@ -195,14 +206,20 @@ def doubts_of_memory(config: Config, run: RunConfig) -> list[str]:
         return []
     found: list[str] = []
     for each in plan_memory(config, run).meshes:
-        if each.headroom is None or each.gib is None:
+        if each.gib is None:
             continue
         _, call = each.peak(host=not each.has_gpu)
         told = f"run.meshes.{each.mesh}: a rank needs about {each.needed / GIB:.1f} GiB{f' in {call}' if call else ''}"
-        if each.headroom < _TIGHT * each.gib * GIB:
+        if each.headroom is None:
+            found.append(f"{told}, without that of {', '.join(each.unknown)}, which is unknown: {_why(each)}")
+        elif each.headroom < _TIGHT * each.gib * GIB:
             what = "and has" if each.headroom < 0 else "which leaves less than a twentieth of"
             found.append(f"{told}, {what} gib = {each.gib:g}: `meshrl memory` says what takes it, and what would save")
     return found
+
+
+def _why(mesh: RankMemory) -> str:
+    return "; ".join(dict.fromkeys(held.unknown for held in mesh.roles if held.memory is None))
 
 
 def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str], Asked], MemoryPlan]) -> list[Saving]:
@@ -227,9 +244,9 @@ def savings_of(plan: MemoryPlan, asked: Asked, plan_with: Callable[[Sequence[str
                 other = plan_with(settings, with_these)
             except MeshrlError:
                 continue
-            needed = next(each.needed for each in other.meshes if each.mesh == mesh.mesh)
-            if needed < mesh.needed:
-                found.append(Saving(setting, mesh.mesh, mesh.needed - needed))
+            then = next(each for each in other.meshes if each.mesh == mesh.mesh)
+            if then.unknown == mesh.unknown and then.needed < mesh.needed:
+                found.append(Saving(setting, mesh.mesh, mesh.needed - then.needed))
     return sorted(found, key=lambda saving: -saving.nbytes)
 
 

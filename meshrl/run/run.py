@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from math import isfinite
@@ -12,16 +12,16 @@ from typing import Self, TypeVar, cast
 
 from meshrl import log
 from meshrl.data import Batch, Metrics
-from meshrl.engines import make_engine
-from meshrl.errors import BackendError, ConfigError, DataError
+from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited
-from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation, place_of
+from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.disk import of_the_disk
+from meshrl.run.engine import engine_of
 from meshrl.run.folder import rescheduled, told_anew, was_cut_short
 from meshrl.run.lock import FolderLock
 from meshrl.run.periodic import BackgroundMeasurements, Measurement
@@ -73,7 +73,7 @@ class Run:
     ) -> None:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
-        self.engine = engine or _engine(config, resolved or {})
+        self.engine = engine or engine_of(config, resolved or {})
         folder = Path(config.folder) / config.name
         self._lock = FolderLock(folder)
         try:
@@ -384,14 +384,3 @@ class Run:
 def _kept(value: float) -> float | str:
     """As JSON can hold it."""
     return value if isfinite(value) else str(value)
-
-
-def _engine(config: RunConfig, resolved: Mapping[str, object]) -> Engine:
-    """The engine; where ranks are forked, with what their roles are made of."""
-    modules: set[str] = set()
-    for name, table in resolved.items():
-        backend = cast("Mapping[str, object]", table).get("backend") if isinstance(table, Mapping) else None
-        if isinstance(backend, str):
-            with suppress(BackendError):  # told where the role is spawned
-                modules.add(place_of(name.title().replace("_", ""), backend).partition(":")[0])
-    return make_engine(config.engine, config.inline_bytes, sorted(modules), config.shared_memory_mib, config.patience)

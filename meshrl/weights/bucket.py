@@ -12,7 +12,7 @@ from xxhash import xxh3_64
 
 from meshrl.data import check_dtype, from_raw, pickled, raw
 from meshrl.errors import DataError
-from meshrl.mesh import Array, Bytes, Put, Ref, Segment, free_cores, note_transit, pool
+from meshrl.mesh import Array, Bytes, ForAll, Put, Ref, Segment, free_cores, note_transit, pool
 
 _ALIGNED: Final = 64
 """Bytes: each tensor starts at a multiple."""
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
     """XXH3's 64 bits of its bytes."""
 
 
-class Bucket:
+class Bucket(ForAll):
     """Tensors in a buffer that nobody writes; or, on their way, what they can be fetched by."""
 
     def __init__(
@@ -117,6 +117,9 @@ class Bucket:
         if self.segment or not self.nbytes:
             return self
         memory = self.memory
+        place = pool.find(memory.data)
+        if place and not place[1]:  # as it came from another machine
+            return Bucket(self.index, self.nbytes, Segment(place[0].path, len(memory)))
         writing = pool.write(len(memory))
         if writing is None:
             raise DataError(

@@ -110,11 +110,13 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Vllm]:
     with Vllm() as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        yield made
-        made.shutdown()
-        thread.join()
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            thread.join()
 
 
 def config(*urls: str, **options: object) -> SamplerConfig:
@@ -200,6 +202,20 @@ def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm,
         HttpSampler(config(server.url))
     with pytest.raises(BackendError, match=words):
         check_servers(config(server.url))
+
+
+def test_one_log_prob_that_a_server_reads_otherwise_says_nothing_of_how_it_draws(server: Vllm) -> None:
+    odd = {"token_ids": [3], "logprobs": {"token_logprobs": [-3.0]}, "finish_reason": "length"}
+    heated: list[int] = []
+
+    def rounded(body: dict[str, Any], number: int) -> Answer | None:
+        if body["temperature"] == 2.0:
+            heated.append(number)
+        return (200, {"choices": [odd]}) if heated == [number] else None
+
+    server.instead = rounded
+    with pytest.raises(DataError, match=r"at temperature 1, and rows are to be drawn at 0.5"):
+        drawn(config(server.url), Sampling(temperature=0.5))
 
 
 def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:

@@ -1,5 +1,7 @@
 """What a rank along `cp` computes of a packed micro-batch: every token once, and all of them what one rank computes."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from hypothesis import example, given, settings
@@ -47,7 +49,7 @@ def attended(attend: Packed, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 def numbered(micro: MicroBatch) -> MicroBatch:
     """The same, whose ids number its tokens from 1 on: a spare token has the id 0."""
     ids = torch.arange(1, micro.ids.shape[1] + 1)[None]
-    return MicroBatch(ids, micro.positions, micro.attend, micro.source, micro.target)
+    return replace(micro, ids=ids)
 
 
 @settings(max_examples=40)

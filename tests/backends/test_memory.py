@@ -45,19 +45,19 @@ QWEN = Qwen3Config(
 )  # fmt: skip
 
 
-def rollouts() -> Batch:
+def rollouts(rows: int = ROWS) -> Batch:
     """Rows of the lengths that `WORK` names."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(2, 11, (ROWS // N, PROMPT))
-    tokens = Ragged.of([np.append(prompts[row // N], rng.integers(2, 11, COMPLETION)) for row in range(ROWS)], np.int32)
+    prompts = rng.integers(2, 11, (rows // N, PROMPT))
+    tokens = Ragged.of([np.append(prompts[row // N], rng.integers(2, 11, COMPLETION)) for row in range(rows)], np.int32)
     values = np.full(len(tokens.values), -2.0, np.float32)
     return Batch.of(
         tokens=tokens,
-        loss_mask=Ragged(np.tile(np.arange(PROMPT + COMPLETION) >= PROMPT, ROWS), tokens.offsets),
+        loss_mask=Ragged(np.tile(np.arange(PROMPT + COMPLETION) >= PROMPT, rows), tokens.offsets),
         sampler_logprobs=Ragged(values, tokens.offsets),
         values=Ragged(values, tokens.offsets),
         returns=Ragged(values, tokens.offsets),
-        advantages=rng.normal(size=ROWS).astype(np.float32),
+        advantages=rng.normal(size=rows).astype(np.float32),
     )
 
 

@@ -147,9 +147,9 @@ async def test_a_prompt_that_rows_share_is_read_once(llama: str, monkeypatch: py
     made = TorchReward(RewardModelConfig(model=llama))
     read: list[int] = []
 
-    def hidden(model: LanguageModel, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def hidden(model: LanguageModel, ids: Tensor, positions: Tensor, attend: Attend, *rest: Any) -> Tensor:
         read.append(ids.shape[1])
-        return plain(model, ids, positions, attend)
+        return plain(model, ids, positions, attend, *rest)
 
     plain = LanguageModel.hidden
     monkeypatch.setattr(LanguageModel, "hidden", hidden)

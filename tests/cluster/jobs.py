@@ -33,7 +33,7 @@ from meshrl import (
     respawn,
 )
 from meshrl.engines.ray import RayEngine
-from meshrl.errors import MeshrlError
+from meshrl.errors import MeshrlError, NoRoom
 from meshrl.testing.cluster import Cluster, Host
 
 MIB = 1 << 20
@@ -107,6 +107,15 @@ async def places(engine: RayEngine) -> object:
     return hosts.tolist(), told.tolist(), (await spawned.clock() - time.monotonic()).tolist()
 
 
+async def hosts_of(engine: RayEngine, count: int, each: dict[str, float]) -> object:
+    """Where so many ranks are that ask for this; what is told where there is no room for them."""
+    try:
+        mesh = await Mesh.reserve(engine, count, Resources(cpus=0, custom=each))
+    except NoRoom as error:
+        return str(error)
+    return (await (await mesh.spawn(Traveller)).where()).tolist()
+
+
 async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> object:
     """Rows made on one host, changed on another and read here: the last token, and seconds of each."""
     made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
@@ -118,16 +127,6 @@ async def rows_between(engine: RayEngine, maker: str, taker: str, mib: int) -> o
     two = time.monotonic()
     last = int((await doubled.select([3]).load()).tokens.values[-1])
     return last, [one - began, two - one, time.monotonic() - two]
-
-
-async def weights_to(engine: RayEngine, maker: str, takers: list[str], ranks: int, mib: int) -> object:
-    """Weights made on one host, taken by some ranks of each of others: what they sum to, and seconds."""
-    made = await (await Mesh.reserve(engine, 1, on(maker))).spawn(Traveller)
-    taken = [await (await Mesh.reserve(engine, ranks, on(taker))).spawn(Traveller) for taker in takers]
-    weights = await made.weights(mib * MIB // 4)
-    began = time.monotonic()
-    sums = await asyncio.gather(*(each.take(weights) for each in taken))
-    return sums, time.monotonic() - began
 
 
 async def crowded(engine: RayEngine) -> object:

@@ -8,7 +8,7 @@ from subprocess import PIPE, STDOUT
 import pytest
 
 from meshrl.testing.cluster import Cluster, Host
-from tests.cluster.jobs import MIB, answer, begin, calls, crowded, do, places, rows_between, weights_to
+from tests.cluster.jobs import MIB, answer, begin, calls, crowded, do, places, rows_between
 from tests.cluster.training_jobs import trained
 
 
@@ -50,16 +50,6 @@ def test_rows_go_from_host_to_host_and_past_the_controller(three: Cluster) -> No
     assert 32 <= received < 34
     assert came < 34, "it reads the result, and nothing else"
     assert nothing_is_left(three)
-
-
-def test_weights_cross_each_hosts_cable_once(three: Cluster) -> None:
-    before = [host.traffic() for host in three.hosts]
-    sums, _ = do(three, weights_to, "node1", ["node2", "node3"], 2, 32)
-    assert sums == [1, 1]
-    (sent, _), (_, second), (_, third) = megabytes(before, three)
-    assert 64 <= sent < 68
-    assert 32 <= second < 34
-    assert 32 <= third < 34
 
 
 def test_cores_that_are_left_on_two_hosts_are_not_taken_for_those_of_one(three: Cluster) -> None:

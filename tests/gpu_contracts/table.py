@@ -72,7 +72,10 @@ MEGATRON: Final[Mapping[str, str]] = {
     "megatron.core.optimizer.get_megatron_optimizer": f"{_CORE}/optimizer/__init__.py get_megatron_optimizer",
     "megatron.core.packed_seq_params.PackedSeqParams": f"{_CORE}/packed_seq_params.py PackedSeqParams",
     "megatron.core.parallel_state": f"{_CORE}/parallel_state.py",
-    "megatron.core.parallel_state._set_global_memory_buffer": f"{_CORE}/parallel_state.py _set_global_memory_buffer",
+    **{
+        f"megatron.core.parallel_state.{name}": f"{_CORE}/parallel_state.py {name}"
+        for name in ("_GLOBAL_MEMORY_BUFFER", "_set_global_memory_buffer", "get_global_memory_buffer")
+    },
     "megatron.core.pipeline_parallel.get_forward_backward_func": (
         f"{_CORE}/pipeline_parallel/schedules.py get_forward_backward_func"
     ),

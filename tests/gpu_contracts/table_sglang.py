@@ -70,6 +70,7 @@ SGLANG: Final[Mapping[str, str]] = {
         }.items()
         for name in names
     },
+    "meshrl_sglang/engine.py flushed.success": f"{_ORDERS} FlushCacheReqOutput.success",
     "meshrl_sglang/engine.py self._engine.loop": f"{_ENGINE}.loop",
     "meshrl_sglang/engine.py self._engine.tokenizer_manager": f"{_ENGINE}.tokenizer_manager",
     "meshrl_sglang/engine.py self._manager.model_config.vocab_size": f"{_CONFIG}.vocab_size",

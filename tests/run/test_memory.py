@@ -11,7 +11,7 @@ from meshrl import MeshConfig, RunConfig
 from meshrl.cli import main
 from meshrl.config import validate
 from meshrl.errors import ConfigError, ModelError
-from meshrl.roles import Memory, ModelConfig, PolicyConfig, Term, Work
+from meshrl.roles import Memory, ModelConfig, PolicyConfig, ReferenceConfig, Term, Work
 from meshrl.run import Asked, MemoryPlan, RolloutConfig, memory, plan_memory, savings_of
 from meshrl.run.check import examine
 
@@ -24,13 +24,14 @@ NEW = {
     "heads": 2,
     "max_tokens": 64,
 }
+UNTOLD = {"reference": {"micro_batch_tokens": 1}}
 ONE = RunConfig(engine="processes", meshes={"main": MeshConfig(ranks=4, gpus=1, gib=10)})
 
 
 def told(config: ModelConfig, work: Work) -> Memory | None:
-    """Of a policy 8 GiB over the ranks, and 2 in an update; of a sampler 1 and 1; of a reference nothing."""
-    if config.role == "Reference":
-        return None
+    """Of a policy 8 GiB over the ranks, and 2 in an update; of a sampler 1 and 1; of a reference nothing, or 0."""
+    if isinstance(config, ReferenceConfig):
+        return None if config.micro_batch_tokens == 1 else Memory([])
     if config.role == "Sampler":
         return Memory([Term("weights", GIB, "", ""), Term("logits", GIB, "generate", "")])
     assert isinstance(config, PolicyConfig)
@@ -63,12 +64,19 @@ def test_a_rank_holds_what_is_always_there_and_the_call_that_takes_most() -> Non
     (rank,) = plan_memory(config(), ONE).meshes
     assert rank.peak(host=False) == ((1 + 2 + 1 + 2) * GIB, "policy.update")  # beside 1 GiB of CUDA's own
     assert rank.peak(host=True) == (GIB, "")
-    assert rank.headroom == 4 * GIB
     (late,) = plan_memory(config(ahead=1), ONE).meshes
     assert late.peak(host=False) == ((1 + 2 + 1 + 2 + 1) * GIB, "policy.update")  # rows are drawn meanwhile
+
+
+def test_a_role_of_unknown_need_is_lacking_in_the_sum_and_leaves_no_headroom() -> None:
+    (whole,) = plan_memory(config(), ONE).meshes
+    assert (whole.unknown, whole.headroom) == ([], 4 * GIB)
+    (rank,) = plan_memory(config(**UNTOLD), ONE).meshes
     (unknown,) = [held for held in rank.roles if held.memory is None]
-    assert unknown.role == "reference"
     assert "'torch' does not tell it" in unknown.unknown
+    assert (rank.unknown, rank.needed, rank.headroom) == (["reference"], 6 * GIB, None)
+    (full,) = plan_memory(config(**UNTOLD), ONE, Asked(gib=5)).meshes
+    assert full.headroom == -GIB  # what is known does not fit, whatever the other takes
 
 
 def test_gpus_stand_for_the_ranks_of_the_only_mesh_and_leave_its_other_axes() -> None:
@@ -89,6 +97,8 @@ def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
             return plan_memory(config(policy={"model": NEW, "micro_batch_tokens": 8192}), ONE, asked)
         if "run.meshes.main.ranks=8" in settings:
             return plan_memory(config(), RunConfig(meshes={"main": MeshConfig(ranks=8, gpus=1, gib=10)}), asked)
+        if "run.meshes.main.axes.dp=2" in settings:  # what is not told takes nothing in the sum
+            return plan_memory(config(**UNTOLD, policy={"model": NEW, "micro_batch_tokens": 1}), ONE, asked)
         raise ModelError(f"{settings} is refused")
 
     found = savings_of(plan, Asked(), planned)
@@ -101,15 +111,18 @@ def test_what_a_setting_would_save_is_what_the_plan_with_it_says() -> None:
 def test_check_doubts_a_mesh_whose_roles_do_not_fit_or_nearly_fill_it() -> None:
     pytest.importorskip("transformers", reason="else `check` has only to say that the backend is not whole")
 
-    def doubts(gib: float | None) -> list[str]:
+    def doubts(gib: float | None, **changes: object) -> list[str]:
         run = RunConfig(engine="processes", meshes={"main": MeshConfig(ranks=4, gpus=1, gib=gib)})
-        return [doubt for doubt in examine(config(), run).doubts if "run.meshes" in doubt]
+        return [doubt for doubt in examine(config(**changes), run).doubts if "run.meshes" in doubt]
 
     assert doubts(10) == doubts(None) == []
     (full,) = doubts(5)
     assert "a rank needs about 6.0 GiB in policy.update, and has gib = 5" in full
     (tight,) = doubts(6.1)
     assert "leaves less than a twentieth of gib = 6.1" in tight
+    (unknown,) = doubts(10, **UNTOLD)
+    assert "a rank needs about 6.0 GiB in policy.update, without that of reference, which is unknown" in unknown
+    assert "'torch' does not tell it" in unknown
 
 
 def test_the_command_prints_the_table_and_writes_the_numbers(
@@ -125,3 +138,20 @@ def test_the_command_prints_the_table_and_writes_the_numbers(
     assert "policy.micro_batch_tokens=8192 would save 1.00 GiB of a rank of main" in printed
     plan = msgspec.json.decode(file.read_bytes(), type=MemoryPlan)
     assert [saving.setting for saving in plan.savings] == ["policy.micro_batch_tokens=8192", "--gpus 8"]
+    with pytest.raises(SystemExit, match="0"):
+        main(
+            [
+                "memory",
+                "grpo/quickstart",
+                new,
+                "--gpus",
+                "4",
+                "--gib",
+                "50",
+                "loss.kl=0.1",
+                "reference.micro_batch_tokens=1",
+            ]
+        )
+    printed = capsys.readouterr().out
+    assert "main: 6.00 of 50 GiB without reference: whether it fits is not known, as the sums lack reference" in printed
+    assert "are left" not in printed

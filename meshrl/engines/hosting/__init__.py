@@ -21,7 +21,15 @@ from meshrl.engines.hosting.messages import (
     boot,
 )
 from meshrl.engines.hosting.patience import patiently
-from meshrl.engines.hosting.pickling import Pickler, carries, carry_modules, check_picklable, packed, unpacked
+from meshrl.engines.hosting.pickling import (
+    Pickler,
+    carries,
+    carry_modules,
+    check_picklable,
+    is_installed,
+    packed,
+    unpacked,
+)
 from meshrl.engines.hosting.process import Process, RankMember, clock_ahead
 from meshrl.engines.hosting.rank_log import LogFolder, RankLog
 from meshrl.engines.hosting.reservation import ProcessSlot, Reservation, environments
@@ -60,6 +68,7 @@ __all__ = [
     "check_picklable",
     "clock_ahead",
     "environments",
+    "is_installed",
     "knocked",
     "packed",
     "patiently",

@@ -70,6 +70,7 @@ class HostingEngine(Caller):
         if reservation not in self._reservations:
             raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
         if reservation.has_died and not reservation.members:
+            await reservation.prepare(reservation.slots)
             reservation.revive(reservation.slots)
             await reservation.settle()
         processes = [slot.process for slot in places]
@@ -96,6 +97,7 @@ class HostingEngine(Caller):
                 await held.enter_async_context(slot.remaking)
             self._check_held(reservation, again[0])
             await reservation.end(again)
+            await reservation.prepare(slots)
             self._check_held(reservation, again[0])  # it may have been stopped meanwhile
             reservation.revive(slots)
             await reservation.settle(slots)

@@ -29,6 +29,7 @@ from meshrl.engines.hosting.messages import (
 from meshrl.engines.hosting.pickling import packed
 from meshrl.engines.isolation import isolated
 from meshrl.mesh import CollectiveActor, Put, Rank, fetch, pool, put_large, rank_context, resolve
+from meshrl.user_code import copied
 
 _ENGINES: Final = str(Path(__file__).parents[1])
 
@@ -230,8 +231,9 @@ def _check_taken(actor: object, given: Arguments, lost: BaseException | None) ->
 
 def work_as(folder: str, paths: Sequence[str]) -> None:
     """Find relative files, and modules next to a script, as the controller does."""
-    with suppress(OSError):  # on a machine that has no such folder
-        os.chdir(folder)
+    for place in (copied(Path(folder)), Path(folder)):
+        with suppress(OSError):  # on a machine that has no such folder
+            os.chdir(place)
     sys.path += [path for path in paths if path not in sys.path]
 
 

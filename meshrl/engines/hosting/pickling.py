@@ -59,11 +59,16 @@ def carry_modules() -> None:
     _looked_at.update(sys.modules)
 
 
+def is_installed(file: str) -> bool:
+    """Whether a module's file is Python's or of an installed package."""
+    # As it is first: of hundreds of modules, to resolve each takes longer than all else.
+    return file.startswith(_INSTALLED) or str(Path(file).resolve()).startswith(_INSTALLED)
+
+
 def _can_be_imported(name: str, module: ModuleType) -> bool:
     """Whether a process with the same import path finds the same file under this name."""
     file = getattr(module, "__file__", None)
-    # As it is first: of hundreds of modules, to resolve each takes longer than all else.
-    if not isinstance(file, str) or file.startswith(_INSTALLED) or str(Path(file).resolve()).startswith(_INSTALLED):
+    if not isinstance(file, str) or is_installed(file):
         return True
     parent = name.rpartition(".")[0]
     folders = getattr(sys.modules.get(parent), "__path__", None) if parent else None

@@ -89,6 +89,9 @@ class Reservation(ABC):
         """Say that so many processes have not started yet."""
         log.info("waiting for ranks to start", missing=missing, of=len(self.slots))
 
+    async def prepare(self, slots: Sequence[ProcessSlot]) -> None:  # noqa: B027 -- most have nothing to do
+        """Do what comes before processes are begun anew where they have died."""
+
     @abstractmethod
     def begin(self, slot: ProcessSlot) -> Process:
         """Ask for a process. It comes when there is room."""

@@ -20,7 +20,9 @@ from ray.exceptions import (
 )
 
 from meshrl.engines.hosting import CYCLE, Arguments, Ask, Broken, Channel, Gone, Place, Reply, Service, boot, vigil
+from meshrl.engines.ray.nodes import Home
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
+from meshrl.engines.ray.route import Handle, Stop, near
 from meshrl.engines.transport import Address, SocketChannel
 from meshrl.mesh import NotHere
 
@@ -57,6 +59,7 @@ class RayChannel(Channel):
         self.handle = handle
         self._call, self._stream = _method(handle, "call"), _method(handle, "stream")  # each look-up makes a new one
         self._place = place
+        self._stop: Stop | None = None
         self._near: SocketChannel | None = None
         self._open: set[Reply] = set()
         """Those that come by Ray and are not here."""
@@ -74,10 +77,20 @@ class RayChannel(Channel):
         self._place = place
         if self._near is None and place.socket and place.boot == boot() and Path(place.socket[0]).exists():
             self._near = SocketChannel(Address(*place.socket))
+        if self._stop is None and place.door:
+            self._stop = Stop(cast("Handle", self.handle), Home(place.host, place.boot, place.door))
+            if self._stop.home.is_here:
+                near.append(self._stop)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was given up."""
+        return bool(self._lost)
 
     def lose(self, reason: str) -> None:
         """The process is given up, whether it lives or not."""
         self._lost = reason
+        self._give_up()
         if self._near is not None:
             self._near.close(reason)
         for reply in list(self._open):
@@ -89,9 +102,14 @@ class RayChannel(Channel):
 
     def close(self) -> None:
         """Let the process go. One that was killed has left its folder."""
+        self._give_up()
         if self._near is not None:
             self._near.close()
             shutil.rmtree(Path(self._near.address.path).parent, ignore_errors=True)
+
+    def _give_up(self) -> None:
+        if self._stop and self._stop in near:
+            near.remove(self._stop)
 
     def __reduce__(self) -> tuple[type["RayChannel"], tuple[object, Place | None]]:
         return RayChannel, (self.handle, self._place)
@@ -106,7 +124,7 @@ class RayChannel(Channel):
         far = self._near is not None or self._cancelled or len(self._open) >= CYCLE // 2
         name = label(ask, whole=far)
         method = (self._stream if stream else self._call).options(name=name)
-        return self._reply(method.remote(pack(given)) if given else method.remote())
+        return self._reply(method.remote(pack(given, self._stop)) if given else method.remote())
 
     def request(self, service: Service, *arguments: object) -> Reply:
         """Ask for something else."""

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,6 +20,7 @@ import ray
 from meshrl import log
 from meshrl.engines.hosting import Door, Reply, knocked, vigil
 from meshrl.engines.ray.nodes import Amounts, Home, Node, home, nodes
+from meshrl.engines.ray.versions import Versions
 from meshrl.errors import ConfigError, NoRoom
 from meshrl.mesh import Resources, free_cores
 
@@ -29,6 +30,8 @@ NOTHING: Final[Amounts] = {"memory": 1}
 """What a rank reserves that needs nothing. Ray refuses an empty request; a byte is always there."""
 _ANSWER: Final = 10.0
 """Seconds within which a cluster's address must take a connection."""
+_AGAIN: Final = 0.5
+"""Seconds between two looks for nodes that answer again."""
 _LAG: Final = 1.0
 """Seconds until Ray has seen everywhere what a node gave back."""
 
@@ -36,14 +39,17 @@ _LAG: Final = 1.0
 class Cluster:
     """This process's connection to Ray. A cluster that was started here is stopped here, any other goes on."""
 
-    def __init__(self, address: str | None, patience: float, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: str | None, patience: float, packages: Sequence[str], told: Callable[[str], None]
+    ) -> None:
         """`address`: HOST:PORT, or `auto`; None: that of RAY_ADDRESS, and without it a cluster of our own.
 
         `patience`: seconds after which a node that cannot be reached is given up; `told`: called where that is the
-        head, with the reason.
+        head, with the reason. `packages`: as of `Versions`.
         """
         self._address = address or os.environ.get("RAY_ADDRESS")
         self._patience = patience
+        self._versions = Versions(packages, patience)
         self._told = told
         self._connecting: asyncio.Task[_Link] | None = None
         self._head: Door | None = None
@@ -54,6 +60,8 @@ class Cluster:
         """Set when the head is given up."""
         self.lost = ""
         """Why the cluster can be asked for nothing any more."""
+        self.silent: dict[str, Door] = {}
+        """Nodes that do not answer, which Ray takes for living ones up to a minute longer."""
 
     async def connect(self) -> None:
         """Connect, once. Raises `ConfigError` where no cluster answers, or none any more."""
@@ -83,8 +91,25 @@ class Cluster:
         self._told(self.lost)
 
     async def nodes(self) -> list[Node]:
-        """The living nodes."""
-        return await self.ask(nodes)
+        """The living nodes. Those that do not answer within the patience are `silent`."""
+        found = await self.ask(nodes)
+        doors = [Door(node.address, node.port, self._patience) for node in found]
+        answers = await asyncio.gather(*map(knocked, doors))
+        self.silent = {node.id: door for node, door, there in zip(found, doors, answers, strict=True) if not there}
+        return [node for node in found if node.id not in self.silent]
+
+    async def one_answers(self, silent: Mapping[str, Door]) -> None:
+        """Wait until a silent node answers."""
+        while not any(answers := await asyncio.gather(*map(knocked, silent.values()))):  # noqa: ASYNC110 -- of others
+            await asyncio.sleep(_AGAIN)
+        for node, there in zip(silent, answers, strict=True):
+            if there:
+                self.silent.pop(node, None)
+
+    async def check(self, nodes: Mapping[str, str]) -> None:
+        """Raise `ConfigError` where a node has other versions than this process; as of `Versions.check`."""
+        if not self.is_ours:
+            await self._versions.check(nodes)
 
     async def with_free_cores(self, among: Sequence[Node]) -> list[Node]:
         """The nodes as if they had no other cores than those that are not taken now: two free ones may lie apart."""
@@ -254,11 +279,12 @@ def has_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> bool:
     return sum(room_for(asked, node.has) for node in nodes) >= count
 
 
-def check_room(count: int, asked: Amounts, nodes: Sequence[Node]) -> None:
-    """Raise `NoRoom` where they could not, not even idle."""
+def check_room(count: int, asked: Amounts, nodes: Sequence[Node], silent: Iterable[Door] = ()) -> None:
+    """Raise `NoRoom` where they could not, not even idle. `silent`: of nodes that do not answer."""
     if not has_room(count, asked, nodes):
         room = sum(room_for(asked, node.has) for node in nodes)
-        found = "\n".join(f"  {node.address} has {written(node.has)}" for node in nodes)
+        lines = [f"  {node.address} has {written(node.has)}" for node in nodes]
+        found = "\n".join([*lines, *(f"  {door.ip} does not answer" for door in silent)])
         raise NoRoom(
             f"a mesh asks for {count} ranks with {written(asked)} each, and the cluster has room for {room}:\n{found}\n"
             "ask for fewer ranks or less for each, or add nodes"

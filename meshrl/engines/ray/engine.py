@@ -1,11 +1,14 @@
 """The distributed engine: a mesh is a placement group, a rank a process that Ray places and watches."""
 
 import asyncio
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from meshrl.engines.hosting import Caller, HostingEngine, ProcessSlot
-from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room
+from meshrl.engines.ray.cluster import Cluster, amounts, check_room, has_room, room_for
+from meshrl.engines.ray.code import Package, has_working_dir, packaged
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Node
 from meshrl.engines.ray.refs import HostRef
@@ -34,7 +37,9 @@ class RayEngine(HostingEngine, RayCaller):
     `address`: HOST:PORT of a cluster, or `auto` for the one that runs on this machine. None: RAY_ADDRESS, and
     without it a cluster of this machine's cores, which `close` stops. If the program has called `ray.init`
     already, that is used. For `inline_bytes` see `Engine`. `share`: of the shared memory of each machine. `patience`:
-    seconds after which another host that cannot be reached is given up, with the ranks on it.
+    seconds after which another host that cannot be reached is given up, with the ranks on it. `packages`: those whose
+    versions have to be the same on each node, beside Python, meshrl and torch. `code`: folders of the user's that ranks
+    import from, beside what this process has imported; other nodes are given copies.
     """
 
     def __init__(
@@ -43,10 +48,13 @@ class RayEngine(HostingEngine, RayCaller):
         inline_bytes: int = INLINE_BYTES,
         share: Share = Share(),  # noqa: B008 -- it never changes
         patience: float = PATIENCE,
+        packages: Sequence[str] = (),
+        code: Sequence[Path] = (),
     ) -> None:
         super().__init__(inline_bytes)
         self._share = share
-        self._cluster = Cluster(address, patience, self._lose)
+        self._cluster = Cluster(address, patience, packages, self._lose)
+        self._code = code
         self._planning = asyncio.Lock()
         self._rank_logs = RankLogs()
 
@@ -60,7 +68,8 @@ class RayEngine(HostingEngine, RayCaller):
 
         Without `cpus` the ranks share the cores that no mesh has; where none is free, a rank reserves nothing
         and gets one thread. So it is with `cpus` on a cluster that was started here, as on the local engine. Raises
-        `NoRoom` for what the cluster could not give if it were idle.
+        `NoRoom` for what the cluster could not give if it were idle, and `ConfigError` where a node that it could use
+        has other versions than this process.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
@@ -68,7 +77,8 @@ class RayEngine(HostingEngine, RayCaller):
         async with self._planning:
             nodes = await self._cluster.nodes()
             asked = amounts(resources, resources.cpus or 0)
-            check_room(resources.least or count, asked, nodes)
+            check_room(resources.least or count, asked, nodes, self._cluster.silent.values())
+            await self._cluster.check({node.id: node.address for node in nodes if room_for(asked, node.has)})
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:
                 most = max(0, share)
@@ -80,10 +90,21 @@ class RayEngine(HostingEngine, RayCaller):
                 cpus = min(resources.cpus, max(0, share)) if self._cluster.is_ours else resources.cpus
             asked = amounts(resources, cpus)
             keeps = self.inline_bytes, self.shares_memory, self._share, self._cluster.home
+            package = await self._packaged(nodes, resources)
             how = resources, keeps, log, self._rank_logs
-            reservation = RayReservation(self._cluster, count, asked, max(1, cpus), *how)
+            reservation = RayReservation(self._cluster, count, asked, package, *how)
             self._reservations.append(reservation)
         return await self._settled(reservation)
+
+    async def _packaged(self, nodes: Iterable[Node], resources: Resources) -> Package | None:
+        """The code that ranks need, where one of them may be on another machine, and Ray has not brought it there."""
+        apart = any(node.address != self._cluster.home.door.ip for node in nodes) or resources.least
+        if self._cluster.is_ours or not apart or has_working_dir():
+            return None
+        package = await asyncio.to_thread(packaged, self._code, dict(sys.modules))
+        if package:
+            await self._cluster.ask(package.upload)
+        return package
 
     def _lose(self, reason: str) -> None:
         for reservation in self._reservations:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.engines.hosting import Pickler, carry_modules
+from meshrl.engines.ray.route import Stop
 from meshrl.mesh import seal_arrays
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ _under_way = threading.local()
 
 
 @contextmanager
-def _carrying(refs: "list[ObjectRef[object]]") -> "Generator[None]":
-    outer = carried()
-    _under_way.refs = refs
+def _carrying(refs: "list[ObjectRef[object]]", to: Stop | None = None) -> "Generator[None]":
+    outer = carried(), addressee()
+    _under_way.refs, _under_way.to = refs, to
     try:
         yield
     finally:
-        _under_way.refs = outer
+        _under_way.refs, _under_way.to = outer
 
 
 def carried() -> "list[ObjectRef[object]] | None":
@@ -49,13 +50,19 @@ def carried() -> "list[ObjectRef[object]] | None":
     return refs
 
 
-def pack(value: object) -> Parcel | None:
-    """The value as a parcel; None for None."""
+def addressee() -> Stop | None:
+    """The rank that the parcel is for that is being packed, where that is one on another machine."""
+    to: Stop | None = getattr(_under_way, "to", None)
+    return to
+
+
+def pack(value: object, to: Stop | None = None) -> Parcel | None:
+    """The value as a parcel, which goes there; None for None."""
     if value is None:
         return None
     carry_modules()
     file, buffers, refs = io.BytesIO(), list[pickle.PickleBuffer](), list["ObjectRef[object]"]()
-    with _carrying(refs):
+    with _carrying(refs, to):
         Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     return Parcel(file.getvalue(), [np.frombuffer(each.raw(), np.uint8) for each in buffers], refs)
 

@@ -12,10 +12,13 @@ import ray
 from meshrl import log
 from meshrl.engines.hosting import NO_ARGUMENTS, Arguments, Construction, Host, Reply, vigil, work_as
 from meshrl.engines.ray.channel import current_ask
+from meshrl.engines.ray.code import settle_in
 from meshrl.engines.ray.interface import interface_of
 from meshrl.engines.ray.nodes import Home, home
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
 from meshrl.engines.ray.refs import HostRef, RayRef
+from meshrl.engines.ray.relay import RELAY, Key, Relay, Wire
+from meshrl.engines.ray.route import Handle, Route, Stop, near
 from meshrl.engines.transport import TOKEN_BYTES, Server, listen, remove_folder, socket_folder
 from meshrl.mesh import Share, pool
 
@@ -31,12 +34,15 @@ class RankProcess:
         shares_memory: bool,
         share: Share,
         controller: Home,
+        carried: Sequence[str],
     ) -> None:
-        """`controller`: where that is. The rest is as of `work_as`, `Host` and `pool`."""
+        """`controller`: where that is; `carried`: folders of a `Package`. The rest: see `work_as`, `Host`, `pool`."""
+        settle_in(carried, paths)
         work_as(folder, paths)
         os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # only what is mapped at once is fetched so
         pool.join(share, hands_on=True)
         self._host = Host(HostRef.put, inline_bytes, shares_memory)
+        self._relay = Relay(HostRef.put)
         self._socket: tuple[str, bytes] | None = None
         self._controller = controller
 
@@ -45,6 +51,7 @@ class RankProcess:
         self._host.keep_loop()
         if self._socket is None:
             RayRef.here = await asyncio.to_thread(home, self._controller.door.patience)
+            near.insert(0, Stop(cast("Handle", ray.get_runtime_context().current_actor), RayRef.here))
             if not self._controller.is_here:
                 vigil(self._controller.door).attend(Reply(), self)
             path, token = socket_folder() / "rank", token_bytes(TOKEN_BYTES)
@@ -95,6 +102,16 @@ class RankProcess:
     async def stop(self, key: Parcel, attempt: Parcel) -> None:
         """Cancel an actor's calls, wait for their end, and let it go."""
         await self._host.stop(cast("str", unpack(key)), cast("int", unpack(attempt)))
+
+    @ray.method(concurrency_group=RELAY)
+    async def host_copy(self, key: Key, route: Route) -> bytes:
+        """See `Relay`."""
+        return await self._relay.host_copy(key, route)
+
+    @ray.method(concurrency_group=RELAY)
+    async def hand_on(self, key: Key, route: Route, wire: Wire) -> tuple[bytes, Sequence[int]] | None:
+        """See `Relay`."""
+        return await self._relay.hand_on(key, route, wire)
 
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""

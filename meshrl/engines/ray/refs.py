@@ -1,6 +1,7 @@
 """Values that processes of a cluster hand to each other: on one machine in shared memory, else in Ray's store."""
 
 import asyncio
+import pickle
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self, cast
 from weakref import WeakValueDictionary
@@ -8,14 +9,17 @@ from weakref import WeakValueDictionary
 import ray
 from ray import ObjectRef
 from ray.cloudpickle.cloudpickle import register_pickle_by_value
-from ray.exceptions import ObjectLostError
+from ray.exceptions import ObjectLostError, RayError
 
-from meshrl.engines.hosting import Gone, Reply, carries, vigil
+from meshrl import log
+from meshrl.engines.hosting import Gone, carries
 from meshrl.engines.ray.nodes import Home
-from meshrl.engines.ray.parcel import Parcel, carried, pack, unpack
+from meshrl.engines.ray.parcel import Parcel, addressee, carried, pack, unpack
+from meshrl.engines.ray.relay import LARGE, available, unless_lost
+from meshrl.engines.ray.route import Route, Stop, near
 from meshrl.engines.transport import PoolRef
 from meshrl.errors import DataLost, MeshStopped
-from meshrl.mesh import NotHere, Ref, is_in_transit
+from meshrl.mesh import ForAll, NotHere, Ref, is_in_transit
 
 carries(register_pickle_by_value, ObjectRef)
 
@@ -41,67 +45,106 @@ class HostRef(PoolRef):
 class RayRef(Ref):
     """A value in Ray's object store. In one process there is one such object for it."""
 
-    __slots__ = ("__weakref__", "_lost", "_near", "home", "ref")
+    __slots__ = ("__weakref__", "_lost", "_near", "_route", "_stops", "home", "ref", "way")
 
-    way = "the object store"
     here: ClassVar[Home | None] = None
     """Where what this process puts lies, if it is a rank."""
 
-    def __init__(self, ref: "ObjectRef[object]", home: Home | None = None) -> None:
+    def __init__(self, ref: "ObjectRef[object]", home: Home | None = None, route: Route = ()) -> None:
+        """`route`: by which it comes to this machine. Where the last is none of its ranks, Ray brings it."""
         self.ref = ref
+        self.way = "the object store"
         self.home = home
         """Where the process is that has put it, and without which nobody can fetch it."""
         self._lost = ""
         """Why nobody waits for it any more."""
         self._near: HostRef | None = None
-        """Where a process of this machine finds it, once it was sent to one."""
+        """Where a process of this machine finds it, once it was sent to one, or has come by its route."""
+        self._route = route
+        self._stops = {stop.home.boot: stop for stop in route}
+        """By which machines it goes, in this order, and the first rank on each that it was sent to."""
         _known[ref.binary()] = self
 
     @classmethod
     def put(cls, value: object) -> "RayRef":
         """Keep a value; numpy arrays in it are read without a copy on the same machine."""
         _check_open()
-        ref: ObjectRef[object] = ray.put(pack(value))
-        return cls(ref, cls.here)
+        parcel = pack(value)
+        ref: ObjectRef[object] = ray.put(parcel)
+        large = parcel and not parcel.refs and sum(each.nbytes for each in parcel.buffers) >= LARGE
+        return cls(ref, cls.here, near[:1] if large and isinstance(value, ForAll) else ())
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
         """The values, arrays read-only. Raises `DataLost` if one is lost."""
-        refs = {each.ref: each for each in cast("Sequence[RayRef]", held)}
+        wanted = cast("Sequence[RayRef]", held)
         if not ray.is_initialized():
             raise DataLost("the ranks of an engine", "the engine is closed")
-        _, elsewhere = ray.wait(list(refs), num_returns=len(refs), timeout=0)
-        if elsewhere:
-            await asyncio.gather(*(refs[each].come() for each in elsewhere))
+        stored = {each.ref: each for each in wanted if not each.is_near and not each.is_far}
+        missing = ray.wait(list(stored), num_returns=len(stored), timeout=0)[1] if stored else []
+        if elsewhere := [*(each for each in wanted if each.is_far), *(stored[each] for each in missing)]:
+            await asyncio.gather(*(each.come() for each in elsewhere))
+        mapped = {each: each.ref for each in wanted if not each.is_near}
         try:  # what is on this machine is only mapped: faster at once than awaited one by one
-            return [unpack(parcel) for parcel in cast("list[Parcel]", ray.get(list(refs)))]
+            parcels = dict(zip(mapped, cast("list[Parcel]", ray.get(list(mapped.values()))), strict=True))
+            return [unpack(parcels[each]) if each in parcels else each.mapped() for each in wanted]
         except ObjectLostError:
-            return [each.mapped() for each in refs.values()]  # one of them says where it lay
+            return [each.mapped() for each in wanted]  # one of them says where it lay
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is in this machine's shared memory."""
+        return self._near is not None
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is known to be on other machines alone."""
+        return not self.is_near and bool(self._route) and not self._route[0].home.is_here
 
     async def come(self) -> None:
         """Wait until it is on this machine. Raises `DataLost` if it is lost, or its host is given up before."""
-        coming = asyncio.ensure_future(self.ref)
-        waiting = _Waiting()
-        coming.add_done_callback(lambda _: waiting.reply.arrive(None))
-        if self.home is not None and not self._lost:
-            vigil(self.home.door).attend(waiting.reply, waiting)
+        if self._route and self._route[-1].home.is_here and available():
+            try:
+                told = await self._route[-1].handle.host_copy.remote([self.ref], self._route)
+                copy = cast("HostRef", pickle.loads(cast("bytes", told)))  # noqa: S301 -- of this run's own ranks
+                copy.value()  # or it is lost
+                self._near, self.way = copy, "collectives"
+                return
+            except (RayError, DataLost) as error:
+                log.warning("a value comes by Ray's store, and not by a collective", error=str(error))
+        self._route = ()
         try:
             if not self._lost:
-                await waiting.reply
+                await unless_lost(self.home, self.ref)
         except Gone as gone:
             self._lost = str(gone)
-        finally:
-            coming.cancel()
+        except ObjectLostError:  # told where it is mapped
+            pass
         if self._lost:
             raise DataLost(self._where, self._lost)
 
     def mapped(self) -> object:
         """The value, which is on this machine. Raises `DataLost` if it is lost."""
+        if self._near is not None:
+            return self._near.value()
         try:
             return unpack(cast("Parcel", ray.get(self.ref)))
         except ObjectLostError as error:
             reason = f"the rank has died or was stopped ({type(error).__name__})"
             raise DataLost(self._where, reason) from None
+
+    def goes_by(self, route: Route) -> None:
+        """It is told by which machines it comes to this one, where that is not known."""
+        if not self._stops:
+            self._route = route
+            self._stops = {stop.home.boot: stop for stop in route}
+
+    def route_to(self, to: Stop | None) -> Route:
+        """By which machines it goes to a rank; where that is not known, from which it goes."""
+        if not self._stops or to is None:
+            return tuple(self._stops.values())[:1]
+        self._stops.setdefault(to.home.boot, to)
+        return tuple(self._stops.values())[: list(self._stops).index(to.home.boot) + 1]
 
     @property
     def _where(self) -> str:
@@ -112,22 +155,11 @@ class RayRef(Ref):
             return _numbered(refs, self)
         if is_in_transit():
             if self._near is None:
-                if not ray.wait([self.ref], timeout=0)[0]:
+                if self.is_far or not ray.wait([self.ref], timeout=0)[0]:
                     raise NotHere(self)
                 self._near = HostRef.put(self.mapped())
             return self._near.reduced()
         return _received, (self.ref, self.home)
-
-
-class _Waiting:
-    """Somebody waits for a value of another machine."""
-
-    def __init__(self) -> None:
-        self.reply = Reply()
-
-    def lose(self, reason: str) -> None:
-        """That machine is given up."""
-        self.reply.arrive(None, Gone(reason))
 
 
 def _check_open() -> None:
@@ -144,8 +176,10 @@ def _received(ref: "ObjectRef[object]", home: Home | None) -> RayRef:
 
 def _numbered(refs: "list[ObjectRef[object]]", far: RayRef) -> tuple[Callable[..., Ref], tuple[object, ...]]:
     refs.append(far.ref)
-    return _unpacked, (len(refs) - 1, far.home)
+    return _unpacked, (len(refs) - 1, far.home, far.route_to(addressee()))
 
 
-def _unpacked(number: int, home: Home | None) -> RayRef:
-    return _received((carried() or ())[number], home)
+def _unpacked(number: int, home: Home | None, route: Route) -> RayRef:
+    ref = _received((carried() or ())[number], home)
+    ref.goes_by(route)
+    return ref

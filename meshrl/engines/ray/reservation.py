@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from meshrl import log
 from meshrl.engines.hosting import (
     Broken,
+    Door,
     Gone,
     Place,
     Process,
@@ -26,15 +28,19 @@ from meshrl.engines.hosting import (
 )
 from meshrl.engines.ray.channel import RayChannel
 from meshrl.engines.ray.cluster import Cluster, written
+from meshrl.engines.ray.code import Package
 from meshrl.engines.ray.logs import RankLogs
 from meshrl.engines.ray.nodes import Amounts, Home
 from meshrl.engines.ray.rank import RankProcess
+from meshrl.engines.ray.relay import RELAY
 from meshrl.errors import ConfigError, MeshStopped
 from meshrl.mesh import Resources, Share
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import Awaitable, Callable
 
+_NODE: Final = "ray.io/node-id"
+"""Ray's own label of each node."""
 CALLS_AT_ONCE: Final = 10_000
 """Of one process. Streams and calls that wait for their turn count."""
 
@@ -47,25 +53,54 @@ class RayReservation(Reservation):
         cluster: Cluster,
         count: int,
         asked: Amounts,
-        threads: int,
+        package: Package | None,
         resources: Resources,
         keeps: tuple[int, bool, Share, Home],
         log: str,
         rank_logs: RankLogs,
     ) -> None:
-        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given; `log`: as in `Engine.reserve`."""
-        super().__init__(count, threads, asked.get("CPU", 0), resources.least, log)
+        """`asked`: what each rank reserves; `keeps`: as a `RankProcess` is given; `log`: as in `Engine.reserve`.
+
+        `package`: the code that ranks need which their machines may not have.
+        """
+        cpus = asked.get("CPU", 0)
+        super().__init__(count, max(1, int(cpus)), cpus, resources.least, log)
+        self._package = package
         self._rank_logs = rank_logs
         self.asked = asked
         self._cluster = cluster
         self._keeps = keeps
-        # A group is there whole or not at all: ranks that come and go have one each.
-        groups, each = (count, 1) if resources.least else (1, count)
-        strategy = resources.placement.upper()
-        self._groups: list[PlacementGroup] = [
-            placement_group([dict(asked)] * each, strategy=strategy) for _ in range(groups)
-        ]
+        # A group is there whole or not at all: ranks that come and go have one each, which is made anew elsewhere.
+        groups, self._each = (count, 1) if resources.least else (1, count)
+        self._strategy = resources.placement.upper()
+        self._avoided: dict[int, Mapping[str, Door]] = {}
+        """By group, the nodes where it is not put, because they did not answer when it was made."""
+        self._groups = [self._group(number) for number in range(groups)]
         self.processes = [self.begin(slot) for slot in self.slots]
+
+    def _group(self, number: int) -> PlacementGroup:
+        """Resources for ranks on nodes that answer: Ray itself would put them on one that it takes for living."""
+        avoided = self._avoided[number] = dict(self._cluster.silent)
+        labels = {_NODE: f"!in({','.join(avoided)})"} if avoided else {}
+        bundles = [dict(self.asked)] * self._each
+        selectors = [labels] * self._each
+        made: PlacementGroup = placement_group(bundles, strategy=self._strategy, bundle_label_selector=selectors)
+        return made
+
+    async def _regroup(self, number: int) -> None:
+        """Give up the resources of ranks, and ask for others on the nodes that answer now."""
+        old, self._groups[number] = self._groups[number], self._group(number)
+        await self._cluster.ask(partial(remove_placement_group, old))
+
+    async def prepare(self, slots: Sequence[ProcessSlot]) -> None:
+        """Have ranks elsewhere whose node was given up, and give Ray the code again, which it may have dropped."""
+        for slot in slots:
+            channel, known = cast("RayChannel", slot.process.channel), slot.process.known
+            if self._each == 1 and channel.is_lost and known and known.door:
+                self._cluster.silent[known.node] = known.door
+                await self._regroup(slot.index)
+        if self._package:
+            await self._cluster.ask(self._package.upload)
 
     async def say_missing(self, missing: int) -> None:
         """Say that so many processes have not started yet, what each asks for, and what is free."""
@@ -73,6 +108,23 @@ class RayReservation(Reservation):
         log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
 
     async def place(self, slot: ProcessSlot) -> Place:
+        """Where a rank's process is. One that comes and goes is sought on all nodes again when a silent one answers."""
+        while self._each == 1 and (avoided := self._avoided[slot.index]):
+            placing = asyncio.ensure_future(self._sought(slot))
+            heard = asyncio.ensure_future(self._cluster.one_answers(avoided))
+            try:
+                await asyncio.wait([placing, heard], return_when=asyncio.FIRST_COMPLETED)
+                if placing.done():
+                    return placing.result()
+            finally:
+                placing.cancel()
+                heard.cancel()
+            await self._regroup(slot.index)
+            self.kill(slot.process)
+            self.processes[slot.index] = self.begin(slot)
+        return await self._sought(slot)
+
+    async def _sought(self, slot: ProcessSlot) -> Place:
         """Where a rank's process is. One that never ran is asked for once more.
 
         Ray may have sought it on a node of which it finds out only now that it has died.
@@ -82,19 +134,21 @@ class RayReservation(Reservation):
             return await self._placed(process)
         except Gone as gone:
             if self.released or process.known or self._cluster.lost:
-                raise self._not_started(process, gone) from gone
+                raise await self._not_started(process, gone) from gone
             self.kill(process)
             again = self.processes[slot.index] = self.begin(slot)
         except Broken as error:
-            raise self._not_started(process, error) from error
+            raise await self._not_started(process, error) from error
         try:
             return await self._placed(again)
         except (Gone, Broken) as error:
-            raise self._not_started(again, error) from error
+            raise await self._not_started(again, error) from error
 
-    def _not_started(self, process: Process, error: Gone | Broken) -> MeshStopped | ConfigError:
+    async def _not_started(self, process: Process, error: Gone | Broken) -> MeshStopped | ConfigError:
         if self.released:
             return MeshStopped("the mesh was stopped while its ranks were started")
+        if not self._cluster.lost:
+            await self._cluster.check({node.id: node.address for node in await self._cluster.nodes()})
         return ConfigError(
             f"a rank's process did not start on the cluster: {process.died(str(error)).reason}; if it happens again, "
             "see that each node has the same Python, Ray and meshrl"
@@ -104,6 +158,7 @@ class RayReservation(Reservation):
         """Where it is, when it runs. From now on it is watched."""
         channel = cast("RayChannel", process.channel)
         place = cast("Place", await channel.request("place"))
+        await self._check(process, place)
         channel.found(place)
         if place.boot != boot():
             process.ahead = await clock_ahead(lambda: cast("Awaitable[float]", channel.request("clock")))
@@ -112,6 +167,14 @@ class RayReservation(Reservation):
             self._rank_logs.follow(process)
             channel.farewell = partial(self._rank_logs.last, place.node)
         return place
+
+    async def _check(self, process: Process, place: Place) -> None:
+        """Raise `ConfigError` where it is on a node with other versions, as one that has joined may be."""
+        try:
+            await self._cluster.check({place.node: f"{place.host} ({place.ip})"})
+        except ConfigError as refused:
+            process.died(str(refused))  # so that it is made anew, perhaps elsewhere
+            raise
 
     async def release(self) -> None:
         """End the processes and give everything back."""
@@ -129,7 +192,7 @@ class RayReservation(Reservation):
 
     def begin(self, slot: ProcessSlot) -> Process:
         """Ask Ray for a process. It comes when its resources are free."""
-        group, bundle = divmod(slot.index, len(self.slots) // len(self._groups))
+        group, bundle = divmod(slot.index, self._each)
         strategy = PlacementGroupSchedulingStrategy(self._groups[group], placement_group_bundle_index=bundle)
         custom = {name: amount for name, amount in self.asked.items() if name not in ("CPU", "GPU", "memory")}
         actor = _rank_process().options(
@@ -140,8 +203,11 @@ class RayReservation(Reservation):
             scheduling_strategy=strategy,
             max_concurrency=CALLS_AT_ONCE,
             enable_task_events=False,  # one thing less to do for every call
+            runtime_env={"working_dir": self._package.uri} if self._package else None,
         )
-        process = Process(token_hex(8), RayChannel(actor.remote(str(Path.cwd()), sys.path, *self._keeps)))
+        paths = [path or str(Path.cwd()) for path in sys.path]
+        carried = self._package.folders if self._package else ()
+        process = Process(token_hex(8), RayChannel(actor.remote(str(Path.cwd()), paths, *self._keeps, carried)))
         process.log = self.logs.of(slot.index) if self.logs else None
         return process
 
@@ -155,4 +221,5 @@ class RayReservation(Reservation):
 
 @cache
 def _rank_process() -> ActorClass[RankProcess]:
-    return ray.remote(RankProcess)
+    remote = cast("Callable[..., Callable[[type], ActorClass[RankProcess]]]", ray.remote)  # its types lack the option
+    return remote(concurrency_groups={RELAY: CALLS_AT_ONCE})(RankProcess)

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_MASK: Final = 0xFFFFFFFF
+_Words = NDArray[np.uint32]
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
@@ -19,26 +21,32 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
     return missing
 
 
-def _times(values: Tensor, by: int) -> Tensor:
-    """Modulo 2^32, without an overflow of 64 bits."""
-    return ((values & 0xFFFF) * by + ((((values >> 16) * by) & 0xFFFF) << 16)) & _MASK
+def _rotated(values: _Words, by: int) -> _Words:
+    return (values << np.uint32(by)) | (values >> np.uint32(32 - by))
 
 
-def _rotated(values: Tensor, by: int) -> Tensor:
-    return ((values << by) | (values >> (32 - by))) & _MASK
+def _mixed(hashed: _Words, block: _Words) -> _Words:
+    """A hash with one more block of 32 bits."""
+    block = _rotated(block * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    return _rotated(hashed ^ block, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
 def _murmur(seeds: Tensor, places: Tensor, columns: Tensor) -> Tensor:
-    """MurmurHash3's 32 bits of a row's seed, a token's place and each column: uint32[rows, columns]."""
-    seed, place, column = seeds.to(torch.int64)[:, None], places.to(torch.int64)[:, None], columns.to(torch.int64)[None]
-    found = torch.zeros(len(seeds), len(columns), dtype=torch.int64)
-    for block in (seed & _MASK, (seed >> 32) & _MASK, place & _MASK, column & _MASK):
-        mixed = _times(_rotated(_times(block, 0xCC9E2D51), 15), 0x1B873593)
-        found = (_times(_rotated(found ^ mixed, 13), 5) + 0xE6546B64) & _MASK
-    found = found ^ 16
+    """MurmurHash3's 32 bits of a row's seed, a token's place and each column: uint32[rows, columns].
+
+    By numpy, whose words of 32 bits wrap around, and which is ten times faster at it than torch.
+    """
+    seed = seeds.numpy().view(np.uint64)
+    found = np.zeros((len(seed), 1), np.uint32)
+    for block in (seed, seed >> np.uint64(32), places.numpy()):
+        found = _mixed(found, block.astype(np.uint32)[:, None])
+    found = _mixed(found, columns.numpy().astype(np.uint32))
+    found ^= np.uint32(16)
     for shift, by in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        found = _times(found ^ (found >> shift), by)
-    return (found ^ (found >> 16)).to(torch.uint32)
+        found ^= found >> np.uint32(shift)
+        found *= np.uint32(by)
+    found ^= found >> np.uint32(16)
+    return torch.from_numpy(found)
 
 
 _library: Final = torch.library.Library("sgl_kernel", "DEF")

@@ -1,0 +1,127 @@
+"""The routers of a mixture of experts: a sampler tells which experts read each token, and a policy follows it.
+
+Where two programs compute one model, a token for which two experts are nearly as good may be sent to one here and to
+the other there, and its log-prob is another one. This is rollout routing replay, arXiv:2510.11370.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshrl.data import Batch, Ragged, check_lengths
+from meshrl.errors import ConfigError, DataError, ModelError
+from meshrl_hf.devices import moved
+from meshrl_hf.packing import IDLE, MicroBatch
+
+COLUMN: Final = "experts"
+"""int16[tokens, layers, experts of a token]: those that read each token, in each layer that has some; -1: not known."""
+_KIND: Final = "TopKRouter"
+"""How transformers' classes of routers are called."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts of a forward pass: told by it, or given to it."""
+
+    given: Tensor | None = None
+    """int64[tokens, layers, experts of a token]; where it is -1 the model's own choice stays. None: they are told."""
+    seen: list[Tensor] = field(default_factory=list)
+    """What is told, int16[tokens, experts of a token] for each layer."""
+
+    def told(self) -> np.ndarray[Any, np.dtype[np.int16]]:
+        """int16[tokens, layers, experts of a token]."""
+        return torch.stack(self.seen, 1).cpu().numpy()
+
+
+class Routers:
+    """Those of a network, which tell and follow where a pass has `routes`."""
+
+    def __init__(self, routers: Sequence[nn.Module]) -> None:
+        self._routers = routers
+        self._known = [False] * len(routers)
+        """Of each whether it was seen that `_weights` gives what it gives itself."""
+        self.routes: Routes | None = None
+        """Of the pass that is made, and of its backward pass, which may compute layers again."""
+        route = cast("Callable[..., object]", torch.compiler.disable(self._route))
+        for number, router in enumerate(routers):
+            router.register_forward_hook(partial(route, number))
+
+    @classmethod
+    def of(cls, network: nn.Module) -> "Routers | None":
+        """None where a network has none."""
+        found = [module for module in network.modules() if type(module).__name__.endswith(_KIND)]
+        return cls(found) if found else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many layers route, and to how many experts each token goes."""
+        return len(self._routers), int(cast("int", self._routers[0].top_k))
+
+    @property
+    def experts(self) -> int:
+        """Of a layer."""
+        return int(cast("int", self._routers[0].num_experts))
+
+    def _route(self, number: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> object:
+        """What a router says in place of its `output`: logits, weights and numbers of each token's experts."""
+        if self.routes is None:
+            return None
+        logits, weights, chosen = output
+        if not self._known[number]:
+            with torch.no_grad():
+                own = _weights(router, logits, chosen)
+            if own.shape != weights.shape or not torch.allclose(own.float(), weights.float(), rtol=1e-2, atol=1e-3):
+                raise ModelError(
+                    f"{type(router).__name__} weighs experts in a way of its own, so that nothing can follow its "
+                    "choice: leave sampler.record_experts out"
+                )
+            self._known[number] = True
+        if self.routes.given is None:
+            self.routes.seen.append(chosen.to(torch.int16))
+            return None
+        given = self.routes.given[:, number]
+        followed = torch.where(given < 0, chosen, given)
+        return logits, _weights(router, logits, followed).to(weights.dtype), followed
+
+
+def _weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The weights of these experts, float32[tokens, experts of a token], as Mixtral and those after it have them."""
+    weights = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+
+
+def routed(routers: Routers | None) -> tuple[int, int]:
+    """In how many layers a model routes, and to how many experts each token. ConfigError where it does in none."""
+    if routers is None:
+        raise ConfigError("sampler.record_experts is set, and the model is no mixture of experts: leave it out")
+    return routers.shape
+
+
+def check_followed(routers: Routers | None, batch: Batch) -> None:
+    """DataError where a batch tells experts that a model has not."""
+    if COLUMN not in batch:
+        return
+    column = batch[COLUMN]
+    shape, experts = (routers.shape, routers.experts) if routers else ((0, 0), 0)
+    if not isinstance(column, Ragged) or column.values.shape[1:] != shape:
+        of = column.values.shape if isinstance(column, Ragged) else "no token column"
+        raise DataError(
+            f"`{COLUMN}` is {list(of)} and the policy routes in {shape[0]} layers to {shape[1]} experts: the rows are "
+            f'of a sampler of another model; leave the column out with batch.drop("{COLUMN}")'
+        )
+    check_lengths(COLUMN, column.lengths, batch.tokens.lengths)
+    if (most := int(column.values.max(initial=-1))) >= experts:
+        raise DataError(f"`{COLUMN}` names the expert {most}, and the policy has those from 0 to {experts - 1}")
+
+
+def followed(batch: Batch, micro: MicroBatch, device: torch.device) -> Routes | None:
+    """The experts that a batch tells of a micro-batch's tokens; None where it tells none."""
+    if COLUMN not in batch or micro is IDLE:
+        return None
+    told = cast("Ragged", batch[COLUMN]).values[micro.read]
+    return Routes(moved(torch.from_numpy(told.astype(np.int64)), device))

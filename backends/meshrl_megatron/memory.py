@@ -1,0 +1,326 @@
+"""What a rank of the megatron backend holds: its own code, rehearsed in a group whose other ranks are not there."""
+
+import gc
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Final, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshrl.losses import Predicts
+from meshrl.roles import (
+    CriticConfig,
+    Memory,
+    ModelConfig,
+    PolicyConfig,
+    RewardModelConfig,
+    RewardTrainingConfig,
+    Work,
+    options_of,
+)
+from meshrl_hf.attention import Packed
+from meshrl_hf.live import Live
+from meshrl_hf.loading import GENERATOR
+from meshrl_hf.memory import (
+    DEPTHS,
+    Figures,
+    Marks,
+    OnGpu,
+    Rehearsal,
+    config_of,
+    fake,
+    knobs,
+    longest_rows,
+    rehearsed_alone,
+    skeleton_of,
+)
+from meshrl_hf.packing import MicroBatch
+from meshrl_megatron.balance import Balance
+from meshrl_megatron.core import DistributedDataParallel, ProcessGroupCollection, fresh_scratch, quiet
+from meshrl_megatron.groups import Grid
+from meshrl_megatron.optimizer import gradient_layout
+from meshrl_megatron.options import MegatronConfig
+from meshrl_megatron.parts import Part, part_of
+from meshrl_megatron.shape import Decoder
+from meshrl_megatron.stage import Asked, Stage
+
+_KEPT: Final = 4
+"""Bytes of a number that torch's AdamW makes beside each one that it steps over, on a GPU."""
+
+
+def held(config: ModelConfig, work: Work) -> Memory:
+    """What the rank holds of a role that holds most: of the first stage or the last one.
+
+    ConfigError in a process that is in a process group already, or where the axes do not fit.
+    """
+    plan = _Plan(config, work)
+    plan.shape.check(plan.grid(0).sizes, plan.layout)
+    last = plan.grid(0).rank(pp=plan.pp - 1)
+    told = [plan.figures(rank) for rank in sorted({0, last})]
+    figures = max(told, key=sum)
+    terms = figures.terms("update" if plan.trains else "score", host=not work.gpu)
+    always = [replace(each, during="") if each.name == "gradients" else each for each in terms]
+    experts = [f"megatron.experts={2 * plan.layout.experts}"] if plan.shape.experts else []
+    notes = [f"of its {plan.pp} stages the {'first' if figures is told[0] else 'last'} one, which takes most"]
+    if plan.shape.experts:
+        notes.append("as many tokens for each expert as for another; ranks whose experts are chosen oftener hold more")
+    return Memory(always, [*knobs(config), *experts], notes if plan.pp > 1 else notes[1:])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A role's model on its ranks."""
+
+    config: ModelConfig
+    work: Work
+
+    @property
+    def trains(self) -> bool:
+        """Whether it steps."""
+        return isinstance(self.config, PolicyConfig | CriticConfig | RewardTrainingConfig)
+
+    @property
+    def predicts(self) -> Predicts:
+        """What its last stage gives."""
+        if isinstance(self.config, CriticConfig):
+            return "values"
+        return "scores" if isinstance(self.config, RewardModelConfig | RewardTrainingConfig) else "logprobs"
+
+    @property
+    def layout(self) -> MegatronConfig:
+        """Its own options."""
+        return options_of(self.config, MegatronConfig)
+
+    @property
+    def pp(self) -> int:
+        """Ranks of a pipeline."""
+        return self.work.axes.get("pp", 1)
+
+    @cached_property
+    def shape(self) -> Decoder:
+        """Of the model."""
+        return Decoder.of(config_of(self.config).get_text_config(), valued=self.predicts != "logprobs")
+
+    def grid(self, rank: int) -> Grid:
+        """The ranks by their places."""
+        return Grid(self.work.axes, rank, self.layout.experts)
+
+    @cached_property
+    def micros(self) -> Sequence[MicroBatch]:
+        """A step's micro-batches, of the longest rows; where there are very many, some of them."""
+        budget, stages = int(getattr(self.config, "micro_batch_tokens", 1)), self.pp * self.layout.virtual_stages
+        balance = Balance.of(self.shape, stages)
+        families = balance.fewest * (budget // self.work.tokens + 2)
+        batch, rows, learn = longest_rows(self.work, families, trains=self.trains)
+        return list(balance(batch.tokens, rows, learn, budget))
+
+    def flying(self, place: int) -> int:
+        """Passes whose activations a rank of the pipeline holds at once, at its place there."""
+        if not self.trains:
+            return 1
+        virtual = self.layout.virtual_stages
+        ahead = self.pp - place - 1
+        warm = 2 * ahead + (virtual - 1) * self.pp if virtual > 1 else ahead
+        return min(warm + 1, len(self.micros) * virtual)
+
+    def figures(self, rank: int) -> Figures:
+        """Of a rank."""
+        each = self.shape.layers // (self.pp * self.layout.virtual_stages)
+        depths = DEPTHS if each > max(DEPTHS) else (each,)
+        found: list[Rehearsal] = []
+        with rehearsed_alone(rank, prod(self.work.axes.values())):
+            grid = self.grid(rank)
+            groups = grid.collection(rank)
+            found += [_Rank(self, grid, groups, depth).rehearse() for depth in depths]
+        last = found[-1]
+        if len(found) > 1:  # of a further layer each stage of the rank has one
+            last = last.deeper(found[0], each - max(DEPTHS))
+        flying = self.flying(grid.place["pp"])
+        kept = last.figures.activations * flying
+        return last.figures._replace(activations=kept)
+
+
+class _Built(NamedTuple):
+    """A rank's stages, and one of them as it is called."""
+
+    stage: Stage
+    called: nn.Module
+    parameters: int
+    masters: int
+    moments: int
+    gradients: int
+    stepped: int
+    """Numbers that the optimizer steps over."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of a model whose stages have so many layers."""
+
+    plan: _Plan
+    grid: Grid
+    groups: ProcessGroupCollection
+    depth: int
+
+    def rehearse(self) -> Rehearsal:
+        """Two micro-batches through the stage that takes most: scratch memory is there when the second one begins."""
+        plan = self.plan
+        micro = max(plan.micros, key=lambda each: each.ids.numel())
+        tp = self.grid.sizes["tp"]
+        split = tp if plan.layout.sequence_parallel and tp > 1 else 1
+        part = part_of(micro, self.grid.place["cp"], self.grid.sizes["cp"], split)
+        chosen = part.ids.numel() // split * max(1, plan.shape.chosen)
+        modes = fake.FakeTensorMode(allow_non_fake_inputs=True)
+        skeleton = skeleton_of(plan.config, config_of(plan.config), GENERATOR, 1).network
+        with quiet(), fresh_scratch() as taken, modes, Live() as live, _balanced(chosen):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            rotary = cast("nn.Module", skeleton.base_model.rotary_emb).to_empty(device=device)
+            built = self._built(live, rotary)
+            marks = Marks(live, built.stage.decoder, built.stage.decoder.layers[-1])
+            there = self._on(part, torch.device(device))
+            held = live.now
+            for _ in range(2):
+                marks.begin()
+                with nullcontext() if plan.trains else torch.no_grad():
+                    said = self._passed(built, there, part.ids.numel() // split)
+                    if plan.trains:
+                        torch.autograd.backward(said, torch.empty_like(said))
+                del said
+                marks.end()
+            scratch = sum(each.numel() * each.itemsize for each in taken.values())
+        figures = Figures(built.parameters, built.masters, built.moments, built.gradients, 0, 0, 0, 0)
+        found = marks.rehearsal(figures, held + scratch, trains=plan.trains)
+        return self._with_rest(found, scratch, built.stepped, part)
+
+    def _with_rest(self, found: Rehearsal, scratch: int, stepped: int, part: Part) -> Rehearsal:
+        """With what is no pass's: scratch memory, the tokens of all micro-batches, and the step on a GPU."""
+        figures = found.figures
+        if self.grid.place["pp"] < self.plan.pp - 1:  # it has no head
+            figures = figures._replace(workspace=figures.workspace + figures.head, head=0)
+        workspace = figures.workspace + scratch
+        if self.plan.work.gpu:
+            tokens = (part.ids, part.positions, part.source, part.target, part.attend.keys)
+            own = sum(each.numel() * each.itemsize for each in tokens if each is not None)
+            workspace += own * len(self.plan.micros)
+            workspace += max(0, _KEPT * stepped - figures.activations - figures.head - workspace)
+        return replace(found, figures=figures._replace(workspace=workspace))
+
+    def _on(self, part: Part, device: torch.device) -> Part:
+        """A part with its tensors on a device, and the attention of a GPU where there is to be one."""
+        keys = part.attend.keys
+        attention = OnGpu if self.plan.work.gpu else Packed
+        return Part(
+            part.ids.to(device),
+            part.positions.to(device),
+            attention(part.attend.groups, None if keys is None else keys.to(device)),
+            part.source.to(device),
+            part.target.to(device),
+            part.targets,
+        )
+
+    def _built(self, live: Live, rotary: nn.Module) -> _Built:
+        plan, place = self.plan, self.grid.place["pp"]
+        virtual = plan.layout.virtual_stages
+        dtype = cast("torch.dtype", getattr(torch, plan.config.dtype))
+        shape = replace(plan.shape, layers=self.depth * plan.pp * virtual)
+        recompute = isinstance(plan.config, PolicyConfig) and plan.config.activation_checkpointing
+        told = shape.configuration(self.grid.sizes, dtype, plan.layout, recompute=recompute)
+        groups = self.groups
+        before = live.now
+        stages = [
+            Stage(
+                told,
+                shape,
+                groups,
+                rotary,
+                number if virtual > 1 else None,
+                self.depth,
+                first=place == 0 and number == 0,
+                last=place == plan.pp - 1 and number == virtual - 1,
+                predicts=plan.predicts,
+            )
+            for number in range(virtual)
+        ]
+        _know_places(stages)
+        run = stages[0] if place == 0 and plan.pp > 1 else stages[-1]
+        parameters = live.now - before
+        if not plan.trains:
+            return _Built(run, run, parameters, 0, 0, 0, 0)
+        trained = [DistributedDataParallel(told, gradient_layout(), each, pg_collection=groups) for each in stages]
+        buffers = [each for stage in trained for each in (*stage.buffers, *stage.expert_parallel_buffers)]
+        shards = [(each.param_dtype, each.numel // each.data_parallel_group.size()) for each in buffers]
+        stepped = sum(count for _, count in shards)
+        masters = sum(4 * count for kind, count in shards if kind != torch.float32)
+        gc.collect()  # the parameters have moved into the buffers
+        gradients = live.now - before - parameters
+        called = trained[stages.index(run)]
+        return _Built(run, called, parameters, masters, 8 * stepped, gradients, stepped)
+
+    def _passed(self, built: _Built, part: Part, tokens: int) -> Tensor:
+        """What the stage gives; one that is not the first is given states, as from the one before it."""
+        stage = built.stage
+        if not stage.pre_process:
+            kind = built.stage.config.params_dtype
+            states = torch.empty(tokens, 1, self.plan.shape.hidden, dtype=kind, device=part.ids.device)
+            stage.set_input_tensor(states.requires_grad_(self.plan.trains))
+        valued = self.plan.predicts != "logprobs" or not stage.post_process
+        asked = None if valued else Asked(torch.empty_like(part.source), None)
+        return cast("Tensor", built.called(part, asked))
+
+
+def _know_places(stages: Sequence[Stage]) -> None:
+    """Give mixtures real numbers for the places of their experts: Megatron reads them."""
+    for module in (each for stage in stages for each in stage.modules()):
+        dispatcher: Any = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None:
+            with fake.unset_fake_temporarily():
+                for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+                    setattr(dispatcher, name, torch.arange(getattr(dispatcher, name).numel()))
+
+
+class _Chosen(torch.autograd.Function):
+    """So many of a tensor's numbers, as `masked_select` keeps and gives them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.like = values.shape
+        return values.new_empty(count)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].new_zeros(ctx.like), None, None
+
+
+@contextmanager
+def _balanced(chosen: int) -> Generator[None]:
+    """Let numbers that a mixture reads from its tensors be those of equally loaded experts.
+
+    `chosen`: tokens that a rank sends to experts, and is sent, one for each expert that a token goes to.
+    """
+
+    def counts(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+        each = np.arange(tensor.numel() + 1) * chosen // tensor.numel()
+        return np.diff(each).reshape(tuple(tensor.shape))
+
+    def select(values: Tensor, mask: Tensor) -> Tensor:
+        return cast("Tensor", _Chosen.apply(values, mask, chosen))  # type: ignore[no-untyped-call]
+
+    tensor: Any = fake.FakeTensor
+    instead = {"tolist": lambda each: counts(each).tolist(), "numpy": counts, "masked_select": select}
+    before = {name: vars(tensor).get(name) for name in instead}
+    for name, function in instead.items():
+        setattr(tensor, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            if function is None:
+                delattr(tensor, name)
+            else:
+                setattr(tensor, name, function)

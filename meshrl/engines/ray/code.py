@@ -1,0 +1,172 @@
+"""The user's own code, carried to other nodes by Ray's runtime environment, named after its content."""
+
+import hashlib
+import io
+import os
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Final, NamedTuple
+
+import ray
+from ray._private.thirdparty.pathspec.pathspec import PathSpec
+
+from meshrl.engines.hosting import is_installed
+from meshrl.errors import ConfigError
+from meshrl.user_code import copied, find_copies
+
+MOST: Final = 64 * 2**20
+"""Bytes of files that are carried."""
+KINDS: Final = frozenset({".py", ".so", ".toml", ".json", ".yaml", ".yml", ".txt", ".jinja", ".cfg", ".ini"})
+"""Of files that are carried: code, and what configures it. Models and data lie where all nodes see them."""
+_ENVIRONMENT: Final = "pyvenv.cfg"
+_RUN: Final = "metrics.jsonl"
+_OURS: Final = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("meshrl", "backends", "algorithms"))
+_LARGEST: Final = 5
+"""Files that an error names."""
+
+
+class Package(NamedTuple):
+    """The code, as one file."""
+
+    uri: str
+    """Under which Ray keeps it: it has the hash of the content."""
+    folders: Sequence[str]
+    """Those of this machine that it has files of: of the first in a folder `0`, and so on."""
+    content: bytes
+
+    def upload(self) -> None:
+        """Give it to Ray's head, which hands it to the nodes, unless it is there. This waits for the head."""
+        from ray._private.runtime_env.packaging import (  # noqa: PLC0415 -- Ray has no public way for an actor's alone
+            package_exists,
+            pin_runtime_env_uri,
+            upload_package_to_gcs,
+        )
+
+        pin_runtime_env_uri(self.uri)
+        if not package_exists(self.uri):
+            upload_package_to_gcs(self.uri, self.content)
+
+
+def has_working_dir() -> bool:
+    """Whether Ray itself brings a folder to all nodes, as of `ray job submit --working-dir`."""
+    return "working_dir" in ray.get_runtime_context().runtime_env
+
+
+def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Package | None:
+    """What ranks on other nodes may import: these folders, and the modules that are not installed.
+
+    Of a package that is imported its own folder is taken, of a module all beside it. None where there is nothing.
+    ConfigError where it is more than `MOST`, with the largest files.
+    """
+    found: dict[Path, set[Path]] = {}
+    for root, part in {*_asked(folders), *_imported(modules)}:
+        found.setdefault(root, set()).update(_files(part))
+    found = {root: files for root, files in found.items() if files}
+    if not found:
+        return None
+    _check_size({file for files in found.values() for file in files})
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for index, (root, files) in enumerate(sorted(found.items())):
+            for file in sorted(files):
+                # Without its time: the same content is the same package.
+                archive.writestr(zipfile.ZipInfo(f"{index}/{file.relative_to(root)}"), file.read_bytes())
+    content = packed.getvalue()
+    digest = hashlib.sha256(content).hexdigest()[:32]
+    return Package(f"gcs://_ray_pkg_{digest}.zip", [str(root) for root in sorted(found)], content)
+
+
+def _is_theirs(file: str) -> bool:
+    """Whether nodes have it without us."""
+    return is_installed(file) or file.startswith(_OURS)
+
+
+def _asked(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Of each: the folder on the import path, and what to take of it."""
+    for folder in (each.resolve() for each in folders):
+        if not _is_theirs(f"{folder}{os.sep}"):
+            yield (folder.parent if (folder / "__init__.py").exists() else folder), folder
+
+
+def _imported(modules: Mapping[str, ModuleType]) -> Iterator[tuple[Path, Path]]:
+    """The same of each module that is neither installed nor of meshrl."""
+    for name, module in modules.items():
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or _is_theirs(file):
+            continue
+        path = Path(file).resolve()
+        depth = name.count(".") + (path.stem == "__init__")
+        if depth == 0 or name in ("__main__", "__mp_main__"):
+            yield path.parent, path.parent
+        elif len(path.parents) > depth:
+            yield path.parents[depth], path.parents[depth - 1]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """What is carried of a folder: not what .gitignore names, nor runs, environments and what begins with a dot."""
+    ignored = [*_ignored_above(folder)]
+    for here, folders, files in os.walk(folder):
+        place = Path(here)
+        ignored += _ignored(place)
+        folders[:] = [
+            each
+            for each in folders
+            if not each.startswith((".", "__pycache__"))
+            and not (place / each / _ENVIRONMENT).exists()
+            and not (place / each / _RUN).exists()
+            and not _is_ignored(place / each, ignored, "/")
+        ]
+        for each in files:
+            file = place / each
+            if file.suffix in KINDS and not each.startswith(".") and not _is_ignored(file, ignored):
+                yield file
+
+
+def _ignored_above(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
+    """Those of the repository that a folder is in."""
+    above = list(folder.parents)
+    top = next((number for number, each in enumerate([folder, *above]) if (each / ".git").exists()), 0)
+    for each in above[:top]:
+        yield from _ignored(each)
+
+
+def _ignored(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
+    with suppress(OSError):
+        lines = (folder / ".gitignore").read_text("utf-8").splitlines()
+        yield folder, PathSpec.from_lines("gitwildmatch", lines)
+
+
+def _is_ignored(path: Path, ignored: Iterable[tuple[Path, PathSpec]], end: str = "") -> bool:
+    return any(
+        spec.match_file(f"{path.relative_to(folder)}{end}") for folder, spec in ignored if path.is_relative_to(folder)
+    )
+
+
+def _check_size(files: Iterable[Path]) -> None:
+    sizes = sorted(((file.stat().st_size, str(file)) for file in files), reverse=True)
+    if (total := sum(size for size, _ in sizes)) > MOST:
+        largest = "\n".join(f"  {size / 2**20:.1f} MiB {file}" for size, file in sizes[:_LARGEST])
+        raise ConfigError(
+            f"the code that is carried to other nodes has {total / 2**20:.1f} MiB, and {MOST / 2**20:.0f} MiB are the "
+            f"most: the script's folder, and modules that are not installed. The largest files:\n{largest}\n"
+            "name in .gitignore what ranks do not import, or move it to a folder of its own"
+        )
+
+
+def settle_in(folders: Sequence[str], paths: Sequence[str]) -> None:
+    """On a rank, whose current folder is the package's: have what it imports found there.
+
+    `folders`: those of the package; `paths`: the controller's import path. A copy goes before the folder that it is of,
+    which this machine may have too.
+    """
+    here = Path.cwd()
+    find_copies({Path(folder): here / str(index) for index, folder in enumerate(folders)})
+    for path in paths:
+        place = Path(path).resolve()
+        if (copy := copied(place)) != place and copy.is_dir():
+            sys.path.insert(sys.path.index(path) if path in sys.path else len(sys.path), str(copy))
+            sys.path += [path] if path not in sys.path else []

@@ -1,0 +1,113 @@
+"""A process group of two, by torch.distributed: through it values go in pieces from one machine to another."""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from secrets import token_hex
+from typing import Final, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from meshrl.engines.ray.flow import Flow
+from meshrl.mesh import Bytes, address_of
+
+IN_FLIGHT: Final = 2
+"""Pieces of a value that are under way at once."""
+
+
+class Meeting(NamedTuple):
+    """Where the two find each other."""
+
+    name: str
+    """Of the group."""
+    ip: str
+    port: int
+
+
+class _Group(Protocol):
+    """What torch's types do not say of a group."""
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int, tag: int) -> dist.Work:
+        """Begin to send a tensor to one process."""
+        ...
+
+    def recv(self, tensors: Sequence[torch.Tensor], of: int, tag: int) -> dist.Work:
+        """Begin to fill a tensor with what one process sends."""
+        ...
+
+
+class Link:
+    """One end of a group: values go from its first process to its second, several at once, each by its number.
+
+    When one of the two dies, or an operation takes longer than the patience, all that is under way fails. A link that
+    failed serves no more.
+    """
+
+    def __init__(self, ip: str, patience: float, meeting: Meeting | None = None) -> None:
+        """`ip`: of this machine; `patience`: seconds; `meeting`: where the second waits, if this is the first."""
+        self._patience = timedelta(seconds=patience)
+        self._rank = int(meeting is None)
+        _, at, port = meeting or Meeting("", ip, 0)
+        self._store = TCPStore(at, port, is_master=meeting is None, timeout=self._patience, wait_for_workers=False)
+        self.meeting: Final = meeting or Meeting(token_hex(8), ip, self._store.port)
+        self.numbers: Final = count()
+        """For the values that the second asks for."""
+        self.failed = ""
+        """Why it serves no more."""
+        self._group: _Group | None = None
+        self._making = threading.Lock()
+
+    def send(self, flow: Flow, number: int) -> None:
+        """Send a value, each piece as soon as it is here; this waits. RuntimeError where that fails."""
+        under_way: deque[dist.Work] = deque()
+        try:
+            for index in range(len(flow.pieces)):
+                piece = flow.piece(index)
+                if len(under_way) == IN_FLIGHT:
+                    under_way.popleft().wait()
+                under_way.append(self._joined().send([_tensor(piece)], 1, number))
+            for each in under_way:
+                each.wait()
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def receive(self, flow: Flow, number: int) -> None:
+        """Fill the pieces of a value as they come; this waits. RuntimeError where that fails, of the flow too."""
+        under_way: deque[dist.Work] = deque()
+        try:
+            for index in range(len(flow.pieces) + IN_FLIGHT):
+                if index >= IN_FLIGHT:
+                    under_way.popleft().wait()
+                    flow.came(index - IN_FLIGHT + 1)
+                if index < len(flow.pieces):
+                    under_way.append(self._joined().recv([_tensor(flow.pieces[index])], 0, number))
+        except Exception as error:
+            self._fail(error)
+            flow.end(error)
+            raise
+        flow.end()
+
+    def _joined(self) -> _Group:
+        with self._making:
+            if self.failed:
+                raise RuntimeError(self.failed)
+            if self._group is None:
+                self._group = cast("_Group", dist.ProcessGroupGloo(self._store, self._rank, 2, self._patience))
+            return self._group
+
+    def _fail(self, error: Exception) -> None:
+        """Let the group go: its connection closes when nothing waits there any more."""
+        with self._making:
+            self.failed = self.failed or str(error)
+            self._group = None
+
+
+def _tensor(memory: Bytes) -> torch.Tensor:
+    """The same memory, which the caller keeps; torch would warn of what is read-only here."""
+    return torch.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(address_of(memory)), dtype=torch.uint8)

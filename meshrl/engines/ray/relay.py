@@ -1,0 +1,215 @@
+"""Large values on their way to several machines: each machine hands on to the next one what it has.
+
+So a value leaves its own machine once, and is everywhere soon after the time of one copy. On each machine one rank, the
+first that was sent it, takes it into the shared memory, for all that are there.
+"""
+
+import asyncio
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
+from weakref import ref
+
+from meshrl import log
+from meshrl.engines.hosting import Gone, Reply, vigil
+from meshrl.engines.ray.flow import Flow
+from meshrl.engines.ray.nodes import Home
+from meshrl.engines.ray.parcel import Parcel, pack, unpack
+from meshrl.engines.ray.route import Handle, Route
+from meshrl.engines.transport import PoolRef
+from meshrl.errors import DataError
+from meshrl.mesh import Bytes, Segment, in_transit, pool
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from meshrl.engines.ray.link import Link, Meeting
+
+RELAY: Final = "relay"
+"""The concurrency group of a `RankProcess` that hands values on: it has a thread of its own, so no call delays it."""
+LARGE: Final = 1 << 23
+"""Bytes of the smallest value that goes so."""
+_GRACE: Final = 3.0
+"""Seconds for which a value that has come is kept for the next machine."""
+_REMEMBERED: Final = 1000
+"""Values of which it is known that they were here."""
+_ALIGNED: Final = 64
+
+T = TypeVar("T")
+Key: TypeAlias = "list[ObjectRef[object]]"
+"""One reference, in a list: Ray would fetch what it is given as it is."""
+
+
+class Wire(NamedTuple):
+    """By what a value is to come."""
+
+    meeting: "Meeting"
+    number: int
+    """Of the value, among those that come by it."""
+
+
+async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
+    """What comes from a machine. Raises `Gone` if that is given up before."""
+    waits = asyncio.ensure_future(coming)
+    waiting = _Waiting()
+    waits.add_done_callback(lambda _: waiting.reply.arrive(None))
+    if home is not None:
+        vigil(home.door).attend(waiting.reply, waiting)
+    try:
+        await waiting.reply
+        return await waits
+    finally:
+        waits.cancel()
+
+
+class _Waiting:
+    """Somebody waits for a value of another machine."""
+
+    def __init__(self) -> None:
+        self.reply = Reply()
+
+    def lose(self, reason: str) -> None:
+        """That machine is given up."""
+        self.reply.arrive(None, Gone(reason))
+
+
+class Relay:
+    """What comes to this machine by this rank, and goes on from it."""
+
+    def __init__(self, put: Callable[[object], PoolRef]) -> None:
+        """`put`: keeps a value in this machine's shared memory."""
+        self._put = put
+        self._flows: dict[bytes, asyncio.Task[_Arrival]] = {}
+        """What is coming, or has come just now."""
+        self._copies: OrderedDict[bytes, ref[PoolRef]] = OrderedDict()
+        """What has come, as long as anybody here reads it."""
+        self._into: dict[Handle, Link] = {}
+        """Links from the ranks of other machines, by which values come."""
+        self._from: dict[str, Link] = {}
+        """The other ends of such links, by their names."""
+
+    async def host_copy(self, key: Key, route: Route) -> bytes:
+        """A value in this machine's shared memory, pickled for a process of this machine."""
+        arrival = await self._arrival(key, route)
+        await asyncio.shield(asyncio.wrap_future(arrival.flow.whole))
+        if (copy := self._copy(key)) is None:
+            copy = self._put(arrival.value())
+            self._copies[key[0].binary()] = ref(copy)
+            if len(self._copies) > _REMEMBERED:
+                self._copies.popitem(last=False)
+        asyncio.get_running_loop().call_later(_GRACE, id, copy)  # kept until who asked has opened it
+        with in_transit():
+            return pickle.dumps(copy)
+
+    async def hand_on(self, key: Key, route: Route, wire: Wire) -> tuple[bytes, Sequence[int]] | None:
+        """Begin to send a value: what it is unpickled from, and bytes of each buffer. None where it is here no more."""
+        if not available():
+            return None
+        flow = await self._flow(key, route)
+        if flow is None:
+            return None
+        name = wire.meeting.name
+        if name not in self._from:
+            made = await asyncio.to_thread(_link, route[-1].home, wire.meeting)
+            self._from = {known: link for known, link in self._from.items() if not link.failed} | {name: made}
+        _in_thread(self._from[name].send, flow, wire.number)
+        return flow.head, flow.sizes
+
+    async def _flow(self, key: Key, route: Route) -> Flow | None:
+        if route[0].home.is_here:
+            return _flowing(cast("Parcel", await key[0]))
+        if key[0].binary() in self._copies and key[0].binary() not in self._flows:
+            copy = self._copy(key)
+            return _flowing(cast("Parcel", pack(copy.value()))) if copy else None
+        return (await self._arrival(key, route)).flow
+
+    def _copy(self, key: Key) -> PoolRef | None:
+        known = self._copies.get(key[0].binary())
+        return known() if known else None
+
+    async def _arrival(self, key: Key, route: Route) -> "_Arrival":
+        name = key[0].binary()
+        if name not in self._flows:
+            self._flows[name] = asyncio.create_task(self._begin(key, route))
+            self._flows[name].add_done_callback(lambda begun: self._begun(name, begun))
+        return await asyncio.shield(self._flows[name])
+
+    def _begun(self, name: bytes, begun: "asyncio.Task[_Arrival]") -> None:
+        """Forget it some time after it has come, and at once if it does not come."""
+        if begun.cancelled() or begun.exception():
+            del self._flows[name]
+            return
+        loop = asyncio.get_running_loop()
+        whole = begun.result().flow.whole
+
+        def ended(_: object) -> None:
+            loop.call_soon_threadsafe(loop.call_later, 0 if whole.exception() else _GRACE, self._flows.pop, name)
+
+        whole.add_done_callback(ended)
+
+    async def _begin(self, key: Key, route: Route) -> "_Arrival":
+        """Ask the machine before this one for a value, and where it is there no more, that on which it was made."""
+        own = route[-1].home
+        for before in (route[:-1], route[:1]):
+            stop = before[-1]
+            link = self._into.get(stop.handle)
+            if link is None or link.failed:
+                link = await asyncio.to_thread(_link, own)
+                self._into = {known: each for known, each in self._into.items() if not each.failed}
+                self._into[stop.handle] = link
+            wire = Wire(link.meeting, next(link.numbers))
+            told = await unless_lost(stop.home, stop.handle.hand_on.remote(key, before, wire))
+            if told is not None:
+                arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", told))
+                _in_thread(link.receive, arrival.flow, wire.number)
+                return arrival
+        raise DataError(f"{stop.home} cannot hand it on by a collective: torch is not installed there")
+
+
+class _Arrival:
+    """A value that comes into this machine's shared memory."""
+
+    def __init__(self, head: bytes, sizes: Sequence[int]) -> None:
+        *starts, end = accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+        writing = pool.write(end)
+        if writing is None:
+            raise DataError(f"{end} bytes do not fit into this machine's shared memory: {pool.state()}")
+        self._spans = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self._segment: Segment = writing.done()
+        self.flow: Final = Flow(head, [writing.memory[start:stop] for start, stop in self._spans], here=False)
+
+    def value(self) -> object:
+        """It, when it is whole."""
+        memory: Bytes = self._segment.memory
+        return unpack(Parcel(self.flow.head, [memory[start:stop] for start, stop in self._spans], []))
+
+
+def available() -> bool:
+    """Whether this process can take part: torch is installed."""
+    return find_spec("torch") is not None
+
+
+def _link(own: Home, meeting: "Meeting | None" = None) -> "Link":
+    from meshrl.engines.ray.link import Link  # noqa: PLC0415 -- it loads torch, which takes seconds
+
+    return Link(own.door.ip, own.door.patience, meeting)
+
+
+def _flowing(parcel: Parcel) -> Flow:
+    return Flow(parcel.head, parcel.buffers, here=True)
+
+
+def _in_thread(carry: Callable[[Flow, int], None], flow: Flow, number: int) -> None:
+    """A thread of its own: it waits most of the time, and others may wait for what it does."""
+
+    def run() -> None:
+        try:
+            carry(flow, number)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, who waits for the value is told
+            log.warning("a value does not go on to the next machine", error=str(error))
+
+    threading.Thread(target=run, name="meshrl-relay", daemon=True).start()

@@ -1,0 +1,109 @@
+"""The versions of what runs on each node: a node where they differ from the controller's is refused."""
+
+import asyncio
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol, cast
+
+import ray
+from ray.cloudpickle.cloudpickle import register_pickle_by_value
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from meshrl.errors import ConfigError
+
+ALWAYS: Final = ("meshrl", "torch")
+"""Packages that are compared in every run, beside those of its backends."""
+_PYTHON: Final = "Python"
+_COLUMNS: Final = ("node", "package", "here", "there")
+_MISSING: Final = "not installed"
+
+
+class _Remote(Protocol):
+    def remote(self, packages: Sequence[str]) -> "asyncio.Future[dict[str, str]]": ...
+
+
+def installed(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of Python and of packages where this runs, without that of a build (`+cpu`).
+
+    It travels to nodes by value, and needs nothing but Python there: a node may have no meshrl.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 -- where it runs
+    from platform import python_version  # noqa: PLC0415 -- the same
+
+    found = {"Python": python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package).partition("+")[0]
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+class Versions:
+    """Those of this process, which a node must have too."""
+
+    def __init__(self, packages: Iterable[str], patience: float) -> None:
+        """`packages`: those of the run's backends; what is not installed here is not asked of a node either.
+
+        `patience`: seconds that nodes have to answer.
+        """
+        found = installed(sorted({*ALWAYS, *packages}))
+        self._here = {name: version for name, version in found.items() if version != _MISSING}
+        self._patience = patience
+        self._same: set[str] = set()
+        """Nodes that were found to have the same."""
+
+    async def check(self, nodes: Mapping[str, str]) -> None:
+        """Raise `ConfigError`, with a table, where nodes have others. `nodes`: by Ray's id, how people call each.
+
+        Each is asked once, but one that does not answer in time is asked again when a rank is there.
+        """
+        if not (unknown := [node for node in nodes if node not in self._same]):
+            return
+        asked = {node: asyncio.ensure_future(self._ask(node)) for node in unknown}
+        await asyncio.wait(asked.values(), timeout=self._patience)
+        others: dict[str, Mapping[str, str]] = {}
+        for node, answer in asked.items():
+            if not answer.done():
+                answer.cancel()
+            elif (there := answer.result()) == self._here:
+                self._same.add(node)
+            elif there is not None:
+                others[nodes[node]] = there
+        if others:
+            raise ConfigError(table(self._here, others))
+
+    async def _ask(self, node: str) -> dict[str, str] | None:
+        """What a node has; None where it cannot say."""
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(installed).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        try:
+            return await cast("_Remote", task).remote([name for name in self._here if name != _PYTHON])
+        except RayError:
+            return None
+
+
+def table(here: Mapping[str, str], others: Mapping[str, Mapping[str, str]]) -> str:
+    """What is told of nodes that have other versions than this one: the difference, and what to do."""
+    rows = [
+        (node, package, version, there[package])
+        for node, there in others.items()
+        for package, version in here.items()
+        if there[package] != version
+    ]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_COLUMNS, *rows)]
+    differ = "a node has" if len(others) == 1 else f"{len(others)} nodes have"
+    packages = [f"{package}=={version}" for package, version in here.items() if package in {row[1] for row in rows}]
+    pip = [package for package in packages if not package.startswith(_PYTHON)]
+    pip_does = f", as `pip install {' '.join(pip)}` does there" if pip else ""
+    return (
+        f"{differ} other versions than the controller, so that no rank may run there:\n"
+        + "\n".join(f"  {line.rstrip()}" for line in lines)
+        + f"\ninstall {' and '.join(packages)} on each{pip_does}; or keep ranks from these nodes by `custom` in the "
+        "table of each mesh"
+    )
+
+
+register_pickle_by_value(sys.modules[__name__])

@@ -1,0 +1,148 @@
+"""A mixture's experts: a sampler tells them, and a policy follows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+
+from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, ReferenceConfig, SamplerConfig, Sampling
+from meshrl.errors import ConfigError, DataError
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf.roles import TrainedPolicy
+from meshrl_megatron.policy import MegatronPolicy
+from meshrl_torch.policy import TorchPolicy
+from meshrl_torch.reference import TorchReference
+from meshrl_torch.sampler import TorchSampler
+from meshrl_vllm.sampler import VllmSampler
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+QWEN = Qwen3MoeConfig(**SHAPE, num_experts=8, moe_intermediate_size=24, norm_topk_prob=True)
+UNSCALED = Qwen3MoeConfig(**SHAPE, num_experts=8, moe_intermediate_size=24, norm_topk_prob=False)
+MIXTRAL = MixtralConfig(**SHAPE, num_local_experts=8, intermediate_size=24)
+PROMPTS = Batch.of(prompt=["abc>", "h>", "abcdefgh>", "h>"] * 4, row=np.arange(16))
+DRAWS = Sampling(max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[QWEN, UNSCALED, MIXTRAL], ids=["qwen3", "unscaled", "mixtral"])
+def model(
+    request: pytest.FixtureRequest,
+    random_model: Callable[..., str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> str:
+    config: PretrainedConfig = request.param
+    return random_model(config, tmp_path_factory.mktemp("mixture"))
+
+
+def policy(model: str, kind: type[TrainedPolicy] = TorchPolicy, **changes: object) -> TrainedPolicy:
+    config = {"model": model, "optimizer": {"lr": 1e-2, "weight_decay": 0.0}, **changes}
+    made: TrainedPolicy = kind(PolicyConfig.model_validate(config))  # type: ignore[call-arg]
+    return made
+
+
+async def rows(model: str, sampling: Sampling = DRAWS, prompts: Batch = PROMPTS, **changes: object) -> Batch:
+    sampler = TorchSampler(SamplerConfig.model_validate({"model": model, "record_experts": True, **changes}))
+    parts = [part async for part in sampler.generate(prompts, sampling)]
+    return Batch.concat(parts).assign(advantages=np.ones(len(PROMPTS), np.float32))
+
+
+def values(batch: Batch, name: str) -> NDArray[np.float32]:
+    return np.asarray(batch.ragged(name).values, np.float32)[np.asarray(batch.loss_mask.values, np.bool_)]
+
+
+async def apart(made: TrainedPolicy, batch: Batch) -> float:
+    """The mean difference of the policy's log-probs from the sampler's."""
+    told = await made.logprobs(batch)
+    return float(np.abs(values(told, "logprobs") - values(batch, "sampler_logprobs")).mean())
+
+
+async def test_every_token_that_was_read_has_its_experts(model: str) -> None:
+    batch = await rows(model, slots=4)
+    experts = batch.ragged("experts")
+    assert experts.values.dtype == np.int16
+    assert experts.values.shape == (len(batch.tokens.values), 3, 2)
+    np.testing.assert_array_equal(experts.offsets, batch.tokens.offsets)
+    last = np.zeros(len(batch.tokens.values), np.bool_)
+    last[batch.tokens.offsets[1:] - 1] = True
+    assert (experts.values[last] == -1).all(), "nothing reads the last token of a row"
+    read = experts.values[~last]
+    assert read.min() == 0
+    assert read.max() == 7
+    assert (read[..., 0] != read[..., 1]).all()
+
+
+async def test_a_policy_of_another_dtype_is_nearer_to_the_sampler_where_it_follows(model: str) -> None:
+    batch = await rows(model)
+    made = policy(model, dtype="bfloat16")
+    alone, following = await apart(made, batch.drop("experts")), await apart(made, batch)
+    assert following < 0.8 * alone
+
+
+async def test_following_changes_nothing_where_the_choice_is_the_same(model: str) -> None:
+    batch = await rows(model)
+    for kind in (TorchPolicy, FsdpPolicy):
+        made = policy(model, kind, micro_batch_tokens=64)
+        assert await apart(made, batch) < 1e-5
+        alone, following = [values(await made.logprobs(each), "logprobs") for each in (batch.drop("experts"), batch)]
+        np.testing.assert_allclose(alone, following, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", [TorchPolicy, FsdpPolicy])
+async def test_only_experts_that_are_told_learn(model: str, kind: type[TrainedPolicy], checkpointing: bool) -> None:
+    batch = await rows(model)
+    told = batch.ragged("experts").values.copy()
+    told[...] = (2, 5)
+    batch = batch.assign(experts=Ragged(told, batch.tokens.offsets))
+    made = policy(model, kind, activation_checkpointing=checkpointing)
+    before = {name: tensor.clone() for name, tensor in made._trainable.published()}
+    await made.update(batch, ClippedLoss())
+    for name, tensor in made._trainable.published():
+        if name.endswith("gate_up_proj"):
+            changed = (tensor != before[name]).flatten(1).any(1)
+            assert changed.nonzero()[:, 0].tolist() == [2, 5], name
+        if name.endswith("gate.weight"):
+            assert not torch.equal(tensor, before[name]), "the router learns to weigh them"
+
+
+async def test_a_row_that_goes_on_has_the_experts_of_all_that_was_read(model: str) -> None:
+    short = await rows(model, Sampling(max_tokens=5, ignore_eos=True))
+    whole = await rows(model, DRAWS, short.drop("advantages"))
+    known = np.asarray(whole.ragged("experts").values, np.int16).min(axis=(1, 2)) >= 0
+    assert known.sum() == len(whole.tokens.values) - len(whole)
+    again = await rows(model, DRAWS, whole.drop("advantages"))
+    np.testing.assert_array_equal(again.ragged("experts").values, whole.ragged("experts").values)
+    other = await rows(model, DRAWS, whole.drop("advantages", "experts"))
+    assert (other.ragged("experts").values == -1).all(), "these had ended, and nobody knows any more"
+
+
+async def test_what_cannot_be_told_or_followed_is_refused(model: str) -> None:
+    dense = NewModel(characters="abcdefgh>", hidden_size=16, layers=1, heads=2)
+    with pytest.raises(ConfigError, match="no mixture of experts"):
+        TorchSampler(SamplerConfig(model=dense, record_experts=True))
+    with pytest.raises(ConfigError, match="'vllm' does not tell the experts"):
+        VllmSampler(SamplerConfig(model=dense, record_experts=True))
+    batch = await rows(model)
+    with pytest.raises(DataError, match=r"`experts` is \[\d+, 3, 2\] and the policy routes in 0 layers"):
+        await TorchPolicy(PolicyConfig(model=dense)).logprobs(batch)
+    experts = batch.ragged("experts").values
+    many = batch.assign(experts=Ragged(np.full_like(experts, 8), batch.tokens.offsets))
+    with pytest.raises(DataError, match="names the expert 8, and the policy has those from 0 to 7"):
+        await policy(model).update(many, ClippedLoss())
+    made = TorchPolicy(PolicyConfig(model=dense))
+    with pytest.raises(DataError, match="'megatron' does not follow"):
+        MegatronPolicy.check_rows(made._model, batch)
+    assert "logprobs" in str(await TorchReference(ReferenceConfig(model=dense)).logprobs(batch))

@@ -1,0 +1,117 @@
+"""A user's script, modules and reward that lie on the controller's host alone are found by ranks on another."""
+
+import base64
+import io
+import tarfile
+from collections.abc import Iterator
+
+import pytest
+
+from meshrl.testing.cluster import Cluster
+
+PROJECT = {
+    "train.py": """
+import socket
+
+import helper
+import meshrl as rl
+from mine.words import word
+
+
+class TrainConfig(rl.Config):
+    reward: rl.RewardConfig
+
+
+class Reads(rl.Actor):
+    @rl.endpoint
+    async def read(self) -> rl.Same[str]:
+        import late
+        with open("prompt.txt") as prompt:
+            return f"{helper.VALUE} {word()} {late.VALUE} {prompt.read().strip()} on {socket.gethostname()}"
+
+    @rl.endpoint
+    async def secret(self) -> rl.Same[str]:
+        try:
+            import secret
+        except ModuleNotFoundError as error:
+            return str(error)
+        return "it was carried"
+
+
+async def train(run: rl.Run, config: TrainConfig) -> None:
+    there = rl.Resources(cpus=0, custom={"node2": 1})
+    reads = await (await run.mesh(1, there)).spawn(Reads)
+    print("read:", await reads.read())
+    print("secret:", await reads.secret())
+    reward = await run.spawn(rl.Reward, config.reward)
+    scored = await (await reward.score(rl.Batch.of(prompt=["a"], completion=["b"]))).load()
+    print("reward:", scored.rewards.tolist(), scored.objects("reward_error"))
+""",
+    "helper.py": "VALUE = 'helper'\n",
+    "late.py": "VALUE = 'late'\n",
+    "secret.py": "VALUE = 'secret'\n",
+    "prompt.txt": "prompt\n",
+    ".gitignore": "secret.py\n",
+    "mine/__init__.py": "",
+    "mine/words.py": "def word():\n    return 'word'\n",
+    "rewards/letters.py": "import scale\n\n\ndef letters(prompt, text, row):\n    return scale.HALF * len(text)\n",
+    "rewards/scale.py": "HALF = 0.5\n",
+    "my.toml": """
+algorithm = "train.py"
+
+[run]
+name = "mine"
+
+[run.meshes.reward]
+cpus = 0
+custom = { node2 = 1 }
+
+[reward]
+mesh = "reward"
+function = "rewards/letters.py:letters"
+""",
+}
+"""Files by their place."""
+PLACE = "/tmp/project"  # noqa: S108 -- each host's own
+UNPACK = f"mkdir -p {PLACE} && base64 -d | tar xz -C {PLACE}"
+
+
+def packed(files: dict[str, str]) -> str:
+    """As base64 of a tar."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w:gz") as archive:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text.encode())
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    return base64.b64encode(written.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    """Hosts of which the first has a project in its own /tmp."""
+    with Cluster(2) as cluster:
+        cluster.hosts[0].run(["sh", "-c", f"echo {packed(PROJECT)} | ({UNPACK})"])
+        yield cluster
+
+
+def ran(cluster: Cluster) -> str:
+    command = ["env", "-C", PLACE, "meshrl", "run", "my.toml", f"run.engine={cluster.address}"]
+    return cluster.hosts[0].run(command, timeout=100)
+
+
+def test_what_is_on_the_first_host_alone_is_found_on_the_second(two: Cluster) -> None:
+    said = ran(two)
+    assert "read: helper word late prompt on node2" in said, said
+    assert "reward: [0.5] (None,)" in said, said
+    assert "secret: No module named 'secret'" in said, said
+    assert "no such file" in two.hosts[1].run(["sh", "-c", f"ls {PLACE} 2>&1 || true"]).lower()
+
+
+def test_the_controllers_files_are_used_where_the_other_host_has_older_ones(two: Cluster) -> None:
+    """Of the same path, and of another content than the run before."""
+    older = {name: text.replace("'helper'", "'old'").replace("'word'", "'old'") for name, text in PROJECT.items()}
+    two.hosts[1].run(["sh", "-c", f"echo {packed(older)} | ({UNPACK})"])
+    two.hosts[0].run(["sh", "-c", f"echo \"VALUE = 'newer'\" > {PLACE}/helper.py"])
+    said = ran(two)
+    assert "read: newer word late prompt on node2" in said, said

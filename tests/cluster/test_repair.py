@@ -1,0 +1,103 @@
+"""A run whose policy's host is cut off goes on by itself on another, though Ray takes the first for living."""
+
+import json
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, STDOUT
+
+import pytest
+
+from meshrl.mesh import PATIENCE
+from meshrl.run import audit_run
+from meshrl.testing.cluster import Cluster, Host
+
+NEVER = {"RAY_health_check_failure_threshold": "1000"}
+CONFIG = """
+algorithm = "grpo"
+steps = 200
+prompts = 8
+ahead = 2
+
+[run]
+name = "mine"
+checkpoint_every = 5
+restarts = 1
+
+[run.meshes.main]
+cpus = 1
+custom = { node1 = 1 }
+
+[run.meshes.train]
+cpus = 1
+custom = { train = 1 }
+
+[task]
+source = "words.jsonl"
+held_out = 8
+held_out_fraction = 0.2
+
+[policy]
+mesh = "train"
+model = { characters = "abcdefgh>", hidden_size = 16, ffn_size = 24, layers = 2, heads = 2, max_tokens = 16 }
+
+[sampling]
+n = 4
+max_tokens = 5
+
+[reward]
+function = "rewards.py:right_letters"
+"""
+REWARD = """
+def right_letters(prompt, completion, row):
+    return sum(one == other for one, other in zip(completion, row["answer"])) / 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    words = ["".join(random.Random(number).choices("abcdefgh", k=4)) for number in range(100)]
+    rows = [{"question": f"{word}>", "answer": word[::-1]} for word in words]
+    (tmp_path / "words.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    (tmp_path / "rewards.py").write_text(REWARD, "utf-8")
+    (tmp_path / "mine.toml").write_text(CONFIG, "utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def three(folder: Path) -> Iterator[Cluster]:
+    """Hosts of which two may have the policy, whose deaths Ray never notices."""
+    with Cluster(3, resources=[{}, {"train": 1}, {"train": 1}], shared=[folder], environment=NEVER) as cluster:
+        yield cluster
+
+
+def has_a_rank(host: Host) -> bool:
+    return "yes" in host.run(["sh", "-c", "pgrep -f ^ray::RankProcess > /dev/null && echo yes; true"])
+
+
+def wait_for_steps(controller: "subprocess.Popen[str]", folder: Path, count: int) -> None:
+    metrics = folder / "runs" / "mine" / "metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_text("utf-8").splitlines()) < count:
+        assert controller.poll() is None, controller.communicate()[0]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_where_the_policys_host_is_cut_off(three: Cluster, folder: Path) -> None:
+    command = ["env", "-C", str(folder), "meshrl", "run", "mine.toml", f"run.engine={three.address}"]
+    controller = three.hosts[0].start(command, stdout=PIPE, stderr=STDOUT)
+    wait_for_steps(controller, folder, 7)
+    (cut,) = [host for host in three.hosts[1:] if has_a_rank(host)]
+    cut.cut()
+    said = controller.communicate(timeout=300)[0]
+    assert controller.returncode == 0, said
+    assert "the run is begun again for time 1 of 1" in said
+    assert f"nothing was heard of its host ({cut.address}) for {PATIENCE:g} s" in said
+    summary = json.loads((folder / "runs/mine/summary.json").read_text("utf-8"))
+    assert summary["restarts"] == 1
+    audit = audit_run(folder / "runs/mine")
+    assert audit.steps == 200
+    assert audit.holds, audit

@@ -1,0 +1,91 @@
+"""The code that is carried to other nodes: which files, how many of them, and under which name."""
+
+import io
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from meshrl import ConfigError
+from meshrl.engines.ray import code
+from meshrl.engines.ray.code import packaged
+from meshrl.user_code import import_file
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The folder of a script."""
+    for name, text in {"train.py": "", "letters.toml": "", "big.safetensors": "", "notes.md": ""}.items():
+        (tmp_path / name).write_text(text, "utf-8")
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    package = packaged([folder], {})
+    assert package
+    return sorted(zipfile.ZipFile(io.BytesIO(package.content)).namelist())
+
+
+def test_code_and_what_configures_it_are_carried_and_no_data(project: Path) -> None:
+    assert names(project) == ["0/letters.toml", "0/train.py"]
+
+
+def test_what_is_ignored_and_runs_and_environments_are_left_out(project: Path) -> None:
+    for file in ("runs/one/metrics.jsonl", "env/pyvenv.cfg", ".git/config", "kept/.gitignore", "made/kept.txt"):
+        (project / file).parent.mkdir(parents=True)
+        (project / file).write_text("secret.*\n" if "ignore" in file else "", "utf-8")
+    for file in ("runs/one/own.py", "env/own.py", ".git/own.py", "kept/secret.json", "kept/own.py", "made/own.py"):
+        (project / file).write_text("", "utf-8")
+    (project / ".gitignore").write_text("made/\n", "utf-8")
+    assert names(project) == ["0/kept/own.py", "0/letters.toml", "0/train.py"]
+    assert names(project / "kept") == ["0/own.py"]
+
+
+def test_what_a_repository_ignores_is_left_out_of_a_folder_in_it(project: Path) -> None:
+    (project / ".git").mkdir()
+    (project / ".gitignore").write_text("secret.py\n", "utf-8")
+    (project / "inner").mkdir()
+    for name in ("own.py", "secret.py"):
+        (project / "inner" / name).write_text("", "utf-8")
+    assert names(project / "inner") == ["0/own.py"]
+
+
+def test_the_name_is_that_of_the_content(project: Path) -> None:
+    first, again = packaged([project], {}), packaged([project], {})
+    (project / "train.py").write_text("VALUE = 1", "utf-8")
+    other = packaged([project], {})
+    assert first
+    assert again
+    assert other
+    assert first.uri == again.uri != other.uri
+
+
+def test_too_much_is_refused_with_the_largest_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "MOST", 2**20)
+    (project / "rows.json").write_bytes(bytes(2**21))
+    with pytest.raises(
+        ConfigError, match=rf"has 2\.0 MiB, and 1 MiB are the most.*\n  2\.0 MiB {project}/rows\.json\n"
+    ):
+        packaged([project], {})
+
+
+def test_of_an_imported_package_its_own_folder_is_carried_and_of_a_script_all_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("lib/meshrl_test_mine/__init__.py", "lib/meshrl_test_mine/words.py", "lib/other.py", "apart/one.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("", "utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "lib")])
+    mine = __import__("meshrl_test_mine.words")
+    one = import_file(tmp_path / "apart" / "one.py")
+    package = packaged([], {each.__name__: each for each in (mine, sys.modules["meshrl_test_mine.words"], one)})
+    assert package
+    assert package.folders == [str(tmp_path / "apart"), str(tmp_path / "lib")]
+    found = zipfile.ZipFile(io.BytesIO(package.content)).namelist()
+    assert found == ["0/one.py", "1/meshrl_test_mine/__init__.py", "1/meshrl_test_mine/words.py"]
+
+
+def test_what_is_installed_and_meshrl_itself_are_not_carried() -> None:
+    theirs = {"pytest": pytest, "meshrl": sys.modules["meshrl"], "io": io, "code": code}
+    assert packaged([Path(pytest.__file__).parent], theirs) is None

@@ -1,0 +1,94 @@
+"""Weights on their way to several machines, by way of each other. Each rank is as if on a machine of its own."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from meshrl import EVERY, Actor, Gather, Mesh, RankDied, Resources, Same, Sum, Weights, at, endpoint, respawn
+from meshrl.engines.hosting import Place
+from meshrl.engines.ray import RayEngine, nodes, refs
+from meshrl.engines.ray.channel import RayChannel
+from meshrl.engines.ray.relay import LARGE
+from meshrl.engines.ray.route import near
+from meshrl.mesh import pool
+
+COLLECTIVES, STORE = "collectives", "the object store"
+WORDS = LARGE // 4 + 3
+
+
+@pytest.fixture(autouse=True)
+def _each_rank_has_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the controller sees it; `Model` sees itself so."""
+
+    def found(channel: RayChannel, place: Place) -> None:
+        real(channel, place._replace(boot=str(place.pid)))
+
+    real = RayChannel.found
+    monkeypatch.setattr(RayChannel, "found", found)
+
+
+class Model(Actor):
+    """Makes weights, and takes them, on a machine of its own."""
+
+    def __init__(self, *, has_torch: bool = True) -> None:
+        boot = str(os.getpid())
+        here = pytest.MonkeyPatch()  # of this process, for good
+        here.setattr(nodes, "boot", lambda: boot)
+        near[0] = near[0]._replace(home=near[0].home._replace(boot=boot))
+        if not has_torch:
+            here.setattr(refs, "available", lambda: False)
+
+    @endpoint
+    async def weights(self, number: float) -> Gather[Weights, EVERY]:
+        return Weights(1, {"large": np.full(WORDS, number, np.float32), "small": np.ones(3, np.float32)})
+
+    @endpoint
+    async def take(self, weights: Weights) -> Same[tuple[float, str]]:
+        assert not any(bucket.damaged() for bucket in weights.buckets)
+        assert all(bucket.shared().segment and not pool.copied for bucket in weights.buckets)
+        (way,) = weights.ways
+        return float(weights.tensors["large"][-1]), way
+
+    @endpoint
+    async def die(self) -> Sum[int]:
+        os._exit(1)
+
+
+@pytest.fixture
+async def made(mesh: Mesh) -> Model:
+    return at(await mesh.spawn(Model), dp=0)
+
+
+@pytest.fixture
+async def taken(engine: RayEngine) -> Model:
+    return await (await Mesh.reserve(engine, 3, Resources(cpus=0))).spawn(Model)
+
+
+async def test_weights_come_whole_to_each_machine_and_lie_in_its_shared_memory(made: Model, taken: Model) -> None:
+    for number in range(3):
+        assert await taken.take(await made.weights(number)) == (number, COLLECTIVES)
+    assert (await (await made.weights(5)).load()).tensors["large"][-1] == 5
+
+
+async def test_a_machine_that_comes_late_has_them_from_one_that_has_them_or_had_them(made: Model, taken: Model) -> None:
+    weights = await made.weights(5)
+    for number in range(3):
+        assert await at(taken, dp=number).take(weights) == (5, COLLECTIVES)
+        await asyncio.sleep(2 * number)
+
+
+async def test_a_machine_on_the_way_that_died_is_replaced_and_new_weights_go_by_it(made: Model, taken: Model) -> None:
+    weights = await made.weights(7)
+    assert await at(taken, dp=0).take(weights) == (7, COLLECTIVES)
+    with pytest.raises(RankDied):
+        await at(taken, dp=0).die()
+    assert await at(taken, dp=1).take(weights) == (7, STORE)
+    await respawn(taken)
+    assert await taken.take(await made.weights(8)) == (8, COLLECTIVES)
+
+
+async def test_where_torch_is_not_installed_they_come_by_rays_store(made: Model, engine: RayEngine) -> None:
+    taken = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Model, has_torch=False)
+    assert await taken.take(await made.weights(1)) == (1, STORE)

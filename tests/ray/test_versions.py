@@ -1,0 +1,43 @@
+"""Versions of nodes against the controller's: what is compared, and what is told of a difference."""
+
+import pytest
+
+from meshrl.engines.ray.versions import Versions, installed, table
+from meshrl.roles import packages_of
+
+HERE = {"Python": "3.11.7", "meshrl": "0.1.0", "torch": "2.13.0"}
+
+
+def test_the_table_names_each_node_package_and_both_versions() -> None:
+    others = {
+        "10.0.0.2": {**HERE, "torch": "2.12.1"},
+        "10.0.0.13": {**HERE, "Python": "3.11.9", "torch": "not installed"},
+    }
+    *rows, remedy = table(HERE, others).splitlines()
+    assert rows == [
+        "2 nodes have other versions than the controller, so that no rank may run there:",
+        "  node       package  here    there",
+        "  10.0.0.2   torch    2.13.0  2.12.1",
+        "  10.0.0.13  Python   3.11.7  3.11.9",
+        "  10.0.0.13  torch    2.13.0  not installed",
+    ]
+    assert remedy.startswith(
+        "install Python==3.11.7 and torch==2.13.0 on each, as `pip install torch==2.13.0` does there"
+    )
+
+
+def test_a_build_is_not_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller without a GPU has torch for CPUs."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cpu" if name == "torch" else "1.0")
+    assert installed(["torch", "other"])["torch"] == "2.13.0"
+
+
+def test_what_is_missing_here_is_not_asked_of_a_node() -> None:
+    assert "no-such-package" not in Versions(["no-such-package"], 1.0)._here
+
+
+def test_the_packages_of_a_backend_are_those_of_its_extra_and_what_that_asks_for() -> None:
+    assert packages_of("vllm") == {"meshrl", "vllm"}
+    assert {"meshrl", "megatron-core", "torch", "transformers"} <= packages_of("megatron")
+    assert packages_of("sim") == {"meshrl"}
+    assert packages_of("no-such-backend") == frozenset()
