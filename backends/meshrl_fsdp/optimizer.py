@@ -12,6 +12,7 @@ from meshrl.roles import OptimizerConfig
 from meshrl_fsdp.parts import is_split, local
 from meshrl_fsdp.sharded import Sharded
 from meshrl_fsdp.world import SHARD, TP
+from meshrl_hf.devices import moved
 from meshrl_hf.optimizer import Optimizer
 from meshrl_hf.spread_state import MOMENTS
 
@@ -19,8 +20,14 @@ from meshrl_hf.spread_state import MOMENTS
 class ShardedOptimizer(Optimizer):
     """AdamW on each rank's shards as plain tensors: it works element by element, so shards need not know of others."""
 
-    def __init__(self, config: OptimizerConfig, sharded: Sharded, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, config: OptimizerConfig, sharded: Sharded, parameters: Sequence[nn.Parameter], *, offload: bool = False
+    ) -> None:
+        """`offload`: between steps the moments are in the host's memory."""
         self._sharded: Final = sharded
+        self._hosts: Final[dict[tuple[Tensor, str], Tensor]] = {}
+        """Where they are then, by shard and name; pinned for a GPU."""
+        self._offload: Final = offload
         self._spread: Final = parameters
         self.shards: Final = [nn.Parameter(local(parameter)) for parameter in self._spread]
         self._is_split: Final = [is_split(each) for each in self._spread]
@@ -34,7 +41,13 @@ class ShardedOptimizer(Optimizer):
         for shard, spread in zip(self.shards, self._spread, strict=True):
             gradient = spread.grad
             shard.grad = None if gradient is None else local(gradient)
-        return super().step(predicts)
+        for stepped, kept in self._adamw.state.items():
+            kept.update({name: moved(kept[name], stepped.device) for name in MOMENTS})
+        try:
+            return super().step(predicts)
+        finally:
+            if self._offload:
+                self._to_host()
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -58,6 +71,15 @@ class ShardedOptimizer(Optimizer):
             for name in MOMENTS:
                 if name not in kept:
                     kept[name] = torch.zeros_like(shard)
+
+    def _to_host(self) -> None:
+        """Keep the moments in the host's memory, each in a buffer that is made once. It waits for the copies."""
+        for shard, kept in self._adamw.state.items():
+            for name in MOMENTS:
+                if (shard, name) not in self._hosts:
+                    pinned = shard.device.type == "cuda"
+                    self._hosts[shard, name] = torch.empty_like(kept[name], device="cpu", pin_memory=pinned)
+                kept[name] = self._hosts[shard, name].copy_(kept[name])
 
     def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm over all shards of all ranks, float32[]."""

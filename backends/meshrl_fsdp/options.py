@@ -24,6 +24,8 @@ class FsdpConfig(BackendOptions):
     """Sum gradients over the ranks after each pass, or after a step's last: until then each rank keeps whole ones."""
     cpu_offload: bool = False
     """Keep parameters and optimizer in the host's memory; for GPUs."""
+    offload_moments: bool = False
+    """Keep the optimizer's moments in the host's memory but for its step: for GPUs that a sampler shares."""
     compile: bool = False
     """Compile each block with torch.compile: slow to start, faster per step on GPUs."""
     attention: Attention = "auto"

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
-from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig
+from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig, options_of
 from meshrl_fsdp.optimizer import ShardedOptimizer
+from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.sharded import Sharded, gathered
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
@@ -35,7 +36,8 @@ class Sharding(Trainable):
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._sharded, self._head = sharded, head
         self._predict = sharded.predicting(predict)
-        optimizer = ShardedOptimizer(config.optimizer, sharded, list(parameters.values()))
+        offload = options_of(config, FsdpConfig).offload_moments
+        optimizer = ShardedOptimizer(config.optimizer, sharded, list(parameters.values()), offload=offload)
         passes = sharded.passes(predict, config.micro_batch_tokens)
         super().__init__(passes, optimizer, ShardedState(role, sharded, parameters, optimizer))
 

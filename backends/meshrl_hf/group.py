@@ -1,6 +1,7 @@
 """The process group of a rank's process: made once, shared by all actors there, made anew where a rank was."""
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from threading import Lock
 from typing import Final, Generic, NamedTuple, TypeVar, cast
 
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.mesh import Rank
 from meshrl_hf.meeting import PATIENCE, are_processes, meet, place
+from meshrl_hf.vigil import Vigil
 
 T = TypeVar("T")
 
@@ -82,9 +85,17 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
             _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
             timeout=PATIENCE, device_id=_bound(device),
         )  # fmt: skip
+        Vigil(store, rank, here.rpartition(":")[0], partial(_abort, device, dist.group.WORLD))
         _joined = _Joined(here, here)
     elif _joined is not None:
         _joined = _joined._replace(place=here)
+
+
+def _abort(device: torch.device, world: dist.ProcessGroup | None, dead: int) -> None:
+    """End what waits on a GPU for a rank of the default group `world` that has died; gloo ends it by itself."""
+    if device.type == "cuda" and dist.group.WORLD is world:
+        log.info("a rank has gone, and collectives are ended", rank=dead)
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - torch has no other that ends them in one order
 
 
 def _generations(store: Store, rank: Rank, own: str) -> set[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import FSDPModule
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.errors import ConfigError, ModelError
+from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
 from meshrl_fsdp.reference import FsdpReference
@@ -63,7 +65,7 @@ async def test_options_for_speed_and_memory_leave_the_numbers(tmp_path: Path, ch
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("options", [{"gradient_sync": "last"}, {"prefetch": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"gradient_sync": "last"}, {"prefetch": 2}, {"offload_moments": True}], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_when_ranks_talk_changes_no_bit(options: dict[str, object], dtype: str) -> None:
     plain, other = (policy(micro_batch_tokens=8, dtype=dtype, **each) for each in ({}, {"fsdp": options}))
@@ -73,6 +75,40 @@ async def test_when_ranks_talk_changes_no_bit(options: dict[str, object], dtype:
     one, two = [await each.weights() for each in (plain, other)]
     for name, array in one.tensors.items():
         np.testing.assert_array_equal(array, two.tensors[name])
+
+
+async def test_moments_are_on_the_host_but_for_the_step_and_go_into_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays, moves = policy(), policy(fsdp={"offload_moments": True})
+    optimizer = moves._trainable.optimizer
+    assert isinstance(optimizer, ShardedOptimizer)
+    during: list[bool] = []
+
+    def brought(tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.clone()  # as a copy on another device would be
+
+    def on_host() -> list[bool]:
+        hosts = {each.data_ptr() for each in optimizer._hosts.values()}
+        return [moment.data_ptr() in hosts for name in ("exp_avg", "exp_avg_sq") for moment in optimizer.moments(name)]
+
+    monkeypatch.setattr("meshrl_fsdp.optimizer.moved", brought)
+    monkeypatch.setattr(optimizer, "_round", lambda: during.extend(on_host()))  # which float32 has no need of
+    for seed in range(3):
+        for each in (stays, moves):
+            await each.update(rollouts(seed), ClippedLoss())
+        assert all(on_host())
+    assert not any(during)
+    await moves.checkpoint(str(tmp_path / "state"))
+    await stays.restore(str(tmp_path / "state"))
+    again = policy(fsdp={"offload_moments": True})
+    await again.restore(str(tmp_path / "state"))
+    told = [(await each.update(rollouts(9), ClippedLoss())).means() for each in (moves, stays, again)]
+    assert told[0] == told[1] == told[2]
+    one, *others = [await each.weights() for each in (moves, stays, again)]
+    for other in others:
+        for name, array in one.tensors.items():
+            np.testing.assert_array_equal(array, other.tensors[name])
 
 
 async def test_gradients_are_summed_over_the_ranks_after_each_pass_or_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,9 @@ TORCH: Final[Mapping[str, str]] = {
     "torch.cuda.current_device": f"{_CUDA} current_device",
     "torch.cuda.get_device_capability": f"{_CUDA} get_device_capability",
     "torch.cuda.is_available": f"{_CUDA} is_available",
+    "torch.distributed.distributed_c10d._abort_process_group": (
+        "torch/distributed/distributed_c10d.py _abort_process_group"
+    ),
     "torch.distributed.fsdp.CPUOffloadPolicy": f"{_POLICY} CPUOffloadPolicy",
     "torch.distributed.fsdp.FSDPModule": _MODULE,
     "torch.distributed.fsdp.FSDPModule.reshard": f"{_MODULE}.reshard",

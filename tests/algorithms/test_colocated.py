@@ -1,0 +1,169 @@
+"""A policy and a sampler on the same GPUs are never awake together beyond what these hold, under any schedule.
+
+Their memory is an account. The policy keeps its parameters, has gradients and activations while it learns, and its
+moments while it steps (`fsdp.offload_moments`). The sampler does what an engine with `sleep` does: it is awake while a
+row is decoded or weights are loaded, and asleep before the last row is told.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from random import Random
+from unittest.mock import patch
+
+import pytest
+
+from meshrl import Batch, Metrics, PolicyConfig, RewardConfig, SamplerConfig, Sampling, Task
+from meshrl.config import validate
+from meshrl.losses import Loss
+from meshrl.roles import ReferenceConfig
+from meshrl.testing import (
+    FakePolicy,
+    FakeReference,
+    FakeReward,
+    FakeRun,
+    FakeSampler,
+    Scenario,
+    ScheduleFailed,
+    explore,
+)
+from meshrl.weights import Weights
+from tests.algorithms.test_explored import script, task
+
+BUDGET = 20
+PARAMETERS, GRADIENTS, ACTIVATIONS, MOMENTS = 4, 4, 7, 8
+WEIGHTS, CACHE = 2, 8
+
+
+class Ledger:
+    """What is held on the GPUs, by name."""
+
+    def __init__(self) -> None:
+        self.held = Counter({"parameters": PARAMETERS})
+        self.most = 0
+
+    def take(self, **amounts: int) -> None:
+        self.held.update(amounts)
+        self.most = max(self.most, self.held.total())
+        assert self.held.total() <= BUDGET, f"{dict(self.held)} are {self.held.total()} of {BUDGET}"
+
+    def give(self, *names: str) -> None:
+        for name in names:
+            assert self.held.pop(name)
+
+
+class Learner(FakePolicy):
+    """A policy whose moments are on the GPUs while it steps alone, unless they `stay`."""
+
+    def __init__(self, ledger: Ledger, random: Random, *, stay: bool) -> None:
+        super().__init__(PolicyConfig(model="none"))
+        self.ledger, self.random, self.stay = ledger, random, stay
+
+    async def update(self, batch: Batch, loss: Loss) -> Metrics:
+        for _ in range(2):
+            self.ledger.take(gradients=0 if "gradients" in self.ledger.held else GRADIENTS, activations=ACTIVATIONS)
+            await asyncio.sleep(self.random.expovariate(1))
+            self.ledger.give("activations")
+        if "moments" not in self.ledger.held:
+            self.ledger.take(moments=MOMENTS)
+        metrics = await super().update(batch, loss)
+        await asyncio.sleep(self.random.expovariate(1))
+        self.ledger.give("gradients", *(() if self.stay else ("moments",)))
+        return metrics
+
+
+class Sleeper(FakeSampler):
+    """A sampler that sleeps where it has nothing to do, `late` only after its last rows are told."""
+
+    def __init__(self, ledger: Ledger, random: Random, *, late: bool) -> None:
+        super().__init__(SamplerConfig(model="none"))
+        self.ledger, self.random, self.late = ledger, random, late
+        self.busy = 0
+
+    def wake(self) -> None:
+        self.busy += 1
+        if self.busy == 1:
+            self.ledger.take(weights=WEIGHTS, cache=CACHE)
+
+    def rest(self) -> None:
+        self.busy -= 1
+        if not self.busy:
+            self.ledger.give("weights", "cache")
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        self.wake()
+        awake, last = True, None
+        try:
+            async for rows in super().generate(prompts, sampling):
+                await asyncio.sleep(self.random.expovariate(2))
+                if last is not None:
+                    yield last
+                last = rows
+            if not self.late:
+                awake = False
+                self.rest()
+            if last is not None:
+                yield last
+                await asyncio.sleep(0.5 * self.late)
+        finally:
+            if awake:
+                self.rest()
+
+    async def load(self, weights: Weights) -> Batch:
+        self.wake()
+        try:
+            await asyncio.sleep(self.random.expovariate(5))
+            return await super().load(weights)
+        finally:
+            self.rest()
+
+
+async def train(seed: int, *, ahead: int = 0, stay: bool = False, late: bool = False, epochs: int = 1) -> None:
+    random, ledger = Random(seed), Ledger()
+    fake = {"backend": "fake", "model": "none"}
+    table = {
+        "task": {"source": "none"}, "policy": fake, "reward": {"backend": "fake"}, "sampling": {"n": 2}, "prompts": 2,
+        "ahead": ahead, "steps": 4, "epochs": epochs, "minibatches": epochs,
+    }  # fmt: skip
+    config = validate(script("grpo").schema, table, "test")
+    policy, sampler = Learner(ledger, random, stay=stay), Sleeper(ledger, random, late=late)
+    reference = FakeReference(ReferenceConfig(model="none"))
+    run = FakeRun(policy, sampler, FakeReward(RewardConfig()), reference, seed=seed)
+    with patch.object(Task, "load", lambda _: task()):
+        await script("grpo").function(run, config)
+    assert len(run.recorded) == 4
+    assert dict(ledger.held) == {"parameters": PARAMETERS, **({"moments": MOMENTS} if stay else {})}
+    assert ledger.most == PARAMETERS + GRADIENTS + MOMENTS
+
+
+async def one_after_the_other(seed: int) -> None:
+    await train(seed)
+
+
+async def in_parts(seed: int) -> None:
+    await train(seed, epochs=2)
+
+
+@pytest.mark.parametrize("scenario", [one_after_the_other, in_parts])
+def test_policy_and_sampler_stay_within_the_memory_of_their_gpus(scenario: Scenario) -> None:
+    explore(scenario, seeds=200)
+
+
+async def both_at_once(seed: int) -> None:
+    await train(seed, ahead=1)
+
+
+async def moments_that_stay(seed: int) -> None:
+    await train(seed, stay=True)
+
+
+async def asleep_too_late(seed: int) -> None:
+    await train(seed, late=True)
+
+
+@pytest.mark.parametrize("scenario", [both_at_once, moments_that_stay, asleep_too_late])
+def test_the_ledger_finds_a_planted_overdraft(scenario: Scenario) -> None:
+    with pytest.raises(ScheduleFailed) as failure:
+        explore(scenario, seeds=50)
+    assert re.search(r"are 2\d of 20", repr(failure.value.__cause__))
