@@ -9,6 +9,7 @@ from typing import Final, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from meshrl.errors import ConfigError
 from meshrl.roles import CriticConfig, Memory, ModelConfig, PolicyConfig, RewardTrainingConfig, Work, options_of
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
@@ -29,6 +30,8 @@ def held(config: ModelConfig, work: Work) -> Memory:
     layout = options_of(config, FsdpConfig)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
+    if trains and layout.gradient_sync == "last":
+        raise ConfigError('gradient_sync = "last" keeps whole gradients, which are not counted yet')
     whole = config.model_copy(update={"dtype": "float32"})
     with _alone(work.axes, layout) as world:
         budget = int(getattr(config, "micro_batch_tokens", 1))

@@ -50,10 +50,10 @@ class Findings(NamedTuple):
     """What it may say and seldom means."""
 
 
-def examine(config: Config, run: RunConfig | None = None) -> Findings:
+def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True) -> Findings:
     """What `find_mistakes` and `find_doubts` find, and doubts of what a reward says of the task's first answer.
 
-    And, of meshes that say how much memory a rank has, doubts whether the roles fit.
+    And, with `memory`, doubts whether the roles of a mesh fit, where it has GPUs or says how much memory a rank has.
     """
     run = run or RunConfig()
     mistakes = [*_mistakes_of_tables(config, run)]
@@ -66,7 +66,7 @@ def examine(config: Config, run: RunConfig | None = None) -> Findings:
     if isinstance(config, AlgorithmConfig) and config.evaluation:
         mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
     mistakes += _mistakes_of_run(config, run)
-    if not mistakes:
+    if memory and not mistakes:
         doubts += doubts_of_memory(config, run)
     return Findings(mistakes, [*find_doubts(config), *doubts])
 
@@ -81,7 +81,7 @@ def find_mistakes(config: Config, run: RunConfig | None = None) -> list[str]:
     a role, and a role's axes fit its own; one that is not there has one rank. Its trackers must be installed, and ready
     to take a run.
     """
-    return [*examine(config, run).mistakes]
+    return [*examine(config, run, memory=False).mistakes]
 
 
 def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:

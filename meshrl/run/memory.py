@@ -6,7 +6,7 @@ from math import prod
 from typing import Final
 
 from meshrl.config import Config, dotted
-from meshrl.errors import ConfigError, MeshrlError
+from meshrl.errors import ConfigError, MeshrlError, described
 from meshrl.roles import (
     Memory,
     ModelConfig,
@@ -278,6 +278,8 @@ def _held(role: str, table: ModelConfig, work: Work) -> Held:
         memory = memory_of(table, work)
     except MeshrlError as error:
         return Held(role, table.backend, None, str(error))
+    except Exception as error:  # noqa: BLE001 -- an estimate must not end a run: a model's code may do anything in a rehearsal
+        return Held(role, table.backend, None, f"its rehearsal failed: {described(error)}")
     if memory is None:
         return Held(role, table.backend, None, f"the backend {table.backend!r} does not tell it")
     return Held(role, table.backend, memory)

@@ -273,6 +273,7 @@ def test_what_the_kernels_do_not_take_goes_to_sdpa() -> None:
 
 
 def test_compiled_layers_are_not_compiled_again_for_other_segments() -> None:
+    torch.compiler.reset()  # else it knows of other tests which sizes change
     model = TorchPolicy(PolicyConfig(model=MODEL))._model
     counter = CompileCounter()
     for layer in cast("nn.ModuleList", model.network.base_model.layers):

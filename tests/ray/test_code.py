@@ -9,7 +9,7 @@ import pytest
 
 from meshrl import ConfigError
 from meshrl.engines.ray import code
-from meshrl.engines.ray.code import packaged
+from meshrl.engines.ray.code import packaged, settle_in
 from meshrl.user_code import import_file
 
 
@@ -99,3 +99,46 @@ def test_of_an_imported_package_its_own_folder_is_carried_and_of_a_script_all_be
 def test_what_is_installed_and_meshrl_itself_are_not_carried() -> None:
     theirs = {"pytest": pytest, "meshrl": sys.modules["meshrl"], "io": io, "code": code}
     assert packaged([Path(pytest.__file__).parent], theirs) is None
+
+
+def test_an_imported_module_is_carried_whatever_is_ignored_and_installed_packages_beside_it_are_not(
+    tmp_path: Path,
+) -> None:
+    for file in ("mine/one.py", "mine/site-packages/six.py", "mine/kept/conda-meta/history", "mine/kept/other.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("", "utf-8")
+    (tmp_path / "mine" / ".gitignore").write_text("one.py\n", "utf-8")
+    module = import_file(tmp_path / "mine" / "one.py")
+    other = import_file(tmp_path / "mine" / "site-packages" / "six.py")
+    package = packaged([], {each.__name__: each for each in (module, other)})
+    assert package
+    assert zipfile.ZipFile(io.BytesIO(package.content)).namelist() == ["0/one.py"]
+
+
+def test_of_a_module_in_a_home_folder_nothing_else_there_is_carried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "_TOO_WIDE", {tmp_path})
+    for file in ("reward.py", "other.py"):
+        (tmp_path / file).write_text("", "utf-8")
+    module = import_file(tmp_path / "reward.py")
+    package = packaged([tmp_path], {module.__name__: module})
+    assert package
+    assert zipfile.ZipFile(io.BytesIO(package.content)).namelist() == ["0/reward.py"]
+
+
+def test_a_machine_that_has_all_of_a_folder_uses_it_and_no_copy(
+    project: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = packaged([project], {})
+    assert package
+    here = tmp_path_factory.mktemp("here")
+    zipfile.ZipFile(io.BytesIO(package.content)).extractall(here)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(project)])
+    monkeypatch.setattr("meshrl.user_code._copies", {})
+    settle_in(package.folders, [str(project)])
+    assert sys.path == [str(project)]
+    (project / "train.py").write_text("OLD = 1", "utf-8")
+    settle_in(package.folders, [str(project)])
+    assert sys.path == [str(here / "0"), str(project)]

@@ -72,6 +72,12 @@ async def test_weights_come_whole_to_each_machine_and_lie_in_its_shared_memory(m
     assert (await (await made.weights(5)).load()).tensors["large"][-1] == 5
 
 
+async def test_values_that_come_at_the_same_time_all_come_so(made: Model, taken: Model) -> None:
+    weights = [await made.weights(number) for number in range(8)]
+    told = await asyncio.gather(*(taken.take(each) for each in weights))
+    assert told == [(number, COLLECTIVES) for number in range(8)]
+
+
 async def test_a_machine_that_comes_late_has_them_from_one_that_has_them_or_had_them(made: Model, taken: Model) -> None:
     weights = await made.weights(5)
     for number in range(3):

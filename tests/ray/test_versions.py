@@ -11,7 +11,7 @@ HERE = {"Python": "3.11.7", "meshrl": "0.1.0", "torch": "2.13.0"}
 def test_the_table_names_each_node_package_and_both_versions() -> None:
     others = {
         "10.0.0.2": {**HERE, "torch": "2.12.1"},
-        "10.0.0.13": {**HERE, "Python": "3.11.9", "torch": "not installed"},
+        "10.0.0.13": {**HERE, "Python": "3.11.9", "torch": "not installed", "meshrl": "not installed"},
     }
     *rows, remedy = table(HERE, others).splitlines()
     assert rows == [
@@ -19,10 +19,11 @@ def test_the_table_names_each_node_package_and_both_versions() -> None:
         "  node       package  here    there",
         "  10.0.0.2   torch    2.13.0  2.12.1",
         "  10.0.0.13  Python   3.11.7  3.11.9",
-        "  10.0.0.13  torch    2.13.0  not installed",
+        "  10.0.0.13  meshrl   0.1.0   not installed",
     ]
     assert remedy.startswith(
-        "install Python==3.11.7 and torch==2.13.0 on each, as `pip install torch==2.13.0` does there"
+        "install Python==3.11.7 and meshrl==0.1.0 and torch==2.13.0 on each, as `pip install meshrl==0.1.0 "
+        "torch==2.13.0` does there"
     )
 
 

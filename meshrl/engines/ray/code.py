@@ -1,5 +1,6 @@
 """The user's own code, carried to other nodes by Ray's runtime environment, named after its content."""
 
+import filecmp
 import hashlib
 import io
 import os
@@ -23,7 +24,12 @@ MOST: Final = 64 * 2**20
 KINDS: Final = frozenset({".py", ".so", ".toml", ".json", ".yaml", ".yml", ".txt", ".jinja", ".cfg", ".ini"})
 """Of files that are carried: code, and what configures it. Models and data lie where all nodes see them."""
 _ENVIRONMENT: Final = "pyvenv.cfg"
+_CONDA: Final = "conda-meta"
 _RUN: Final = "metrics.jsonl"
+_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, of whichever environment."""
+_TOO_WIDE: Final = frozenset({Path("/"), Path.home()})
+"""Folders of which a module's own file is taken alone."""
 _OURS: Final = tuple(f"{Path(__file__).parents[3] / name}{os.sep}" for name in ("meshrl", "backends", "algorithms"))
 _LARGEST: Final = 5
 """Files that an error names."""
@@ -64,7 +70,7 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
     """
     found: dict[Path, set[Path]] = {}
     for root, part in {*_asked(folders), *_imported(modules)}:
-        found.setdefault(root, set()).update(_files(part))
+        found.setdefault(root, set()).update([part] if part.is_file() else _files(part))
     found = {root: files for root, files in found.items() if files}
     if not found:
         return None
@@ -74,7 +80,8 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
         for index, (root, files) in enumerate(sorted(found.items())):
             for file in sorted(files):
                 # Without its time: the same content is the same package.
-                archive.writestr(zipfile.ZipInfo(f"{index}/{file.relative_to(root)}"), file.read_bytes())
+                name = zipfile.ZipInfo(f"{index}/{file.relative_to(root)}")
+                archive.writestr(name, file.read_bytes(), zipfile.ZIP_DEFLATED)
     content = packed.getvalue()
     digest = hashlib.sha256(content).hexdigest()[:32]
     return Package(f"gcs://_ray_pkg_{digest}.zip", [str(root) for root in sorted(found)], content)
@@ -82,13 +89,14 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
 
 def _is_theirs(file: str) -> bool:
     """Whether nodes have it without us."""
-    return is_installed(file) or file.startswith(_OURS)
+    own = file.startswith(f"{sys.base_prefix}{os.sep}lib{os.sep}") or not _INSTALLED.isdisjoint(Path(file).parts)
+    return own or is_installed(file) or file.startswith(_OURS)
 
 
 def _asked(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
     """Of each: the folder on the import path, and what to take of it."""
     for folder in (each.absolute() for each in folders):
-        if not _is_theirs(f"{folder}{os.sep}"):
+        if folder not in _TOO_WIDE and not _is_theirs(f"{folder}{os.sep}"):
             yield (folder.parent if (folder / "__init__.py").exists() else folder), folder
 
 
@@ -96,14 +104,19 @@ def _imported(modules: Mapping[str, ModuleType]) -> Iterator[tuple[Path, Path]]:
     """The same of each module that is neither installed nor of meshrl."""
     for name, module in modules.items():
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or _is_theirs(file):
+        if not isinstance(file, str) or not file.endswith((".py", ".so")) or _is_theirs(file):
             continue
         path = Path(file).absolute()  # with its links, as the import path has it
         depth = name.count(".") + (path.stem == "__init__")
         if depth == 0 or name in ("__main__", "__mp_main__"):
-            yield path.parent, path.parent
+            root, part = path.parent, path.parent
         elif len(path.parents) > depth:
-            yield path.parents[depth], path.parents[depth - 1]
+            root, part = path.parents[depth], path.parents[depth - 1]
+        else:
+            continue
+        yield root, path  # whatever .gitignore says of it
+        if part not in _TOO_WIDE:
+            yield root, part
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -116,8 +129,10 @@ def _files(folder: Path) -> Iterator[Path]:
             each
             for each in folders
             if not each.startswith((".", "__pycache__"))
+            and each not in _INSTALLED
             and not (place / each / _ENVIRONMENT).exists()
             and not (place / each / _RUN).exists()
+            and not (place / each / _CONDA).exists()
             and not _is_ignored(place / each, ignored, "/")
         ]
         for each in files:
@@ -136,7 +151,7 @@ def _ignored_above(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
 
 
 def _ignored(folder: Path) -> Iterator[tuple[Path, PathSpec]]:
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # it may be no text, or have patterns that nobody knows
         lines = (folder / ".gitignore").read_text("utf-8").splitlines()
         yield folder, PathSpec.from_lines("gitwildmatch", lines)
 
@@ -158,14 +173,21 @@ def _check_size(files: Iterable[Path]) -> None:
         )
 
 
+def _has_all(folder: Path, copy: Path) -> bool:
+    """Whether a folder has each file of a copy, with the same content."""
+    files = [each.relative_to(copy) for each in copy.rglob("*") if each.is_file() and "__pycache__" not in each.parts]
+    return all((folder / each).is_file() and filecmp.cmp(folder / each, copy / each, shallow=False) for each in files)
+
+
 def settle_in(folders: Sequence[str], paths: Sequence[str]) -> None:
     """On a rank, whose current folder is the package's: have what it imports found there.
 
-    `folders`: those of the package; `paths`: the controller's import path. A copy goes before the folder that it is of,
-    which this machine may have too.
+    `folders`: those of the package; `paths`: the controller's import path. Where this machine has a folder too, and in
+    it all that the copy has, as on a shared disk, that is used. Else the copy goes before it.
     """
     here = Path.cwd()
-    find_copies({Path(folder): here / str(index) for index, folder in enumerate(folders)})
+    copies = {Path(folder): here / str(index) for index, folder in enumerate(folders)}
+    find_copies({folder: copy for folder, copy in copies.items() if not _has_all(folder, copy)})
     for path in paths:
         place = Path(path).absolute()
         if (copy := copied(place)) != place and copy.is_dir():

@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -40,6 +41,7 @@ _REMEMBERED: Final = 1000
 _ALIGNED: Final = 64
 
 T = TypeVar("T")
+K = TypeVar("K")
 Key: TypeAlias = "list[ObjectRef[object]]"
 """One reference, in a list: Ray would fetch what it is given as it is."""
 
@@ -87,9 +89,9 @@ class Relay:
         """What is coming, or has come just now."""
         self._copies: OrderedDict[bytes, ref[PoolRef]] = OrderedDict()
         """What has come, as long as anybody here reads it."""
-        self._into: dict[Handle, Link] = {}
+        self._into: dict[Handle, asyncio.Task[Link]] = {}
         """Links from the ranks of other machines, by which values come."""
-        self._from: dict[str, Link] = {}
+        self._from: dict[str, asyncio.Task[Link]] = {}
         """The other ends of such links, by their names."""
 
     async def host_copy(self, key: Key, route: Route) -> bytes:
@@ -112,11 +114,8 @@ class Relay:
         flow = await self._flow(key, route)
         if flow is None:
             return None
-        name = wire.meeting.name
-        if name not in self._from:
-            made = await asyncio.to_thread(_link, route[-1].home, wire.meeting)
-            self._from = {known: link for known, link in self._from.items() if not link.failed} | {name: made}
-        _in_thread(self._from[name].send, flow, wire.number)
+        link = await _linked(self._from, wire.meeting.name, partial(_link, route[-1].home, wire.meeting))
+        _in_thread(link.send, flow, wire.number)
         return flow.head, flow.sizes
 
     async def _flow(self, key: Key, route: Route) -> Flow | None:
@@ -154,13 +153,11 @@ class Relay:
     async def _begin(self, key: Key, route: Route) -> "_Arrival":
         """Ask the machine before this one for a value, and where it is there no more, that on which it was made."""
         own = route[-1].home
+        if len(route) == 1:
+            raise DataError("a value that was made on this machine is here no more")
         for before in (route[:-1], route[:1]):
             stop = before[-1]
-            link = self._into.get(stop.handle)
-            if link is None or link.failed:
-                link = await asyncio.to_thread(_link, own)
-                self._into = {known: each for known, each in self._into.items() if not each.failed}
-                self._into[stop.handle] = link
+            link = await _linked(self._into, stop.handle, partial(_link, own))
             wire = Wire(link.meeting, next(link.numbers))
             told = await unless_lost(stop.home, stop.handle.hand_on.remote(key, before, wire))
             if told is not None:
@@ -191,6 +188,19 @@ class _Arrival:
 def available() -> bool:
     """Whether this process can take part: torch is installed."""
     return find_spec("torch") is not None
+
+
+async def _linked(links: "dict[K, asyncio.Task[Link]]", key: K, make: "Callable[[], Link]") -> "Link":
+    """The link of this key, made once for all who ask at the same time, and anew where it has failed."""
+    for known in [each for each, made in links.items() if _has_failed(made)]:
+        del links[known]
+    if key not in links:
+        links[key] = asyncio.ensure_future(asyncio.to_thread(make))
+    return await asyncio.shield(links[key])
+
+
+def _has_failed(made: "asyncio.Task[Link]") -> bool:
+    return made.done() and (made.cancelled() or made.exception() is not None or bool(made.result().failed))
 
 
 def _link(own: Home, meeting: "Meeting | None" = None) -> "Link":

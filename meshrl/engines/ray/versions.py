@@ -67,10 +67,11 @@ class Versions:
         for node, answer in asked.items():
             if not answer.done():
                 answer.cancel()
-            elif (there := answer.result()) == self._here:
-                self._same.add(node)
-            elif there is not None:
-                others[nodes[node]] = there
+            elif (there := answer.result()) is not None:
+                if _differ(self._here, there):
+                    others[nodes[node]] = there
+                else:
+                    self._same.add(node)
         if others:
             raise ConfigError(table(self._here, others))
 
@@ -90,7 +91,7 @@ def table(here: Mapping[str, str], others: Mapping[str, Mapping[str, str]]) -> s
         (node, package, version, there[package])
         for node, there in others.items()
         for package, version in here.items()
-        if there[package] != version
+        if package in _differ(here, there)
     ]
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_COLUMNS, *rows)]
@@ -104,6 +105,15 @@ def table(here: Mapping[str, str], others: Mapping[str, Mapping[str, str]]) -> s
         + f"\ninstall {' and '.join(packages)} on each{pip_does}; or keep ranks from these nodes by `custom` in the "
         "table of each mesh"
     )
+
+
+def _differ(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """Packages of other versions there. One that is missing is told by the rank that needs it, meshrl by this."""
+    return [
+        package
+        for package, version in here.items()
+        if there[package] != version and (there[package] != _MISSING or package == "meshrl")
+    ]
 
 
 register_pickle_by_value(sys.modules[__name__])
