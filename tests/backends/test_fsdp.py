@@ -1,6 +1,8 @@
 """FSDP2 on one rank: what its options change, and what they do not."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from meshrl import Batch, ClippedLoss, CriticConfig, NewModel, PolicyConfig, Ragged, ReferenceConfig
 from meshrl.errors import ConfigError, ModelError
+from meshrl.losses import TokenLoss
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
 from meshrl_fsdp.policy import FsdpPolicy
@@ -136,6 +139,28 @@ def test_the_neighbours_that_keep_parameters_divide_the_ranks() -> None:
         grid_of({"dp": 8}, FsdpConfig(reshard_after_forward=3))
     with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
         grid_of({"dp": 8}, FsdpConfig(replicate=2, reshard_after_forward=8))
+
+
+class _Breaks(ClippedLoss):
+    """In its second pass, once."""
+
+    passes: ClassVar[int] = 0
+
+    def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
+        type(self).passes += 1
+        if self.passes == 2:
+            raise ValueError("the second pass")
+        return super().__call__(logprobs, columns)
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+async def test_a_step_that_was_given_up_leaves_no_gradient_behind(sync: str) -> None:
+    _Breaks.passes = 0
+    made, fresh = (policy(micro_batch_tokens=8, fsdp={"gradient_sync": sync}) for _ in range(2))
+    with pytest.raises(ValueError, match="the second pass"):
+        await made.update(rollouts(), _Breaks())
+    told = [(await each.update(rollouts(1), ClippedLoss())).means() for each in (made, fresh)]
+    assert told[0] == told[1]
 
 
 async def test_bfloat16_is_computed_published_and_saved_while_float32_is_trained(tmp_path: Path) -> None:
