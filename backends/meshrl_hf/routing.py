@@ -98,7 +98,10 @@ def _weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
 def routed(routers: Routers | None) -> tuple[int, int]:
     """In how many layers a model routes, and to how many experts each token. ConfigError where it does in none."""
     if routers is None:
-        raise ConfigError("sampler.record_experts is set, and the model is no mixture of experts: leave it out")
+        raise ConfigError(
+            "sampler.record_experts is set, and the model is no mixture of experts, or has routers that are not known "
+            "here: leave it out"
+        )
     return routers.shape
 
 
