@@ -41,7 +41,7 @@ from meshrl.tasks import TaskConfig
 @app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check a configuration and run it. Its files go to runs/NAME."""
-    job = pin(_checked(config, overrides))
+    job = pin(_checked(config, overrides, memory=False))
     begun: list[Run] = []
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
@@ -121,11 +121,15 @@ def configs() -> None:
     Console().print(table)
 
 
-def _checked(config: str, overrides: list[str] | None) -> Job[RunConfig]:
-    """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong."""
+def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -> Job[RunConfig]:
+    """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong.
+
+    `memory`: whether GPUs are doubted to have enough though no `gib` says what they have, which takes seconds to tell.
+    """
     given = settings(config, overrides)
     job = load_job(find_config(config), given, RunConfig)
-    found = examine(job.config, job.run)
+    memory = memory or any(mesh.gib for mesh in job.run.meshes.values())
+    found = examine(job.config, job.run, memory=memory)
     if found.mistakes:
         raise ConfigError(list_of_mistakes(job.source, found.mistakes, given))
     for doubt in found.doubts:
