@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -25,8 +26,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def rectangle(name: str, tensor: Tensor, part: Tensor) -> Iterator[Box]:
-    """This rank's part of a DTensor, or another of the part's shape, with where it lies; nothing where it is empty."""
-    if part.numel():
+    """This rank's part of a tensor, or another of the part's shape, with where it lies; nothing where it is empty."""
+    if not part.numel():
+        return
+    if not isinstance(tensor, DTensor):
+        yield Box(name, tuple(tensor.shape), (0,) * tensor.dim(), part)
+    else:
         (chunk,) = cast("_Chunked", tensor).__create_chunk_list__()
         yield Box(name, tuple(tensor.shape), tuple(chunk.offsets), part)
 
@@ -36,3 +41,11 @@ def is_split(tensor: Tensor) -> bool:
     spread = cast("DTensor", tensor)
     names = spread.device_mesh.mesh_dim_names or ()
     return any(name == TP and kind.is_shard() for name, kind in zip(names, spread.placements, strict=True))
+
+
+def is_first(tensor: Tensor) -> bool:
+    """Whether no rank before this one has the same part."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    mesh, kinds = tensor.device_mesh, tensor.placements
+    return all(kind.is_shard() or mesh.get_local_rank(dim) == 0 for dim, kind in enumerate(kinds))

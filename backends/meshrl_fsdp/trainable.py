@@ -11,9 +11,11 @@ from meshrl.losses import Loss
 from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig, options_of
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
+from meshrl_fsdp.parts import is_first, local, rectangle
 from meshrl_fsdp.sharded import Sharded, gathered
 from meshrl_fsdp.state import ShardedState
 from meshrl_hf import checkpoint, training
+from meshrl_hf.boxes import Box
 from meshrl_hf.lora import published
 from meshrl_hf.scoring import Predict
 from meshrl_hf.trainable import Trainable
@@ -56,6 +58,13 @@ class Sharding(Trainable):
             loads[lightest] += tensor.numel()
             if lightest == sharded.world.number:
                 yield name, tensor.to(self._dtype)
+
+    def shards(self) -> Iterator[Box]:
+        """This rank's shards, in float32; the first of those that have the same one has it."""
+        self._sharded.reshard()
+        for name, tensor in self._sharded.saved.items():
+            if is_first(tensor):
+                yield from rectangle(name, tensor, local(tensor))
 
     def save(self, folder: str) -> None:
         """Write a Hugging Face folder in the dtype of the table, or the adapters as peft does: the first rank does."""

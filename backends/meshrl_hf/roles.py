@@ -15,6 +15,7 @@ from meshrl.roles import Critic, Policy, PolicyConfig, Reference, Reward, Reward
 from meshrl.weights import Weights, WeightSource
 from meshrl_hf import reward_training
 from meshrl_hf.encoding import encoded
+from meshrl_hf.live_weights import offered, sender
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.probe import probe
 from meshrl_hf.reward_head import ScoreModel
@@ -74,7 +75,8 @@ class TrainedPolicy(Trained, Policy):
 
     def __init__(self, config: PolicyConfig, trainable: Trainable) -> None:
         super().__init__(trainable)
-        self._sender = WeightSource(changes=config.delta_sync)
+        self._source = WeightSource(changes=config.delta_sync)
+        self._sender = sender(config, trainable) if config.broadcast_sync else None
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""
@@ -94,7 +96,18 @@ class TrainedPolicy(Trained, Policy):
             self.check_rows(self._model, batch)
 
         async with trainable.turn:
+            self._end_sending()
             return await trainable.step(batch, loss, check)
+
+    async def restore(self, folder: str) -> None:
+        """As the role says; what readers have not taken of the weights before is gone."""
+        self._end_sending()
+        await super().restore(folder)
+
+    def _end_sending(self) -> None:
+        """The weights are about to change: nobody reads them in their place any more."""
+        if self._sender:
+            self._sender.end()
 
     async def logprobs(self, batch: Batch) -> Batch:
         """Add `logprobs`, of the version after the updates that were called before."""
@@ -113,7 +126,9 @@ class TrainedPolicy(Trained, Policy):
         async with self._trainable.turn:
             version = self._trainable.optimizer.steps
             asked = probe(self._passes, version)
-            return self._sender.weights(version, arrays(self._trainable.published()), asked)
+            if self._sender:
+                return offered(self._sender, version, asked, self._trainable.shards())
+            return self._source.weights(version, arrays(self._trainable.published()), asked)
 
 
 class TrainedCritic(Trained, Critic):

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from meshrl.data import Batch, Metrics
+from meshrl.errors import ConfigError
 from meshrl.losses import Loss
 from meshrl.mesh import Rank, current_rank
+from meshrl_hf.boxes import Box
 from meshrl_hf.scoring import Passes
 from meshrl_hf.training import Steps
 
@@ -51,6 +53,13 @@ class Trainable(ABC):
     @abstractmethod
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """What a sampler is given by this rank: whole tensors by their Hugging Face names."""
+
+    def shards(self) -> Iterable[Box]:
+        """This rank's own parts of what a sampler is given, in place; of parts that several ranks have one has it.
+
+        ConfigError where it has no such parts.
+        """
+        raise ConfigError("policy.broadcast_sync is for the backends 'torch' and 'fsdp': leave it out")
 
     @abstractmethod
     def save(self, folder: str) -> None:

@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
 def arrays(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Array]]:
     """The memory of tensors, one after another; copied where it is a GPU's."""
-    return ((name, _array(tensor.cpu())) for name, tensor in tensors)
+    return ((name, array_of(tensor.cpu())) for name, tensor in tensors)
 
 
 def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
@@ -33,7 +33,7 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
 
     ModelError, and nothing copied, if they are not of this model or have not the bytes that were sent.
     """
-    own = {name: _array(tensor) for name, tensor in tensors.items()}
+    own = {name: array_of(tensor) for name, tensor in tensors.items()}
     check_weights({name: Form(array.dtype.name, array.shape) for name, array in own.items()}, weights)
     for name, array in own.items():
         np.copyto(array, weights.tensors[name])
@@ -41,25 +41,30 @@ def import_weights(tensors: Mapping[str, Tensor], weights: Weights) -> None:
 
 def check_weights(own: Mapping[str, Form], weights: Weights) -> None:
     """ModelError if the weights are not of a model with these tensors, or have not the bytes that were sent."""
-    given = weights.tensors
-    lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    if lacking or strange:
-        raise ModelError(
-            f"weights of version {weights.version} are of another model: {_some('missing', lacking)}"
-            f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and "
-            "this role the same `model`"
-        )
-    for name, form in own.items():
-        if Form(given[name].dtype.name, given[name].shape) != form:
-            raise ModelError(
-                f"weight `{name}` of version {weights.version} is {given[name].dtype}{list(given[name].shape)} and the "
-                f"model has {form.dtype}{list(form.shape)}: give the policy and this role the same `model` and `dtype`"
-            )
+    given = {name: Form(array.dtype.name, array.shape) for name, array in weights.tensors.items()}
+    check_forms(own, given, weights.version)
     if damaged := [name for bucket in weights.buckets for name in bucket.damaged()]:
         raise ModelError(
             f"weights of version {weights.version} did not arrive as they were sent: {_some('differ', damaged)}. "
             "Publish them again"
         )
+
+
+def check_forms(own: Mapping[str, Form], given: Mapping[str, Form], version: int) -> None:
+    """ModelError if the weights of a version, `given`, are not of a model with the tensors `own`."""
+    lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if lacking or strange:
+        raise ModelError(
+            f"weights of version {version} are of another model: {_some('missing', lacking)}"
+            f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and "
+            "this role the same `model`"
+        )
+    for name, form in own.items():
+        if given[name] != form:
+            raise ModelError(
+                f"weight `{name}` of version {version} is {given[name].dtype}{list(given[name].shape)} and the "
+                f"model has {form.dtype}{list(form.shape)}: give the policy and this role the same `model` and `dtype`"
+            )
 
 
 def copy_into(tensor: Tensor, array: Array) -> None:
@@ -73,7 +78,7 @@ def copy_into(tensor: Tensor, array: Array) -> None:
     tensor.copy_(plain)
 
 
-def _array(tensor: Tensor) -> Array:
+def array_of(tensor: Tensor) -> Array:
     """The tensor's memory as an array."""
     plain = tensor.detach()
     if plain.dtype == torch.bfloat16:

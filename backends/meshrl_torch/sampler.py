@@ -12,6 +12,7 @@ from meshrl.errors import ModelError
 from meshrl.mesh import current_rank
 from meshrl.roles import GenerateCalls, Sampler, SamplerConfig, Sampling
 from meshrl.weights import Weights
+from meshrl_hf.live_weights import LiveWeights
 from meshrl_hf.loading import load
 from meshrl_hf.lora import adapt, adapters
 from meshrl_hf.probe import check, difference
@@ -86,10 +87,14 @@ class TorchSampler(Sampler):
         """Copy the weights in place; rows being decoded go on with them from their next token.
 
         ModelError, and the old ones stay in use, where they are of another model or did not arrive as they were sent.
-        Where they arrived and the model computes something else than the policy, it draws no more until others come.
+        Where they arrived and the model computes something else than the policy, it draws no more until others come;
+        nor where of those that are poured into the model in place some did not come.
         """
         async with self._calls.loading() as places:
-            import_weights(self._taken, weights)
+            if isinstance(weights, LiveWeights):
+                weights.pour(self._taken, partial(self._refuse, weights))
+            else:
+                import_weights(self._taken, weights)
             self._version, self._refused = weights.version, ""
             if weights.probe is None:
                 return places
@@ -100,6 +105,10 @@ class TorchSampler(Sampler):
                 self._refused = str(error)
                 raise
         return places.assign(difference=np.full(len(places), found))
+
+    def _refuse(self, weights: Weights) -> None:
+        """Draw nothing from tensors of which some are new."""
+        self._refused = f"weights of version {weights.version} did not come whole, and some are in use: publish again"
 
     async def replay(self, record: Batch) -> None:
         """Let loads and aborts come at their places in the record."""

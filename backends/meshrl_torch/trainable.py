@@ -10,6 +10,7 @@ from meshrl.errors import ContractError
 from meshrl.losses import Loss
 from meshrl.roles import CriticConfig, PolicyConfig, RewardTrainingConfig
 from meshrl_hf import checkpoint, training
+from meshrl_hf.boxes import Box
 from meshrl_hf.lora import published
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.optimizer import Optimizer
@@ -50,6 +51,11 @@ class OneRank(Trainable):
     def published(self) -> Iterable[tuple[str, Tensor]]:
         """All tensors, or as `lora.sync` says."""
         return published(self.passes.model.tensors(), self._adapted.lora if self._adapted else None).items()
+
+    def shards(self) -> Iterable[Box]:
+        """All tensors."""
+        for name, tensor in self.published():
+            yield Box(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
     def save(self, folder: str) -> None:
         """Write a Hugging Face folder, or the adapters as peft does, whole or not at all."""

@@ -206,6 +206,17 @@ class PolicyConfig(ModelConfig):
     """Train adapters; nothing means all parameters."""
     delta_sync: bool = False
     """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
+    broadcast_sync: bool = False
+    """Each rank broadcasts its own shards to all samplers at once, and keeps no copy; for `torch` and `fsdp`."""
+    bucket_mib: int = Field(default=256, gt=0)
+    """What `broadcast_sync` sends at once, in MiB: two are under way, in the memory of each who sends and receives."""
+
+    @model_validator(mode="after")
+    def _sends_one_way(self) -> Self:
+        if self.broadcast_sync and (self.delta_sync or self.lora):
+            other = "delta_sync" if self.delta_sync else "lora"
+            raise ValueError(f"broadcast_sync sends all weights as they are, without {other}: leave one of the two out")
+        return self
 
 
 class CriticConfig(ModelConfig):

@@ -18,7 +18,7 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import gauge
-from meshrl.mesh import least
+from meshrl.mesh import is_away, least, replicas
 from meshrl.roles import Sampler
 from meshrl.weights import Weights
 
@@ -240,6 +240,8 @@ async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = N
     """Load weights into a sampler, as the run's schedule says where it has one. `load`: in place of the sampler's."""
     if least(sampler) or sampler in newest:
         newest[sampler] = weights
+    if load is None:
+        weights = weights.read_by(sum(not is_away(replica) for replica in replicas(sampler)))
     if kept := schedule.get():
         await kept.load(sampler, weights, load)
     else:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from itertools import islice
 from typing import Final, Never, TypeAlias, TypeVar
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from meshrl import log
 from meshrl.data import Batch
-from meshrl.errors import ConfigError, EngineDied, MeshStopped, RankDied, RankFailed
+from meshrl.errors import ConfigError, EngineDied, MeshStopped, RankDied, RankFailed, is_lost
 from meshrl.events import gauge
 from meshrl.mesh import Rows, is_away, least, leave_out, replicas, respawn, take_in
 from meshrl.roles import Sampler
@@ -107,7 +108,8 @@ class Replicas:
         """Give all that are there new weights, and from now on each that comes; what they return, if there are any."""
         async with self._changing:
             self._weights = weights
-            places = await self._on_each(lambda replica: replica.load(weights))
+            given = weights.read_by(len(self.here))
+            places = await self._on_each(lambda replica: replica.load(given))
             return Batch.concat(places) if places else None
 
     async def abort(self) -> None:
@@ -157,24 +159,34 @@ class Replicas:
 
     async def _return(self, number: int) -> None:
         """Make a replica again, however long that takes, and take it in."""
+        gone: Weights | None = None
         while True:
             if self._idle[number] > 1:
                 await asyncio.sleep(min(_LONGEST, 2.0 ** (self._idle[number] - 2)))
             self._idle[number] += 1
+            given = gone
             try:
                 await respawn(self.each[number])
-                await self._condition.wait_quietly_for(lambda: self._weights is not None)
+                await self._condition.wait_quietly_for(partial(self._has_others, gone))
                 async with self._changing:
-                    if self._weights is not None:
-                        await load_alone(self.each[number], self._weights)
+                    given = self._weights
+                    if given is not None:
+                        await load_alone(self.each[number], given)
                     self._take_in(number)
                 return
             except (RankDied, RankFailed, ConfigError) as again:
+                if is_lost(again) and given is not None and not given.lasts:
+                    gone = given  # the policy has gone on, and there will be others
+                    continue
                 if not died(again) and not (self._least and self.are_enough):
                     raise
                 self._pay(number, again)
                 self._ended[number] += 1
                 self._away[number] = again
+
+    def _has_others(self, gone: Weights | None) -> bool:
+        """Whether there are weights other than these; with None, whether there are any."""
+        return self._weights is not gone
 
     def _take_in(self, number: int) -> None:
         del self._away[number]

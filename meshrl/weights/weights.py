@@ -89,14 +89,14 @@ class Weights(HasRefs):
     @property
     def tensors(self) -> Mapping[str, Array]:
         """The arrays by parameter name, read-only. DataError where they stayed on the rank: `load` them first."""
-        if any(bucket.held for bucket in self._buckets):
+        if any(bucket.held for bucket in self.buckets):
             raise DataError(
                 f"the weights of version {self._version} ({self.nbytes} bytes) lie on the rank that made them: write "
                 "`weights = await weights.load()` before reading them here"
             )
         if self._arrays is None:
             self._arrays = MappingProxyType(
-                {name: array for bucket in self._buckets for name, array in bucket.arrays.items()}
+                {name: array for bucket in self.buckets for name, array in bucket.arrays.items()}
             )
         return self._arrays
 
@@ -118,12 +118,21 @@ class Weights(HasRefs):
         """The same weights, each bucket of more than `limit` bytes kept where it is, or elsewhere by `put`."""
         return self.of(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
 
-    def shared(self) -> Self:
+    def shared(self) -> "Weights":
         """The same weights in this machine's shared memory, to which they are copied where they are elsewhere.
 
         DataError where there is no room.
         """
-        return self.of(self._version, [bucket.shared() for bucket in self._buckets], self._probe)
+        return Weights.of(self._version, [bucket.shared() for bucket in self.buckets], self._probe)
+
+    @property
+    def lasts(self) -> bool:
+        """Whether they are to be had as long as the ranks live that made them, also when the policy goes on."""
+        return True
+
+    def read_by(self, together: int) -> Self:
+        """The same weights, which so many ranks read at the same time."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +144,7 @@ class Weights(HasRefs):
         digest = hashlib.blake2b(digest_size=16)
         entries = sorted(
             (name, entry.dtype, entry.shape, entry.fingerprint)
-            for bucket in self._buckets
+            for bucket in self.buckets
             for name, entry in bucket.index.items()
         )
         for entry in entries:

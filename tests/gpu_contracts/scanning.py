@@ -17,6 +17,7 @@ FOREIGN: Final = (
     "megatron",
     "sglang",
     "torch.cuda",
+    "torch.distributed.distributed_c10d.ProcessGroupNCCL",
     "torch.distributed.distributed_c10d._abort_process_group",
     "torch.distributed.fsdp",
     "torch.distributed.init_process_group",

@@ -119,9 +119,11 @@ class _Module:
     def _of_class(self, node: ast.ClassDef, keywords: set[str]) -> str:
         fields: dict[str, str] = {}
         for owner, _ in self._line(node):
-            for each in _statements(owner.body):
+            own = list(_statements(owner.body))
+            for each in own:
                 if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__") and not fields:
                     return f"({_parameters(each, bound=True)})"
+            for each in own:
                 if (
                     isinstance(each, ast.AnnAssign)
                     and isinstance(each.target, ast.Name)

@@ -19,6 +19,10 @@ TORCH: Final[Mapping[str, str]] = {
     "torch.distributed.distributed_c10d._abort_process_group": (
         "torch/distributed/distributed_c10d.py _abort_process_group"
     ),
+    "torch.distributed.distributed_c10d.ProcessGroupNCCL": "torch/_C/_distributed_c10d.pyi ProcessGroupNCCL",
+    "torch.distributed.distributed_c10d.ProcessGroupNCCL.Options": (
+        "torch/_C/_distributed_c10d.pyi ProcessGroupNCCL.Options"
+    ),
     "torch.distributed.fsdp.CPUOffloadPolicy": f"{_POLICY} CPUOffloadPolicy",
     "torch.distributed.fsdp.FSDPModule": _MODULE,
     "torch.distributed.fsdp.FSDPModule.reshard": f"{_MODULE}.reshard",

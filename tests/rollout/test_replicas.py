@@ -19,6 +19,7 @@ from meshrl import (
     Resources,
     SamplerConfig,
     Sampling,
+    Weights,
     publish,
     rollouts,
 )
@@ -33,9 +34,16 @@ from tests.rollout.test_streams_explored import prompts
 POLICY, SAMPLER = PolicyConfig(model="none"), SamplerConfig(model="none")
 
 
-async def trained(sampler: FakeSampler, engine: FragileEngine, steps: int = 6, *, kill: bool = True) -> list[Batch]:
+async def trained(
+    sampler: FakeSampler,
+    engine: FragileEngine,
+    steps: int = 6,
+    *,
+    kill: bool = True,
+    policy: FakePolicy | None = None,
+) -> list[Batch]:
     """Batches of a stream; after the second a replica dies."""
-    policy, batches = FakePolicy(POLICY), list[Batch]()
+    policy, batches = policy or FakePolicy(POLICY), list[Batch]()
     await publish(policy, sampler)
     async with rollouts(sampler, prompts(steps, 4), Sampling(n=2), ahead=1, retries=1) as stream:
         async for batch in stream:
@@ -69,6 +77,47 @@ def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(
     else:
         with pytest.raises(RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
             simulate(script)
+
+
+class Passing(Weights):
+    """Weights that are gone after the next update."""
+
+    @property
+    def lasts(self) -> bool:
+        return False
+
+
+def test_a_replica_that_comes_when_its_weights_are_gone_begins_with_the_next() -> None:
+    lives, refused, taken = count(), list[int](), list[int]()
+
+    class Sending(FakePolicy):
+        async def weights(self) -> Weights:
+            made = await super().weights()
+            return Passing.of(made.version, made.buckets)
+
+    class Late(FakeSampler):
+        """Its third life comes too late."""
+
+        def __init__(self, config: SamplerConfig) -> None:
+            super().__init__(config)
+            self._life = next(lives)
+
+        async def load(self, weights: Weights) -> Batch:
+            if self._life == 2:
+                refused.append(weights.version)
+                raise DataLost("the policy", "it was updated since")
+            if self._life > 2:
+                taken.append(weights.version)
+            return await super().load(weights)
+
+    async def script() -> list[Batch]:
+        engine = FragileEngine(0)
+        sampler = await (await Mesh.reserve(engine, 2, Resources(cpus=0))).spawn(delayed(Late, generate=1.0), SAMPLER)
+        return await trained(sampler, engine, policy=Sending(POLICY))
+
+    assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
+    assert len(refused) == 1
+    assert taken[0] > refused[0]
 
 
 def test_a_schedule_in_which_a_replica_died_is_not_replayed(tmp_path: Path) -> None:

@@ -1,0 +1,201 @@
+"""Weights that FSDP's ranks broadcast out of their shards: the bits of the other way, who comes late, who dies."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Final
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from torch import Tensor
+
+from meshrl import (
+    Batch,
+    ClippedLoss,
+    DataLost,
+    Gather,
+    Mesh,
+    NewModel,
+    PolicyConfig,
+    Ragged,
+    RankDied,
+    RankFailed,
+    SamplerConfig,
+    Sampling,
+    Sum,
+    Weights,
+    at,
+    endpoint,
+    publish,
+    respawn,
+)
+from meshrl.engines.processes import ProcessEngine
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf import broadcast
+from meshrl_hf.broadcast import Layout
+from meshrl_hf.live_weights import LiveWeights
+from meshrl_hf.transfer import arrays
+from meshrl_torch.sampler import TorchSampler
+from tests.processes.conftest import NO_CORE, running, until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+MODEL: Final = NewModel(characters="abcdefgh>", hidden_size=256, ffn_size=512, layers=2, heads=2, max_tokens=48)
+"""5 MiB, in six buckets of the smallest size."""
+
+
+class Sender(FsdpPolicy):
+    """A policy whose first or second rank may die while it sends."""
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        """Of each rank."""
+        return np.array([os.getpid()])
+
+    @endpoint
+    async def die(self, rank: int) -> Sum[int]:
+        """This rank dies when it has sent a bucket, and begins with the next."""
+        if self._trainable.passes.ranks.number == rank:
+            fill, sent = broadcast.fill, list[Layout]()
+
+            def fill_once(buffer: Tensor, layout: Layout, *rest: object) -> None:
+                if sent:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                sent.append(layout)
+                fill(buffer, layout, *rest)  # type: ignore[arg-type]  # as it was called
+
+            broadcast.fill = fill_once  # type: ignore[assignment]
+        return 1
+
+
+class Reader(TorchSampler):
+    """A sampler that tells what it has."""
+
+    @endpoint
+    async def pid(self) -> Gather[np.ndarray]:
+        """Of each rank."""
+        return np.array([os.getpid()])
+
+    @endpoint
+    async def die(self) -> Sum[int]:
+        """This rank dies when it has read a bucket, and has the next."""
+        take, read = LiveWeights._take, list[Layout]()
+
+        def take_once(self: LiveWeights, buffer: Tensor, layout: Layout, *rest: object) -> None:
+            if read:
+                os.kill(os.getpid(), signal.SIGKILL)
+            read.append(layout)
+            take(self, buffer, layout, *rest)  # type: ignore[arg-type]  # as it was called
+
+        LiveWeights._take = take_once  # type: ignore[method-assign, assignment]
+        return 1
+
+    @endpoint
+    async def prints(self) -> Gather[Batch]:
+        """The fingerprint of each rank's tensors."""
+        return Batch.of(print=[Weights(0, dict(arrays(self._taken.items()))).fingerprint()])
+
+
+def config(**changes: object) -> PolicyConfig:
+    return PolicyConfig.model_validate(
+        {
+            "backend": "fsdp",
+            "model": MODEL,
+            "optimizer": {"lr": 1e-2},
+            "broadcast_sync": True,
+            "bucket_mib": 1,
+            **changes,
+        }
+    )
+
+
+def rollouts(seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    tokens = Ragged.of([rng.integers(2, 11, 7) for _ in range(6)], np.int32)
+    return Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged(np.tile(np.arange(7) >= 3, 6), tokens.offsets),
+        sampler_logprobs=Ragged(np.full(42, -2.0, np.float32), tokens.offsets),
+        advantages=rng.normal(size=6).astype(np.float32),
+    )
+
+
+async def prints(readers: Reader) -> list[object]:
+    return list((await (await readers.prints()).load()).objects("print"))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def two(engine: ProcessEngine) -> AsyncIterator[Mesh]:
+    made = await Mesh.reserve(engine, 2, NO_CORE)
+    yield made
+    await made.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def readers(engine: ProcessEngine) -> AsyncIterator[Reader]:
+    made = await Mesh.reserve(engine, 2, NO_CORE)
+    yield await made.spawn(Reader, SamplerConfig(model=MODEL, seed=5))
+    await made.stop()
+
+
+async def test_two_samplers_get_the_bits_that_shared_memory_gives(two: Mesh, readers: Reader) -> None:
+    policy = await two.spawn(Sender, config())
+    plain = await two.spawn(FsdpPolicy, config(broadcast_sync=False))
+    first = await publish(policy, readers)
+    for version in (1, 2):
+        for each in (policy, plain):
+            await each.update(rollouts(version), ClippedLoss())
+        sent = await publish(policy, readers)
+        known = (await (await plain.weights()).load()).fingerprint()
+        assert await prints(readers) == [known, known]
+        assert (sent.version, sorted(sent.ways), sent.fingerprint()) == (version, ["broadcast"], known)  # read whole
+    with pytest.raises(DataLost, match=r"version 0 .* has been updated since"):
+        first.tensors  # noqa: B018 -- they come when they are looked at
+    with pytest.raises(RankFailed, match=r"version 0 .* has been updated since"):
+        await readers.load(first)
+    assert len(await readers.generate(Batch.of(prompt=["ab", "ba"]), Sampling(max_tokens=2)).__anext__()) == 1
+
+
+async def test_a_sampler_that_was_made_again_reads_with_the_others(two: Mesh, readers: Reader) -> None:
+    policy = await two.spawn(Sender, config(seed=1))
+    await publish(policy, readers)
+    pid = int((await readers.pid())[0])
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not running([pid]))
+    await respawn(readers)
+    weights = await publish(policy, readers)
+    assert await prints(readers) == [weights.fingerprint()] * 2
+
+
+async def test_who_reads_with_a_rank_that_dies_reads_without_it(two: Mesh, readers: Reader) -> None:
+    policy = await two.spawn(Sender, config(seed=3))
+    await publish(policy, readers)
+    await at(readers, dp=1).die()
+    weights = (await policy.weights()).read_by(2)
+    left = at(readers, dp=0)
+    told = await asyncio.gather(left.load(weights), at(readers, dp=1).load(weights), return_exceptions=True)
+    assert isinstance(told[1], RankDied)
+    assert isinstance(told[0], Batch), told[0]
+    assert await prints(left) == [weights.fingerprint()]
+    await respawn(readers)
+
+
+async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whole(engine: ProcessEngine) -> None:
+    mesh, other = await Mesh.reserve(engine, 2, NO_CORE), await Mesh.reserve(engine, 1, NO_CORE)
+    policy = await mesh.spawn(Sender, config(seed=2))
+    reader = await other.spawn(Reader, SamplerConfig(model=MODEL, seed=5))
+    await publish(policy, reader)
+    await policy.die(1)
+    with pytest.raises(RankFailed, match=r"weights of version 0 .* 2 ranks of the policy") as told:
+        await publish(policy, reader)
+    assert isinstance(told.value.__cause__, DataLost)
+    with pytest.raises(RankFailed, match="did not come whole, and some are in use: publish again"):
+        await reader.generate(Batch.of(prompt=["ab"]), Sampling(max_tokens=2)).__anext__()
+    await respawn(policy)
+    weights = await publish(policy, reader)
+    assert await prints(reader) == [weights.fingerprint()]
+    assert len(await reader.generate(Batch.of(prompt=["ab"]), Sampling(max_tokens=2)).__anext__()) == 1
+    await mesh.stop()
+    await other.stop()
