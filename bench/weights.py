@@ -1,6 +1,6 @@
 """What it costs to give a sampler new weights: 0.5 GiB of bfloat16, against one copy of the bytes.
 
-    python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta] [--engine processes|ray]
+    python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta,collective] [--engine processes|ray]
 
 sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `publish` sends it: the tensors are copied
         into shared memory, fingerprinted, found there by the engine's process, and every fingerprint is made again and
@@ -9,6 +9,10 @@ sync    A model of 512 MiB goes from a rank to a vLLM sampler on another, as `pu
         thread into warm memory. vLLM is that of `make test-vllm`, in float types of its own choice for its kernels.
 delta   What `policy.delta_sync` sends of steps of grpo/quickstart, from the model that sft/quickstart makes: at the
         quickstart's learning rate and at one that large models are trained with, in float32 and in bfloat16.
+
+collective  As many bytes from two ranks of FSDP to two samplers of torch, each rank broadcasting its own shards
+        (`policy.broadcast_sync`), against gloo's own broadcast of the bytes from one process to two; and what memory a
+        rank takes for it. Fingerprints are made and compared; that both models compute the same is measured apart.
 
 About five minutes.
 """
@@ -26,6 +30,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from bench.collective import collective
 from bench.grpo import quickstart, warmed_up_model
 from bench.harness import (
     ROOT,
@@ -118,10 +123,10 @@ class Elsewhere(RayEngine):
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--mib", type=int, default=512, help="how much (default: 512)")
-    parser.add_argument("--parts", default="sync,delta", help="which parts (default: both)")
+    parser.add_argument("--parts", default="sync,delta,collective", help="which parts (default: all)")
     add_engine(parser)
     options = parser.parse_args()
-    if not PYTHON.exists():
+    if "sync" in options.parts and not PYTHON.exists():
         raise SystemExit(f"{PYTHON.relative_to(ROOT)} is not there: run `make test-vllm` first")
     with_allocator()
     os.chdir(ROOT)
@@ -134,6 +139,9 @@ def main() -> None:
                 figures += runner.run(sync(model, nbytes, options.engine, options.rounds))
             finally:
                 ray.shutdown()
+        if "collective" in options.parts:
+            model, nbytes = large_model(Path(folder, "spread"), options.mib)
+            figures += runner.run(collective(model, nbytes, options.engine, options.rounds))
         if "delta" in options.parts:
             figures += runner.run(delta(warmed_up_model(Path(folder))))
     report("weights", figures, options.json)

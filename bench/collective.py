@@ -1,0 +1,140 @@
+"""`bench/weights.py --parts collective`: from two ranks of FSDP to two samplers, beside gloo's own broadcast."""
+
+import asyncio
+import ctypes
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.harness import Figure, at_most, figure, median, within
+from meshrl import Actor, Gather, Mesh, PolicyConfig, Resources, SamplerConfig, Sum, Weights, endpoint, log
+from meshrl.engines import make_engine
+from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf.broadcast import IN_FLIGHT
+from meshrl_hf.live_weights import LiveWeights, offered
+from meshrl_torch.sampler import TorchSampler
+
+RANKS: Final = 2
+"""That send, and as many that read."""
+BUCKET: Final = 16
+"""MiB."""
+WARM: Final = 2
+MIB: Final = 2**20
+
+
+class Meter:
+    """How much memory a process has, beyond what it had, at its highest: looked at every five milliseconds."""
+
+    def __init__(self) -> None:
+        log.info("memory is watched")  # so that what writes log lines is loaded
+        ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would be had again unseen
+        self._had = self._most = _own()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def extra(self) -> float:
+        """MiB."""
+        return (self._most - self._had) / MIB
+
+    def _watch(self) -> None:
+        while True:
+            self._most = max(self._most, _own())
+            time.sleep(0.005)
+
+
+def _own() -> int:
+    """Bytes of a process's memory, also of what it shares, but for files on a disk."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return sum(int(status.partition(f"{kind}:")[2].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
+
+
+class Source(FsdpPolicy):
+    """Sends its weights, also without saying what it computes with them."""
+
+    @endpoint
+    async def begin(self) -> Sum[int]:
+        """From now on its memory is watched."""
+        self._meter = Meter()
+        return 1
+
+    @endpoint
+    async def bare(self) -> Gather[Weights]:
+        """As `weights`, without a probe: no model runs."""
+        assert self._sender
+        return offered(self._sender, self._trainable.optimizer.steps, None, self._trainable.shards())
+
+    @endpoint
+    async def extra(self) -> Gather[np.ndarray]:
+        """MiB more than before, at most."""
+        return np.array([self._meter.extra])
+
+
+class Taker(TorchSampler):
+    """Takes weights as a sampler does."""
+
+    @endpoint
+    async def begin(self) -> Sum[int]:
+        """From now on its memory is watched."""
+        for tensor in self._taken.values():
+            tensor.add_(0)  # else the model's file is mapped, and becomes memory of its own with the first weights
+        self._meter = Meter()
+        return 1
+
+    @endpoint
+    async def extra(self) -> Gather[np.ndarray]:
+        """MiB more than before, at most."""
+        return np.array([self._meter.extra])
+
+
+class Caster(Actor):
+    """Takes part in a broadcast."""
+
+    def __init__(self, nbytes: int) -> None:
+        dist.init_process_group("gloo")
+        self._tensor = torch.ones(nbytes // 2, dtype=torch.bfloat16)
+
+    @endpoint
+    async def cast(self) -> Sum[int]:
+        """All have what the first has."""
+        await asyncio.to_thread(dist.broadcast, self._tensor, 0)
+        return 1
+
+
+async def collective(model: str, nbytes: int, engine: str, rounds: int) -> list[Figure]:
+    """The time of both, and the memory that ours takes."""
+    ranks = make_engine(engine)
+    config = PolicyConfig(backend="fsdp", model=model, dtype="bfloat16", broadcast_sync=True, bucket_mib=BUCKET)
+    source = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Source, config)
+    sampling = SamplerConfig(model=model, dtype="bfloat16")
+    takers = await (await Mesh.reserve(ranks, RANKS, Resources(cpus=0))).spawn(Taker, sampling)
+    caster = await (await Mesh.reserve(ranks, 1 + RANKS, Resources(cpus=0))).spawn(Caster, nbytes)
+    await asyncio.gather(source.begin(), takers.begin())
+    times: dict[str, list[float]] = {"ours": [], "cast": []}
+    for _ in range(WARM + rounds):
+        began = time.perf_counter()
+        weights = await source.bare()
+        assert isinstance(weights, LiveWeights)
+        await takers.load(weights.read_by(RANKS))
+        times["ours"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        await caster.cast()
+        times["cast"].append(time.perf_counter() - began)
+    extra = np.concatenate([await source.extra(), await takers.extra()])
+    print("MiB of each sender and reader:", extra.round().tolist())
+    proved: list[float] = []
+    for _ in range(WARM):
+        began = time.perf_counter()
+        await takers.load((await source.weights()).read_by(RANKS))
+        proved.append(time.perf_counter() - began)
+    await ranks.close()
+    ours, cast = (median(times[name][WARM:]) for name in ("ours", "cast"))
+    return [
+        within(f"{nbytes >> 20} MiB from 2 ranks to 2 samplers, against gloo's broadcast", ours, "s", cast, 1.5),
+        at_most("  a rank's memory beyond what it had, at most", float(extra.max()), "MiB", IN_FLIGHT * BUCKET),
+        figure("  with what the model computes, of policy and samplers", min(proved), "s", cast),
+    ]
