@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from secrets import token_hex
@@ -175,6 +176,8 @@ class Sender:
         """By its name."""
         self._device, self._dtype, self._limit = device, dtype, limit
         self._store = connect(self.place)
+        self._other = connect(self.place)
+        """For who may not wait until the first lets somebody through."""
         self._offers = 0
         self._sending: threading.Thread | None = None
         self._staging = Staging()
@@ -194,12 +197,16 @@ class Sender:
 
     def end(self) -> None:
         """The parameters are about to change: wait until nobody reads them, and send them no more."""
-        if self._sending is None:
-            return
-        if self.number == 0:
-            ask(connect(self.place), f"{self._names}/{self._offers}", "")
-        self._sending.join()
-        self._sending = None
+        if self._sending is not None:
+            self.leave()
+            self._sending.join()
+            self._sending = None
+
+    def leave(self) -> None:
+        """Send them to nobody else: the first rank says so for all."""
+        if self._sending is not None and self.number == 0:
+            with suppress(RuntimeError):  # the store is gone, and so is who waits there
+                ask(self._other, f"{self._names}/{self._offers}", "")
 
     def _serve(self, key: str, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
         passes = _Passes(self._store, key, self._known) if self.number == 0 else None

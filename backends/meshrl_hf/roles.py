@@ -4,6 +4,7 @@ Where ranks wait for each other, a call runs on all of them at the same time, fr
 raises, all raise.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -77,6 +78,8 @@ class TrainedPolicy(Trained, Policy):
         super().__init__(trainable)
         self._source = WeightSource(changes=config.delta_sync)
         self._sender = sender(config, trainable) if config.broadcast_sync else None
+        if self._sender:
+            weakref.finalize(self, self._sender.leave).atexit = False  # its thread would keep the parameters
 
     async def encode(self, batch: Batch) -> Batch:
         """Add `tokens` and `loss_mask` from `prompt` and `completion`."""

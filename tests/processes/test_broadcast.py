@@ -1,8 +1,10 @@
 """Weights that FSDP's ranks broadcast out of their shards: the bits of the other way, who comes late, who dies."""
 
 import asyncio
+import gc
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -53,6 +55,12 @@ class Sender(FsdpPolicy):
     async def pid(self) -> Gather[np.ndarray]:
         """Of each rank."""
         return np.array([os.getpid()])
+
+    @endpoint
+    async def senders(self) -> Gather[np.ndarray]:
+        """How many threads of each process send, or wait to."""
+        gc.collect()
+        return np.array([sum(each.name == "meshrl-sender" for each in threading.enumerate())])
 
     @endpoint
     async def die(self, rank: int) -> Sum[int]:
@@ -197,5 +205,6 @@ async def test_a_rank_that_dies_while_it_sends_is_told_and_the_next_load_is_whol
     weights = await publish(policy, reader)
     assert await prints(reader) == [weights.fingerprint()]
     assert len(await reader.generate(Batch.of(prompt=["ab"]), Sampling(max_tokens=2)).__anext__()) == 1
+    assert (await policy.senders()).tolist() == [1, 1]  # none is left that sends what was before the death
     await mesh.stop()
     await other.stop()
