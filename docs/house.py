@@ -17,7 +17,7 @@ ROOMS = (
     ("roles",),
     ("tasks",),
     ("rewards", "rollout"),
-    ("environments",),
+    ("agents", "environments"),
     ("run",),
     ("deprecated", "evaluation", "launch", "simulation"),
     ("testing", "cli"),

@@ -33,12 +33,14 @@ ROOMS = {
     "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
+    "agents": "mesh data weights tasks roles rewards",
     "environments": "mesh data weights tasks roles rewards",
     "run": "hub trackers mesh data engines losses tasks roles rewards rollout environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
     "simulation": "mesh data engines weights losses objectives roles run report",
     "testing": (
-        "deprecated mesh data engines weights losses objectives tasks roles rewards rollout run evaluation simulation"
+        "deprecated mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation "
+        "simulation"
     ),
     "launch": "roles run",
     "cli": "engines tasks roles run report evaluation simulation launch",
@@ -230,6 +232,8 @@ NAMED = {
     "engines.ray.relay": {"torch"},  # the library, which may not be installed
     "roles.config": {"torch"},  # a default value: who gives no backend has this one
     "rewards.function": {"function"},  # a default value; and the key of the table
+    "agents.chat": {"function"},  # a word of the format in which models are offered tools
+    "agents.tool_calls": {"function"},  # the same
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table
     "run.push": {"function"},  # the same

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COUNTS", "MEMORY", "MODELS", "ROLES"]
+__all__ = ["CHAT", "COUNTS", "MEMORY", "MODELS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -16,6 +16,9 @@ ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_torch.sampler:TorchSampler",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""
+
+CHAT: Final = "meshrl_hf.chat:read_chat"
+"""Reads the tokenizer and the chat template, without a model."""
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 """Tells the tokens of prompts, without a model."""

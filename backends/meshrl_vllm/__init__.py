@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["COUNTS", "MEMORY", "NEEDS", "OPTIONS", "ROLES"]
+__all__ = ["CHAT", "COUNTS", "MEMORY", "NEEDS", "OPTIONS", "ROLES"]
 
 ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_vllm.sampler:VllmSampler",
@@ -13,6 +13,9 @@ ROLES: Final[Mapping[str, str]] = {
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_vllm.options:VllmConfig")
 """Where the schema of each role's own options is: the table `vllm` in the role's."""
+
+CHAT: Final = "meshrl_hf.chat:read_chat"
+"""Reads the tokenizer and the chat template, without a model."""
 
 COUNTS: Final = "meshrl_hf.prompts:count_prompts"
 """Tells the tokens of prompts, without a model."""

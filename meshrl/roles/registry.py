@@ -3,9 +3,10 @@
 A backend's module has `ROLES`, from a role's name to where its class is. It may have `OPTIONS`, from a role's name to
 where the schema of the backend's own options is, `MODELS`, `NEEDS`, where a function is that raises
 BackendError where a role's table asks for what is not installed, `COUNTS`, where one is that tells the tokens of
-prompts by a model's table and its tokenizer alone, and `MEMORY`, where one is that tells what a rank holds of a role,
-by its table and the model's config.json (`meshrl.roles.memory`). Neither the module nor the schemas import more than
-meshrl: they are loaded to read a configuration.
+prompts by a model's table and its tokenizer alone, `MEMORY`, where one is that tells what a rank holds of a role, by
+its table and the model's config.json (`meshrl.roles.memory`), and `CHAT`, where one is that reads how a table's model
+converses (`meshrl.agents`). Neither the module nor the schemas import more than meshrl: they are loaded to read a
+configuration.
 
     ROLES = {"Policy": "meshrl_fsdp.policy:FsdpPolicy"}
     OPTIONS = {"Policy": "meshrl_fsdp.options:FsdpConfig"}
@@ -105,7 +106,7 @@ def models_of(backend: str) -> Models:
     return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
 
 
-def function_of(backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY"]) -> Callable[..., object] | None:
+def function_of(backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "CHAT"]) -> Callable[..., object] | None:
     """The function that a backend's attribute names; None where it has none."""
     place = getattr(_module(backend), name, None)
     return None if place is None else cast("Callable[..., object]", _loaded(backend, cast("str", place)))

@@ -291,7 +291,9 @@ def _settle(loop: VirtualLoop) -> None:
     if left := loop.left():
         raise LeftRunning(_lines("the program has ended, but these tasks have not: await or cancel them", left))
     generators = cast("set[object]", loop._asyncgens)  # type: ignore[attr-defined]  # noqa: SLF001 -- asyncio's own list
-    if generators:
+    for _ in range(10):  # one that ends may have held the next
+        if not generators:
+            break
         gc.collect()  # those in cycles nobody can reach
         loop.run_until_complete(asyncio.sleep(0))
     if generators:

@@ -26,6 +26,7 @@ from meshrl.testing.faulty_files import FaultyFiles
 from meshrl.testing.kills import KillPoints, Remains
 from meshrl.testing.reward_model import FakeRewardModel
 from meshrl.testing.run import FakeRun
+from meshrl.testing.scripted import ScriptedChat, ScriptedSampler
 from meshrl.testing.witness import PromiseBroken, Witness
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "Remains",
     "Scenario",
     "ScheduleFailed",
+    "ScriptedChat",
+    "ScriptedSampler",
     "VirtualLoop",
     "Witness",
     "crashing",
@@ -60,6 +63,7 @@ __all__ = [
     "simulate",
 ]
 
+CHAT = "meshrl.testing.scripted:read_chat"
 COUNTS = "meshrl.testing.fakes:count_prompts"
 MODELS = "ignored"
 

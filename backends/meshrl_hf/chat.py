@@ -1,0 +1,60 @@
+"""How a Hugging Face model converses: its tokenizer and its chat template, without the network."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshrl.agents import Message, Tool
+from meshrl.errors import DataError, ModelError, described
+from meshrl.roles import ModelConfig, NewModel
+from meshrl_hf.files import folder_of
+from meshrl_hf.loading import new_config, read_words
+from meshrl_hf.text import Template, Words, character_tokenizer, decode, encode_texts, words
+
+
+class HuggingFaceChat:
+    """As `meshrl.agents.Chat`."""
+
+    def __init__(self, known: Words, variables: Template | None = None) -> None:
+        """`variables`: those of the chat template. ModelError where the tokenizer has none."""
+        if not known.tokenizer.chat_template:
+            raise ModelError(
+                f"agents converse in the chat template, and the tokenizer of "
+                f"{known.tokenizer.name_or_path or 'this model'} has none: use an instruction-tuned model, or set "
+                "chat_template in its tokenizer_config.json"
+            )
+        self.ends = known.ends
+        self.max_tokens = known.max_tokens
+        self._tokenizer = known.tokenizer
+        self._variables = variables or {}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The messages in the template; DataError where it refuses them."""
+        given: dict[str, Any] = dict(self._variables)
+        turns: list[Any] = [dict(message.shown()) for message in messages]
+        offered: list[Any] | None = [dict(tool) for tool in tools] or None
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns, tools=offered, tokenize=False, add_generation_prompt=True, **given
+            )
+        except Exception as error:
+            raise DataError(f"the model's chat template refuses these messages: {described(error)}") from error
+        return str(text)
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of the text, in which special ones may be written out."""
+        (tokens,) = encode_texts(self._tokenizer, [text])
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        return decode(self._tokenizer, [tokens])[0]
+
+
+def read_chat(config: ModelConfig) -> HuggingFaceChat:
+    """How the model of a role's table converses. ModelError where it has no template."""
+    if isinstance(config.model, NewModel):
+        tokenizer = character_tokenizer(config.model.characters, config.model.max_tokens)
+        known = words(tokenizer, new_config(config.model, tokenizer), None, None)
+    else:
+        known = read_words(config, folder_of(config.model))
+    return HuggingFaceChat(known, config.chat_template_kwargs)

@@ -1,0 +1,124 @@
+"""How a model reads and writes a conversation: its tokenizer and its chat template, and the messages that they render.
+
+A backend reads both from the model's folder: `read_chat(config.sampler)`. A message is kept as clients of OpenAI's
+protocol send it, without what a template does not show.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeAlias, cast
+
+import msgspec
+
+from meshrl.errors import BackendError
+from meshrl.roles import ModelConfig, function_of
+
+Tool: TypeAlias = Mapping[str, object]
+"""A tool as a request has it: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
+
+_ROLES: Final[Mapping[str, str]] = {"developer": "system"}
+"""Roles that templates know by another name."""
+
+
+class Function(msgspec.Struct, frozen=True):
+    """What a call of a tool calls. `arguments` is JSON, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool, in a message of the assistant's."""
+
+    id: str = ""
+    type: str = "function"
+    function: Function
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message of a conversation. Two are the same where a template shows them the same."""
+
+    role: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    def shown(self) -> Mapping[str, object]:
+        """As chat templates read it: the arguments of calls are values where they are JSON."""
+        told: dict[str, object] = {"role": _ROLES.get(self.role, self.role), "content": self.content}
+        if self.name is not None:
+            told["name"] = self.name
+        if self.tool_call_id is not None:
+            told["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            told["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _value(call.function.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        return told
+
+
+class Chat(Protocol):
+    """A tokenizer with a chat template."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a turn."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence the model was made for."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The messages in the template, with what opens a turn of the assistant's. DataError where it refuses them."""
+        ...
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The tokens of rendered text, with nothing before or after. DataError for what the tokenizer does not know."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        ...
+
+
+def read_chat(config: ModelConfig) -> Chat:
+    """How the model of a role's table converses, without its weights. ModelError where it has no chat template."""
+    read = function_of(config.backend, "CHAT")
+    if read is None:
+        raise BackendError(
+            f"backend {config.backend!r} does not say how its models converse, so agents cannot talk to one: it needs "
+            "`CHAT`, as docs/tour.md has it"
+        )
+    return cast("Callable[[ModelConfig], Chat]", read)(config)
+
+
+def key_of_tools(tools: Sequence[Tool]) -> bytes:
+    """What tells a conversation that has these tools from others, before its first message."""
+    return _digest(b"", list(tools))
+
+
+def key_after(key: bytes, message: Message) -> bytes:
+    """What tells a conversation from others, with one more message."""
+    return _digest(key, message.shown())
+
+
+def _digest(key: bytes, value: object) -> bytes:
+    # Sorted, and in letters that every text has: a half of a surrogate pair too.
+    return hashlib.blake2b(key + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _value(arguments: str) -> object:
+    """What JSON says; other text stays as it is."""
+    try:
+        return cast("object", json.loads(arguments))
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,223 @@
+"""A conversation, token for token: what was sampled is what later prompts hold, and what is trained on.
+
+    prompt = conversation.ask(messages, tools)            # the ids that the model is to go on from
+    ...                                                   # draw after prompt.tokens
+    conversation.answer(prompt, drawn, message)           # what was drawn, and the message that the client was told
+    conversation.rows()                                   # a Batch
+
+A client sends its whole history with each request, as text. Where that begins with a conversation that was answered
+before, and the answer came back as it was told, the prompt is the ids of that turn and, after them, those of the
+text that the template puts behind the answer: neither the history nor the answer is tokenised again. Where no such
+turn is found (the first request, a sub-agent's, a history that was edited or shortened), the whole is rendered: the
+conversation branches there, and has one row more.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.agents.chat import Chat, Message, Tool, key_after, key_of_tools
+from meshrl.data import Batch, Ragged, Source
+from meshrl.errors import DataError
+
+Ints = NDArray[np.int32]
+
+_MARK: Final = "what the assistant wrote stands here"
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a sampler wrote in a turn: three arrays of one length, above 0."""
+
+    tokens: Ints
+    logprobs: NDArray[np.float32]
+    """Of each token, at the sampler's temperature."""
+    versions: Ints
+    """The policy version that sampled each token."""
+    truncated: bool = False
+    """Whether it was cut short."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A prompt and what was drawn after it. What the turn before it has is not stored again."""
+
+    before: "Turn | None"
+    """The turn that its prompt begins with."""
+    added: Ints
+    """The prompt's tokens after those."""
+    drawn: Drawn
+
+    def path(self) -> list["Turn"]:
+        """The turns that lead to this one, the first first, and this one."""
+        found: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            found.append(turn)
+            turn = turn.before
+        return found[::-1]
+
+    def tokens(self) -> Ints:
+        """All of its ids: the prompt's and those that were drawn."""
+        return np.concatenate([part for turn in self.path() for part in (turn.added, turn.drawn.tokens)])
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What the model is to go on from."""
+
+    tokens: Ints
+    """All of it, int32[tokens]."""
+    before: Turn | None
+    """The turn that it goes on after; None where the conversation begins, or branches."""
+    added: Ints
+    """The tokens after those of that turn."""
+    asked: bytes | str = field(repr=False)
+    """What was asked: the key of messages, or a text."""
+
+
+class Conversation:
+    """The turns of one session, in the order in which they were answered. Several may go on at once."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._turns: list[Turn] = []
+        self._told: dict[bytes, Turn] = {}
+        """By the key of messages with the answer at their end."""
+        self._texts: dict[str, Turn] = {}
+        """By the text of a prompt without messages, with its completion."""
+
+    def __len__(self) -> int:
+        """How many turns were answered."""
+        return len(self._turns)
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """The prompt of the next turn. DataError where there is no message, or the template refuses them."""
+        if not messages:
+            raise DataError("there are no messages: a conversation needs one to begin with")
+        keys = [key_of_tools(tools)]
+        for message in messages:
+            keys.append(key_after(keys[-1], message))
+        for end in range(len(messages), 0, -1):
+            turn = self._told.get(keys[end])
+            behind = None if turn is None else self._behind(messages, end, tools)
+            if turn is not None and behind is not None:
+                return self._going_on(turn, behind, keys[-1])
+        return self._begun(self._encoded(self._chat.render(messages, tools)), keys[-1])
+
+    def ask_text(self, text: str) -> Prompt:
+        """The prompt of a completion without messages: after the longest turn that the text begins with."""
+        begins = max((told for told in self._texts if text.startswith(told)), key=len, default=None)
+        if begins is None:
+            return self._begun(self._encoded(text), text)
+        return self._going_on(self._texts[begins], self._encoded(text[len(begins) :]), text)
+
+    def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
+        """Record a turn, and what the client was told of it: a message, or the text after a prompt without messages."""
+        if not len(drawn.tokens):
+            raise DataError("a turn of no tokens is none: the sampler found no room after the prompt")
+        turn = Turn(prompt.before, prompt.added, drawn)
+        if isinstance(said, Message) and isinstance(prompt.asked, bytes):
+            self._told[key_after(prompt.asked, said)] = turn
+        elif isinstance(said, str) and isinstance(prompt.asked, str):
+            self._texts[prompt.asked + said] = turn
+        else:
+            raise DataError("messages are answered by a Message, and a text by a text")
+        self._turns.append(turn)
+
+    def rows(self) -> Batch:
+        """A row for each turn that no other went on after, in their order: all of its ids from the first prompt on.
+
+        Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
+        `oldest_version`, `truncated`. What was sampled is learnt, each token in one row: a turn that several went on
+        after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1, in the others.
+        """
+        gone_on = {turn.before for turn in self._turns}
+        learned: set[Turn] = set()
+        return self._batch([_row(last.path(), learned) for last in self._turns if last not in gone_on])
+
+    def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool]) -> Ints | None:
+        """The ids of what the template puts after the answer that ends `messages[:end]`; None where it cannot be told.
+
+        In place of the answer it is shown a mark, so that nothing hangs on how it would write the answer itself.
+        """
+        mark = _MARK
+        while any(mark in text for message in messages for text in _texts(message)):
+            mark += "-"
+        shown = [*messages[: end - 1], Message("assistant", mark), *messages[end:]]
+        try:
+            text = self._chat.render(shown, tools)
+        except DataError:  # one that wants a call before a tool's answer, for one
+            return None
+        # A mark that the template writes anywhere else, or changes, tells nothing.
+        return self._encoded(text.partition(mark)[2]) if text.count(mark) == 1 else None
+
+    def _going_on(self, turn: Turn, behind: Ints, asked: bytes | str) -> Prompt:
+        last = turn.drawn.tokens[-1]
+        if last in self._chat.ends and len(behind) and behind[0] == last:
+            behind = behind[1:]  # the sampler has closed the turn already
+        return Prompt(np.concatenate([turn.tokens(), behind]), turn, behind, asked)
+
+    def _begun(self, tokens: Ints, asked: bytes | str) -> Prompt:
+        return Prompt(tokens, None, tokens, asked)
+
+    def _encoded(self, text: str) -> Ints:
+        return np.array(self._chat.encode(text), np.int32)
+
+    def _batch(self, rows: Sequence["_Row"]) -> Batch:
+        begins = [(row.tokens[: row.begins].tolist(), row.tokens[row.begins :].tolist()) for row in rows]
+        return Batch.of(
+            prompt=[self._chat.decode(prompt) for prompt, _ in begins],
+            completion=[self._chat.decode(rest) for _, rest in begins],
+            tokens=Ragged.of([row.tokens for row in rows], np.int32),
+            loss_mask=Ragged.of([row.learnt for row in rows], np.bool_),
+            sampler_logprobs=Ragged.of([row.logprobs for row in rows], np.float32, source=Source("sampler")),
+            versions=Ragged.of([row.versions for row in rows], np.int32),
+            oldest_version=np.array([row.versions[row.learnt].min() for row in rows], np.int32),
+            truncated=np.array([row.truncated for row in rows], np.bool_),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A row's columns, arrays of one length."""
+
+    tokens: Ints
+    learnt: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: Ints
+    begins: int
+    """The length of its first prompt."""
+    truncated: bool
+
+
+def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
+    """The row of a path; its turns are learned then."""
+    tokens, versions = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    learnt, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
+    for turn in path:
+        new, drawn = turn not in learned, turn.drawn
+        given, wrote = len(turn.added), len(drawn.tokens)
+        tokens += [turn.added, drawn.tokens]
+        learnt += [np.zeros(given, np.bool_), np.full(wrote, new)]
+        logprobs += [np.zeros(given, np.float32), drawn.logprobs if new else np.zeros(wrote, np.float32)]
+        versions += [np.full(given, -1, np.int32), drawn.versions if new else np.full(wrote, -1, np.int32)]
+    learned.update(path)
+    return _Row(
+        np.concatenate(tokens),
+        np.concatenate(learnt),
+        np.concatenate(logprobs),
+        np.concatenate(versions),
+        begins=len(path[0].added),
+        truncated=path[-1].drawn.truncated,
+    )
+
+
+def _texts(message: Message) -> Iterator[str]:
+    yield message.content
+    yield message.name or ""
+    for call in message.tool_calls:
+        yield from (call.id, call.function.name, call.function.arguments)

@@ -1,0 +1,154 @@
+"""Requests of all sessions, in calls of a sampler's `generate` that they share.
+
+A request that comes while a few calls run waits for the others that come meanwhile, and they begin a call together when
+one ends: so many calls at once keep a sampler busy, and more of them, with a row each, would decode slowly.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.agents.conversation import Drawn, Ints
+from meshrl.data import Batch, Ragged, Source
+from meshrl.errors import DataError
+from meshrl.roles import Sampler, Sampling
+
+_CALLS: Final = 8
+"""Calls at once."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was drawn after a prompt, and its text: without special tokens, cut before a stop text."""
+
+    drawn: Drawn
+    text: str
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A row, as a sampler is to go on after it."""
+
+    tokens: Ints
+    learnt: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: Ints
+    prompt: int
+    """Tokens of its prompt."""
+    max_tokens: int
+    done: asyncio.Future[Answer]
+
+
+class Drawing:
+    """What draws answers, from a sampler that others may use too."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._waiting: dict[Sampling, list[_Asked]] = {}
+        """By how they are drawn, which is one for a call."""
+        self._calls: set[asyncio.Task[None]] = set()
+        self._woken = False
+
+    async def draw(
+        self, prompt: Ints, sampling: Sampling, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Answer:
+        """Draw after a prompt; no tokens where the model has no room. What the sampler raised is raised.
+
+        `max_tokens`, where it is less than that of `sampling`, is the most, and `stop` are texts that end it too.
+        """
+        size, most = len(prompt), sampling.max_tokens
+        asked = _Asked(
+            tokens=prompt,
+            learnt=np.zeros(size, np.bool_),
+            logprobs=np.zeros(size, np.float32),
+            versions=np.full(size, -1, np.int32),
+            prompt=size,
+            max_tokens=most if max_tokens is None else min(most, max_tokens),
+            done=asyncio.get_running_loop().create_future(),
+        )
+        stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
+        self._wait(sampling.model_copy(update={"n": 1, "stop": stops}), asked)
+        return await asked.done
+
+    async def close(self) -> None:
+        """End the calls that run; who waits for an answer gets CancelledError."""
+        for asked in [each for some in self._waiting.values() for each in some]:
+            asked.done.cancel()
+        self._waiting.clear()
+        for call in (calls := list(self._calls)):
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    def _wait(self, sampling: Sampling, asked: _Asked) -> None:
+        self._waiting.setdefault(sampling, []).append(asked)
+        if not self._woken:
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._begin)  # those that come in this moment are of one call
+
+    def _begin(self) -> None:
+        self._woken = False
+        while self._waiting and len(self._calls) < _CALLS:
+            sampling = next(iter(self._waiting))
+            rows = [asked for asked in self._waiting.pop(sampling) if not asked.done.done()]
+            if rows:
+                call = asyncio.create_task(self._call(sampling, rows))
+                self._calls.add(call)
+                call.add_done_callback(self._ended)
+
+    def _ended(self, call: asyncio.Task[None]) -> None:
+        self._calls.discard(call)
+        self._begin()
+
+    async def _call(self, sampling: Sampling, rows: Sequence[_Asked]) -> None:
+        batch = _batch(rows)
+        try:
+            async for chunk in self._sampler.generate(batch.part(np.arange(len(rows))), sampling):
+                drawn = await chunk.load()
+                for index, number in enumerate(drawn.row("request").tolist()):
+                    self._take(sampling, rows[number], drawn, index)
+            if lost := [
+                asked for asked in rows if not asked.done.done() and asked not in self._waiting.get(sampling, ())
+            ]:
+                raise DataError(f"the sampler ended a call without {len(lost)} of its {len(rows)} rows")
+        except Exception as error:  # noqa: BLE001 -- whatever a sampler raises is told to each who asked
+            for asked in rows:
+                if not asked.done.done():
+                    asked.done.set_exception(error)
+        finally:
+            if (task := asyncio.current_task()) and task.cancelling():
+                for asked in rows:
+                    asked.done.cancel()
+
+    def _take(self, sampling: Sampling, asked: _Asked, batch: Batch, row: int) -> None:
+        """A row is done, or was aborted and goes on in another call; whom it is for may be gone."""
+        if asked.done.done():
+            return
+        tokens, versions = np.array(batch.tokens[row], np.int32), np.array(batch.versions[row], np.int32)
+        logprobs = np.array(batch.sampler_logprobs[row], np.float32)
+        if batch.row("aborted")[row]:
+            asked.tokens, asked.logprobs, asked.versions = tokens, logprobs, versions
+            asked.learnt = np.array(batch.loss_mask[row], np.bool_)
+            self._wait(sampling, asked)
+            return
+        new = slice(asked.prompt, None)
+        truncated = bool(batch.row("truncated")[row])
+        found = Drawn(tokens[new], logprobs[new], versions[new], truncated)
+        asked.done.set_result(Answer(found, str(batch.objects("completion")[row])))
+
+
+def _batch(rows: Sequence[_Asked]) -> Batch:
+    """Rows that a sampler goes on after, each with as many tokens as the model has room for."""
+    return Batch.of(
+        prompt=[""] * len(rows),
+        observation=[None] * len(rows),
+        tokens=Ragged.of([asked.tokens for asked in rows], np.int32),
+        loss_mask=Ragged.of([asked.learnt for asked in rows], np.bool_),
+        sampler_logprobs=Ragged.of([asked.logprobs for asked in rows], np.float32, source=Source("sampler")),
+        versions=Ragged.of([asked.versions for asked in rows], np.int32),
+        max_tokens=np.array([asked.max_tokens for asked in rows], np.int64),
+        request=np.arange(len(rows)),
+    )

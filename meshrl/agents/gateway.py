@@ -1,0 +1,299 @@
+"""The gateway: an OpenAI-compatible server before a sampler, which records what each session samples.
+
+    async with Gateway(sampler, chat).serving() as gateway:
+        session = gateway.open(sampling)
+        ...                          # a program talks to session.url, with session.token as its key
+        rows = gateway.close(session)
+
+A session has a base URL and a bearer token of its own. `gateway.app` is the ASGI application: a test calls it without
+a server.
+"""
+
+import asyncio
+import hmac
+import itertools
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Self, TypeAlias
+
+import uvicorn
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meshrl.agents.answers import MODEL, Choice, Kind, Told, refused, told
+from meshrl.agents.chat import Chat
+from meshrl.agents.conversation import Conversation, Prompt
+from meshrl.agents.drawing import Answer, Drawing
+from meshrl.agents.requests import ChatRequest, CompletionRequest, decoded
+from meshrl.agents.requests import Request as Asked
+from meshrl.agents.tool_calls import message_of
+from meshrl.config import Config
+from meshrl.data import Batch
+from meshrl.errors import DataError, described
+from meshrl.roles import Sampler, Sampling
+from meshrl.user_code import unless_cancelled
+
+_LEFT: Final = 499
+"""The status of an answer that nobody reads: the client has gone."""
+
+
+class GatewayConfig(Config):
+    """Where the gateway listens, and what it bears."""
+
+    host: str = "127.0.0.1"
+    """Where agents run on other machines: an address that they reach."""
+    port: int = Field(default=0, ge=0, lt=2**16)
+    """0: any that is free."""
+    body_mib: int = Field(default=16, gt=0)
+    """The largest request."""
+    requests: int = Field(default=1024, gt=0)
+    """Requests in flight; one more is answered with 429, which clients try again."""
+    connections: int = Field(default=4096, gt=0)
+    """Connections; one more is answered with 503."""
+    seconds: float = Field(default=60.0, gt=0)
+    """For a client to send its request, and to read each piece of a stream."""
+
+
+@dataclass(eq=False)
+class Session:
+    """What one program says to the model."""
+
+    id: str
+    token: str = field(repr=False)
+    """The key that its requests have, as a bearer token."""
+    url: str
+    """The base URL, ending with /v1."""
+    sampling: Sampling
+    conversation: Conversation = field(repr=False)
+    _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
+
+    def new_call(self) -> str:
+        """The name of a call of a tool."""
+        return f"call_{next(self._calls)}"
+
+
+class Gateway:
+    """The server, and its sessions."""
+
+    def __init__(self, sampler: Sampler, chat: Chat, config: GatewayConfig | None = None) -> None:
+        self.config = config or GatewayConfig()
+        self._chat = chat
+        self._drawing = Drawing(sampler)
+        self._sessions: dict[str, Session] = {}
+        self._in_flight = 0
+        self._base = "http://meshrl"
+        self.app = _app(self)
+
+    def open(self, sampling: Sampling) -> Session:
+        """A session of its own.
+
+        `sampling`: how each answer is drawn; `n`, a smaller `max_tokens` and more of `stop` its requests say.
+        """
+        name = secrets.token_hex(8)
+        url, token = f"{self._base}/s/{name}/v1", secrets.token_urlsafe(24)
+        session = Session(name, token, url, sampling, Conversation(self._chat))
+        self._sessions[name] = session
+        return session
+
+    def close(self, session: Session) -> Batch:
+        """The rows of the session, as `Conversation.rows` has them; requests that come later are refused."""
+        self._sessions.pop(session.id, None)
+        return session.conversation.rows()
+
+    async def aclose(self) -> None:
+        """End what is being drawn."""
+        await self._drawing.close()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[Self]:
+        """Listen on the configured address while the block lasts; a session's `url` has its port."""
+        config = self.config
+        listening = socket.create_server((config.host, config.port), backlog=2048)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self._base = f"http://{host}:{listening.getsockname()[1]}"
+        server = _Server(
+            uvicorn.Config(
+                self.app,
+                log_level="error",
+                lifespan="off",
+                limit_concurrency=config.connections,
+                timeout_graceful_shutdown=1,
+                ws="none",
+            )
+        )
+        serving = asyncio.create_task(server.serve([listening]))
+        try:
+            yield self
+        finally:
+            server.should_exit = True
+            await self.aclose()
+            await serving
+            listening.close()
+
+    @contextmanager
+    def one_more(self) -> Generator[bool]:
+        """A request, while the block lasts; whether there is room for it."""
+        self._in_flight += 1
+        try:
+            yield self._in_flight <= self.config.requests
+        finally:
+            self._in_flight -= 1
+
+    def session_of(self, request: Request) -> Session | None:
+        """The session that a request is of, where it has its token."""
+        session = self._sessions.get(str(request.path_params.get("session")))
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(token.strip().encode(), (session.token if session else "").encode())
+        return session if session and right and kind.lower() == "bearer" else None
+
+    async def chat(self, session: Session, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        asked = decoded(await self._body(request), ChatRequest)
+        messages, tools = asked.read()
+        prompt = session.conversation.ask(messages, tools)
+        answers = await self._drawn(session, prompt, asked, asked.limit)
+        choices = [Choice(message_of(answer.text, tools, session.new_call), answer) for answer in answers]
+        return await self._answered(session, request, prompt, asked, "chat.completion", choices, bool(asked.logprobs))
+
+    async def complete(self, session: Session, request: Request) -> Response:
+        """`/v1/completions`."""
+        asked = decoded(await self._body(request), CompletionRequest)
+        prompt = session.conversation.ask_text(asked.read())
+        choices = [
+            Choice(answer.text, answer) for answer in await self._drawn(session, prompt, asked, asked.max_tokens)
+        ]
+        return await self._answered(session, request, prompt, asked, "text_completion", choices, logprobs=False)
+
+    async def models(self, session: Session, request: Request) -> Response:
+        """`/v1/models`."""
+        one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "meshrl"}
+        return told(200, {"object": "list", "data": [one]})
+
+    async def _body(self, request: Request) -> bytes:
+        most, body = self.config.body_mib << 20, bytearray()
+        async with asyncio.timeout(self.config.seconds):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise _TooLarge(f"the body has more than {self.config.body_mib} MiB (body_mib)")
+        return bytes(body)
+
+    async def _drawn(self, session: Session, prompt: Prompt, asked: Asked, limit: int | None) -> list[Answer]:
+        """As many answers as are asked for."""
+        size, longest = len(prompt.tokens), self._chat.max_tokens
+        if not 0 < size < longest:
+            raise _NoRoom(
+                f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
+            )
+        draws = [self._drawing.draw(prompt.tokens, session.sampling, limit, asked.stops) for _ in range(asked.n or 1)]
+        try:
+            answers = await asyncio.gather(*draws)
+        except (Exception, asyncio.CancelledError) as error:
+            unless_cancelled(error)
+            raise _SamplerFailed(f"the sampler failed: {described(error)}") from error
+        if not all(len(answer.drawn.tokens) for answer in answers):
+            raise _NoRoom(f"the prompt has {size} tokens, and the model has no room for another")
+        return answers
+
+    async def _answered(
+        self,
+        session: Session,
+        request: Request,
+        prompt: Prompt,
+        asked: Asked,
+        kind: Kind,
+        choices: list[Choice],
+        logprobs: bool = False,
+    ) -> Response:
+        """Record the answers and tell them, where there is still somebody to tell."""
+        if session.id not in self._sessions or await request.is_disconnected():
+            return Response(status_code=_LEFT)
+        for choice in choices:
+            session.conversation.answer(prompt, choice.answer.drawn, choice.said)
+        name = f"{session.id}-{len(session.conversation)}"
+        told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if logprobs else None)
+        return told_of.stream(asked.tells_usage, self.config.seconds) if asked.stream else told_of.whole()
+
+
+class _TooLarge(Exception):
+    """A body of more bytes than may be."""
+
+
+class _NoRoom(Exception):
+    """A prompt that the model has no room after."""
+
+
+class _SamplerFailed(Exception):
+    """What the sampler raised is the cause."""
+
+
+class _Server(uvicorn.Server):
+    """A server beside others' work: signals are the script's."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave them."""
+        yield
+
+
+_Call: TypeAlias = Callable[[Session, Request], Awaitable[Response]]
+
+
+def _app(gateway: Gateway) -> ASGIApp:
+    """The application: its routes, and no more requests at once than there is room for."""
+
+    def answering(call: _Call) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            session = gateway.session_of(request)
+            if session is None:
+                return refused(401, "no open session of this URL has this key: use the url and the token of one")
+            return await _told(call, session, request)
+
+        return endpoint
+
+    async def unknown(request: Request, _: Exception) -> Response:
+        return refused(
+            404,
+            f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, POST "
+            "/s/ID/v1/completions and GET /s/ID/v1/models are",
+        )
+
+    routes = [
+        Route("/s/{session}/v1/chat/completions", answering(gateway.chat), methods=["POST"]),
+        Route("/s/{session}/v1/completions", answering(gateway.complete), methods=["POST"]),
+        Route("/s/{session}/v1/models", answering(gateway.models), methods=["GET"]),
+    ]
+    served = Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+
+    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+        with gateway.one_more() as has_room:
+            most = gateway.config.requests
+            full = refused(429, f"{most} requests are in flight, which is the most: try again (requests)")
+            await (served if has_room else full)(scope, receive, send)
+
+    return bounded
+
+
+async def _told(call: _Call, session: Session, request: Request) -> Response:
+    """What a call answers, or why it does not."""
+    try:
+        return await call(session, request)
+    except ClientDisconnect:
+        return Response(status_code=_LEFT)
+    except TimeoutError:
+        return refused(408, "the body did not come in time (seconds)")
+    except _TooLarge as error:
+        return refused(413, str(error))
+    except _NoRoom as error:
+        return refused(400, str(error), "context_length_exceeded")
+    except DataError as error:
+        return refused(400, str(error))
+    except _SamplerFailed as error:
+        return refused(500, str(error))

@@ -1,0 +1,121 @@
+"""What clients of OpenAI's protocol ask, read and checked; what is not known of a request is not read.
+
+`temperature`, `top_p` and `seed` are not: how is drawn is the run's to say, by whose log-probs the policy learns.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from meshrl.agents.chat import Message, Tool, ToolCall
+from meshrl.errors import DataError
+
+R = TypeVar("R", bound=msgspec.Struct)
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+_Choices: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def read(self) -> Message:
+        """DataError for what is no text."""
+        parts = self.content if isinstance(self.content, list) else ()
+        other = next((part.type for part in parts if part.type != "text"), None)
+        if other is not None:
+            raise DataError(f"a message has a part of type {other!r}, and only text is read")
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        return Message(self.role, text, self.name, tuple(self.tool_calls or ()), self.tool_call_id)
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """What both kinds of request have."""
+
+    model: str
+    """Not read: whatever is asked for, the policy answers."""
+    n: _Choices | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The texts that end an answer."""
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return [text for text in texts if text]
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Request, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def read(self) -> tuple[Sequence[Message], Sequence[Tool]]:
+        """The messages, and the tools that the model may call; DataError for what no sampler of ours does."""
+        if self.top_logprobs:
+            raise DataError("top_logprobs: the sampler tells the log-prob of the token that it drew alone: take 0")
+        if self.response_format and self.response_format.get("type", "text") != "text":
+            raise DataError("response_format: what the model writes is not constrained: take text")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
+        tools = () if self.tool_choice == "none" else self.tools or ()
+        return [message.read() for message in self.messages], tools
+
+
+class CompletionRequest(Request, kw_only=True):
+    """`/v1/completions`."""
+
+    prompt: str | list[str]
+    max_tokens: _Count | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def read(self) -> str:
+        """The prompt; DataError for what no sampler of ours does."""
+        if self.echo:
+            raise DataError("echo: the prompt is not told again: leave it out")
+        if self.logprobs:
+            raise DataError("logprobs: the sampler tells the log-prob of the token that it drew alone: take 0")
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if len(texts) != 1:
+            raise DataError(f"prompt: there are {len(texts)}: give one text, and ask for others apart")
+        return texts[0]
+
+
+def decoded(body: bytes, kind: type[R]) -> R:
+    """A request from its JSON; DataError with the place of what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"the body is no such request: {error}") from error

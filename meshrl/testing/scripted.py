@@ -1,0 +1,117 @@
+"""A model that says what a test has written: a sampler, and how it converses. One token a character."""
+
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from meshrl.agents import Message, Tool
+from meshrl.data import Batch, Ragged, Source
+from meshrl.roles import GenerateCalls, ModelConfig, Sampler, Sampling
+from meshrl.weights import Weights
+
+_END: Final = "\0"
+
+
+class ScriptedChat:
+    """As `meshrl.agents.Chat`: a line for each message, `user: hello`, and for the tools that are offered."""
+
+    ends = frozenset({0})
+    max_tokens = 1 << 20
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The lines, each after the first at the end of a turn, and `assistant: `."""
+        offered = [f"tools: {list(tools)}{_END}\n"] if tools else []
+        lines = [f"{message.role}: {message.content}{_END}\n" for message in messages]
+        return "".join([*offered, *lines, "assistant: "])
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The number of each character."""
+        return list(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The characters, without the one that ends a turn."""
+        return "".join(map(chr, tokens)).replace(_END, "")
+
+
+def read_chat(_config: ModelConfig) -> ScriptedChat:
+    """How a model of the backend `fake` converses."""
+    return ScriptedChat()
+
+
+class ScriptedSampler(Sampler):
+    """Says what a script says: a function of the prompt's text, or texts, one after the other; then IndexError.
+
+    Each text is a turn, ended by a token of its own where there is room for it. Log-probs are -0.5.
+    """
+
+    def __init__(self, script: Callable[[str], str] | Iterable[str]) -> None:
+        self._script = script if callable(script) else _next_of(script)
+        self._version = 0
+        self._calls = GenerateCalls()
+        self.asked: list[str] = []
+        """The text of each prompt that it was asked to go on from."""
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        """Row by row."""
+        rows = prompts.repeat(sampling.n)
+        async with self._calls.begin(sampling.beside) as call:
+            for index in range(len(rows)):
+                aborted = not await call.step()
+                yield self._row(rows.select([index]), sampling, aborted)
+
+    async def load(self, weights: Weights) -> Batch:
+        """Later texts are of this version."""
+        async with self._calls.loading() as places:
+            self._version = weights.version
+        return places
+
+    async def replay(self, record: Batch) -> None:
+        """Let loads and aborts come at their places in the record."""
+        self._calls.replay(record)
+
+    async def abort(self) -> None:
+        """No running call says another text."""
+        await self._calls.abort()
+
+    def _row(self, row: Batch, sampling: Sampling, aborted: bool) -> Batch:
+        had = "tokens" in row
+        given = row.tokens[0].tolist() if had else list(map(ord, str(row.objects("prompt")[0])))
+        said = "" if aborted else self._say("".join(map(chr, given)))
+        whole = f"{said}{_END}"
+        for stop in sampling.stop:
+            whole = whole[: whole.find(stop) + len(stop)] if stop in whole else whole
+        most = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
+        tokens = [] if aborted else [ord(letter) for letter in whole[:most]]
+        text = whole[:most].replace(_END, "")
+        for stop in sampling.stop:
+            text = text.partition(stop)[0]
+        size = len(given)
+        columns = {
+            "tokens": Ragged.of([[*given, *tokens]], np.int32),
+            "loss_mask": Ragged.of([[False] * size + [True] * len(tokens)], np.bool_),
+            "sampler_logprobs": Ragged.of([[0.0] * size + [-0.5] * len(tokens)], np.float32, source=Source("sampler")),
+            "versions": Ragged.of([[-1] * size + [self._version] * len(tokens)], np.int32),
+        }
+        kept = row.drop(*(name for name in columns if name in row))
+        return kept.assign(
+            **columns,
+            oldest_version=np.full(1, self._version, np.int32),
+            completion=[text],
+            temperature=np.ones(1, np.float32),
+            truncated=np.array([len(whole) > most and not aborted]),
+            aborted=np.array([aborted]),
+        )
+
+    def _say(self, prompt: str) -> str:
+        self.asked.append(prompt)
+        return self._script(prompt)
+
+
+def _next_of(texts: Iterable[str]) -> Callable[[str], str]:
+    left = list(texts)
+
+    def say(_: str) -> str:
+        return left.pop(0)
+
+    return say

@@ -1,0 +1,91 @@
+"""Tokenizers with chat templates in the shapes of those that models have, and conversations with them."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from meshrl_hf.chat import HuggingFaceChat
+from meshrl_hf.text import Words
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>\
+{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA = """{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>
+
+Functions: {{ tools | tojson }}<|eot_id|>{% endif %}{% for message in messages %}<|start_header_id|>\
+{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
+
+{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}\
+{% endif %}{{ message.tool_calls[0].function | tojson }}{% else %}{{ message.content | trim }}{% endif %}<|eot_id|>\
+{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+QWEN = """{%- if messages[0].role != 'system' %}<|im_start|>system
+You are helpful.<|im_end|>
+{% endif %}{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}{%- set last = namespace(query=-1) %}{%- for message in messages %}{%- if message.role == 'user' %}\
+{%- set last.query = loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}\
+{%- if message.role == 'tool' %}{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user\
+{%- endif %}{{ '\n' }}<tool_response>
+{{ message.content }}
+</tool_response>{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}{%- elif message.role == 'assistant' %}<|im_start|>assistant
+{% set said = message.content.split('</think>')[-1].lstrip('\\n') %}
+{% if loop.index0 > last.query %}<think>
+{{ message.content.split('</think>')[0].split('<think>')[-1] if '</think>' in message.content else '' }}
+</think>
+
+{% endif %}{{ said }}{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{%- endfor %}<|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+SHAPES = {"chatml": (CHATML, "<|im_end|>"), "llama": (LLAMA, "<|eot_id|>"), "qwen": (QWEN, "<|im_end|>")}
+SPECIAL = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+@cache
+def chat_of(shape: str) -> HuggingFaceChat:
+    """A tokenizer of bytes and some words, as GPT-2's: an emoji is four tokens, and a text has many tokenisations."""
+    template, end = SHAPES[shape]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(SPECIAL),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, and the assistant said hello to the user"] * 8, trainer)
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token=end, clean_up_tokenization_spaces=False
+    )
+    whole.chat_template = template
+    ends: Any = whole.convert_tokens_to_ids(end)
+    return HuggingFaceChat(Words(whole, None, frozenset({ends}), 4096))
+
+
+@pytest.fixture(scope="session")
+def chats() -> Callable[[str], HuggingFaceChat]:
+    """`chats("llama")`: a tokenizer with a template of this shape: chatml, llama or qwen."""
+    return chat_of
+
+
+@pytest.fixture(scope="session", params=SHAPES)
+def chat(request: pytest.FixtureRequest) -> HuggingFaceChat:
+    """Of each shape."""
+    return chat_of(request.param)

@@ -1,0 +1,312 @@
+"""The ids that are trained on are the ids that were sampled, after the ids that they were sampled after."""
+
+import json
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrl import Batch, Source
+from meshrl.agents import Conversation, Drawn, Function, Message, Prompt, Tool, ToolCall
+from meshrl.errors import DataError
+from meshrl_hf.chat import HuggingFaceChat
+
+USER = Message("user", "the cat?")
+TOOL: Tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def drawn(tokens: Sequence[int], version: int = 0, truncated: bool = False) -> Drawn:
+    logprobs = np.linspace(-1, -2, len(tokens), dtype=np.float32)
+    return Drawn(np.array(tokens, np.int32), logprobs, np.full(len(tokens), version, np.int32), truncated)
+
+
+def wrote(chat: HuggingFaceChat, text: str) -> Drawn:
+    """A text and the token that ends a turn."""
+    (end,) = chat.ends
+    return drawn([*chat.encode(text), end])
+
+
+def turn(conversation: Conversation, chat: HuggingFaceChat, messages: Sequence[Message], text: str) -> list[Message]:
+    """Ask, answer with a text, and the messages with it."""
+    said = Message("assistant", text)
+    conversation.answer(conversation.ask(messages), wrote(chat, text), said)
+    return [*messages, said]
+
+
+def shown(chat: HuggingFaceChat, tokens: object) -> str:
+    """The text of tokens, special ones too."""
+    return str(chat._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False))
+
+
+def test_a_prompt_reads_as_the_template_has_the_whole(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    messages = turn(conversation, chat, [Message("system", "be brief"), USER], "on the mat")
+    messages = turn(conversation, chat, [*messages, Message("user", "why?")], "it sat")
+    asked = conversation.ask([*messages, Message("user", "and then?")])
+    assert shown(chat, asked.tokens) == chat.render([*messages, Message("user", "and then?")], ())
+    assert asked.before is not None
+    assert len(conversation.rows()) == 1
+
+
+def test_a_turn_that_was_cut_short_is_closed_by_the_template(chat: HuggingFaceChat) -> None:
+    conversation, said = Conversation(chat), Message("assistant", "the c")
+    conversation.answer(conversation.ask([USER]), drawn(chat.encode("the c"), truncated=True), said)
+    asked = conversation.ask([USER, said, Message("user", "go on")])
+    assert shown(chat, asked.tokens) == chat.render([USER, said, Message("user", "go on")], ())
+    assert conversation.rows().row("truncated").tolist() == [True]
+
+
+def test_the_row_of_a_conversation(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    first, second = wrote(chat, "on"), drawn(chat.encode("mat"), version=3)
+    asked, said = conversation.ask([USER]), Message("assistant", "on")
+    conversation.answer(asked, first, said)
+    again = conversation.ask([USER, said, USER])
+    conversation.answer(again, second, Message("assistant", "mat"))
+    rows = conversation.rows()
+    added = len(again.tokens) - len(asked.tokens) - len(first.tokens)
+    parts = [(len(asked.tokens), False), (len(first.tokens), True), (added, False), (len(second.tokens), True)]
+    assert rows.tokens[0].tolist() == [*again.tokens, *second.tokens]
+    assert rows.loss_mask[0].tolist() == [learnt for length, learnt in parts for _ in range(length)]
+    learns = np.asarray(rows.loss_mask[0], np.bool_)
+    assert rows.sampler_logprobs[0][learns].tolist() == [*first.logprobs, *second.logprobs]
+    assert set(rows.versions[0][~learns].tolist()) == {-1}
+    assert rows.versions[0][learns].tolist() == [*first.versions, *second.versions]
+    assert rows.row("oldest_version").tolist() == [0]
+    assert rows.source("sampler_logprobs") == Source("sampler")
+    assert "the cat?" in str(rows.objects("prompt")[0])
+    assert str(rows.objects("completion")[0]).startswith("on")
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        [Message("system", "another"), USER],
+        [Message("user", "the dog?")],
+        [USER, Message("assistant", "on the mat "), USER],
+        [USER, USER],
+    ],
+)
+def test_a_history_that_was_rewritten_branches(chat: HuggingFaceChat, edited: Sequence[Message]) -> None:
+    conversation = Conversation(chat)
+    turn(conversation, chat, [USER], "on the mat")
+    assert conversation.ask(edited).before is None
+    turn(conversation, chat, edited, "no")
+    rows = conversation.rows()
+    assert len(rows) == 2
+    assert shown(chat, rows.tokens[1]).startswith(chat.render(edited, ()))
+
+
+def test_other_tools_are_another_conversation(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    messages = turn(conversation, chat, [USER], "on")
+    assert conversation.ask([*messages, USER], [TOOL]).before is None
+    assert conversation.ask([*messages, USER]).before is not None
+
+
+def test_a_turn_that_several_went_on_after_is_learnt_once(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    messages = turn(conversation, chat, [USER], "on")
+    for question in ("why?", "how?", "who?"):
+        turn(conversation, chat, [*messages, Message("user", question)], "so")
+    rows = conversation.rows()
+    of_first, of_other = len(chat.encode("on")) + 1, len(chat.encode("so")) + 1
+    assert [int(mask.sum()) for mask in rows.loss_mask] == [of_first + of_other, of_other, of_other]
+    assert [sum(version >= 0 for version in versions.tolist()) for versions in rows.versions] == [
+        of_first + of_other,
+        of_other,
+        of_other,
+    ]
+
+
+def test_several_choices_of_one_prompt_are_rows(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    asked = conversation.ask([USER])
+    for text in ("on", "mat"):
+        conversation.answer(asked, wrote(chat, text), Message("assistant", text))
+    chosen = conversation.ask([USER, Message("assistant", "mat"), USER])
+    assert len(conversation.rows()) == 2
+    assert chosen.before is not None
+    assert chosen.before.drawn.tokens.tolist() == wrote(chat, "mat").tokens.tolist()
+
+
+def test_calls_come_back_in_other_spaces(chats: Callable[[str], HuggingFaceChat]) -> None:
+    chat = chats("qwen")
+    conversation = Conversation(chat)
+    written = '<tool_call>\n{"name":"add","arguments":{"a":1,"b":2}}\n</tool_call>'
+    said = Message("assistant", "", tool_calls=(ToolCall(id="c1", function=Function("add", '{"a":1,"b":2}')),))
+    conversation.answer(conversation.ask([USER], [TOOL]), wrote(chat, written), said)
+    spaced = Message("assistant", "", tool_calls=(ToolCall(id="c1", function=Function("add", '{"b": 2, "a": 1}')),))
+    asked = conversation.ask([USER, spaced, Message("tool", "3", tool_call_id="c1")], [TOOL])
+    assert asked.before is not None
+    assert written in shown(chat, asked.tokens)
+    assert shown(chat, asked.tokens).endswith(
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_thoughts_stay_where_they_were_sampled(chats: Callable[[str], HuggingFaceChat]) -> None:
+    """Qwen's template leaves out the thoughts of earlier turns; a prompt that was sampled from is not changed."""
+    chat = chats("qwen")
+    conversation = Conversation(chat)
+    messages = turn(conversation, chat, [USER], "<think>\nhm\n</think>\n\non")
+    asked = conversation.ask([*messages, USER])
+    assert "hm" in shown(chat, asked.tokens)
+    assert "hm" not in chat.render([*messages, USER], ())
+
+
+def test_a_template_that_refuses_what_stands_for_an_answer_branches(chats: Callable[[str], HuggingFaceChat]) -> None:
+    chat, strict = chats("qwen"), copy(chats("qwen"))
+
+    def render(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        if [message.role for message in messages if message.tool_calls or message.role == "tool"] == ["tool"]:
+            raise DataError("a tool answers what nobody called")
+        return chat.render(messages, tools)
+
+    vars(strict)["render"] = render
+    conversation = Conversation(strict)
+    said = Message("assistant", "", tool_calls=(ToolCall(id="c", function=Function("add", "{}")),))
+    conversation.answer(conversation.ask([USER]), wrote(chat, "call"), said)
+    assert conversation.ask([USER, said, Message("tool", "3")]).before is None
+
+
+def test_texts_without_messages(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    asked = conversation.ask_text("the cat ")
+    odd = [token for letter in "sat on" for token in chat.encode(letter)]
+    conversation.answer(asked, drawn(odd), "sat on")
+    longer = conversation.ask_text("the cat sat on the mat")
+    assert longer.tokens.tolist() == [*chat.encode("the cat "), *odd, *chat.encode(" the mat")]
+    assert conversation.ask_text("the cat sat o").before is None
+    assert len(conversation.rows()) == 1
+
+
+def test_what_is_no_turn_is_refused(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    with pytest.raises(DataError, match="there are no messages"):
+        conversation.ask([])
+    with pytest.raises(DataError, match="no tokens"):
+        conversation.answer(conversation.ask([USER]), drawn([]), USER)
+    with pytest.raises(DataError, match="answered by a Message"):
+        conversation.answer(conversation.ask([USER]), drawn([1]), "text")
+    with pytest.raises(DataError, match="ud83d"):
+        conversation.ask([Message("user", "\ud83d")])
+    assert len(conversation.rows()) == 0
+
+
+def test_a_template_that_refuses_says_so(chats: Callable[[str], HuggingFaceChat]) -> None:
+    call = ToolCall(function=Function("add", "no JSON"))
+    with pytest.raises(DataError, match=r"template refuses these messages: .*one call at a time"):
+        Conversation(chats("llama")).ask([USER, Message("assistant", tool_calls=(call, call))])
+
+
+PIECES = (" ", "  ", "\n", "\n\n ", "the cat", "<|im_end|>", "<|eot_id|>", "<|im_start|>user\n", "</think>", "🦊", "é")
+TEXTS = (
+    st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=4)
+    .map("".join)
+    .filter(lambda text: text.isascii() or not any(0xD800 <= ord(letter) < 0xE000 for letter in text))
+)
+
+
+@dataclass
+class Client:
+    """Somebody who talks to the model, and what a sampler would have been asked and have drawn."""
+
+    chat: HuggingFaceChat
+    data: st.DataObject
+    conversation: Conversation = field(init=False)
+    asked: list[tuple[list[int], Drawn]] = field(default_factory=list)
+    histories: list[list[Message]] = field(default_factory=list)
+    """Each ends with an answer, as it was told."""
+    numbers: "count[int]" = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(self.chat)
+
+    def turn(self) -> None:
+        draw = self.data.draw
+        kept = bool(self.histories) and draw(st.booleans(), "goes on")
+        history = list(draw(st.sampled_from(self.histories), "from")) if self.histories else []
+        if history and not kept:
+            history = self.edited(history)
+        role = st.sampled_from(["user", "system"]) if not history else st.just("user")
+        messages = [*history, Message(draw(role), draw(TEXTS, "says"))]
+        prompt = self.conversation.ask(messages)
+        assert (prompt.before is not None) >= kept
+        for _ in range(draw(st.integers(1, 2), "choices")):
+            tokens = self.sampled(prompt)
+            said = Message("assistant", self.chat.decode(tokens.tokens.tolist()))
+            self.conversation.answer(prompt, tokens, said)
+            # As a client has it that reads JSON and writes it.
+            self.histories.append([*messages, msgspec.json.decode(msgspec.json.encode(said), type=Message)])
+
+    def edited(self, history: list[Message]) -> list[Message]:
+        at = self.data.draw(st.integers(0, len(history) - 1), "edits")
+        change = self.data.draw(st.sampled_from(["strip", "drop", "shorten", "say"]), "how")
+        if change == "drop":
+            return history[:at] + history[at + 1 :]
+        if change == "shorten":
+            return history[:at]
+        text = history[at].content.strip() if change == "strip" else self.data.draw(TEXTS)
+        return [*history[:at], Message(history[at].role, text), *history[at + 1 :]]
+
+    def sampled(self, prompt: Prompt) -> Drawn:
+        """Any ids: a text in pieces that no tokenizer makes, halves of letters, special tokens."""
+        any_ids = st.lists(st.integers(0, 399), min_size=1, max_size=6)
+        by_letters = TEXTS.filter(bool).map(lambda text: [token for each in text for token in self.chat.encode(each)])
+        cut = by_letters.flatmap(lambda ids: st.integers(1, len(ids)).map(lambda end: ids[:end]))
+        ids = list(self.data.draw(any_ids | cut, "samples"))
+        if self.data.draw(st.booleans(), "ends"):
+            ids += self.chat.ends
+        marks = [next(self.numbers) for _ in ids]
+        found = Drawn(np.array(ids, np.int32), -np.array(marks, np.float32), np.array(marks, np.int32) // 4)
+        self.asked.append((prompt.tokens.tolist(), found))
+        return found
+
+
+def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
+    """By its log-prob, which no other has: each token that is learnt, its version, and all before it in its row."""
+    found: dict[float, tuple[int, int, list[int]]] = {}
+    for tokens, mask, logprobs, versions in zip(
+        rows.tokens, rows.loss_mask, rows.sampler_logprobs, rows.versions, strict=True
+    ):
+        for at in np.flatnonzero(mask).tolist():
+            assert float(logprobs[at]) not in found, "a token is learnt twice"
+            found[float(logprobs[at])] = int(tokens[at]), int(versions[at]), tokens[:at].tolist()
+    return found
+
+
+# 10,000 conversations with --hypothesis-profile=explore.
+@settings(max_examples=settings().max_examples * 5 // 3 + 1)
+@given(data=st.data())
+def test_what_is_trained_on_is_what_was_sampled(chat: HuggingFaceChat, data: st.DataObject) -> None:
+    client = Client(chat, data)
+    for _ in range(data.draw(st.integers(1, 5), "turns")):
+        client.turn()
+    rows = client.conversation.rows()
+    expected = {
+        float(logprob): (int(token), int(version), [*prompt, *drawn.tokens[:at].tolist()])
+        for prompt, drawn in client.asked
+        for at, (token, logprob, version) in enumerate(zip(drawn.tokens, drawn.logprobs, drawn.versions, strict=True))
+    }
+    assert learnt(rows) == expected
+    oldest = [min(version for version in versions.tolist() if version >= 0) for versions in rows.versions]
+    assert rows.row("oldest_version").tolist() == oldest
+
+
+@given(text=st.text(max_size=8))
+def test_a_message_is_read_as_it_was_written(text: str) -> None:
+    try:
+        written = json.dumps({"role": "user", "content": text, "refusal": None})
+        read = msgspec.json.decode(written, type=Message)
+    except msgspec.DecodeError:
+        assert any(0xD800 <= ord(letter) < 0xE000 for letter in text)
+    else:
+        assert read == Message("user", text)
