@@ -2,8 +2,8 @@
 
 A `Conversation` is what such a program's requests come to: the ids that each prompt holds, which are those that were
 sampled before, and the rows that are trained on. The `Gateway` is the server, before any sampler, and an `Agent`
-plays episodes: a program's work on a task's row. Both need `pip install 'meshrl[agents]'`, and are loaded when they
-are asked for.
+plays episodes: a program's work on a task's row. `Agents` are a sampler of such episodes, for a stream. These need
+`pip install 'meshrl[agents]'`, and are loaded when they are asked for.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -14,6 +14,7 @@ from meshrl.agents.conversation import Conversation, Drawn, Prompt, Turn
 __all__ = [
     "Agent",
     "AgentConfig",
+    "Agents",
     "Chat",
     "Conversation",
     "Drawn",
@@ -27,18 +28,24 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
+    "conversations",
     "read_chat",
 ]
 
 if TYPE_CHECKING:
     from meshrl.agents.agent import Agent, AgentConfig, Episode
     from meshrl.agents.gateway import Gateway, GatewayConfig, Session
+    from meshrl.agents.sampler import Agents, conversations
 else:
     from importlib import import_module
 
     from meshrl.errors import BackendError
 
-    _MODULES: Final = {"agent": "Agent AgentConfig Episode", "gateway": "Gateway GatewayConfig Session"}
+    _MODULES: Final = {
+        "agent": "Agent AgentConfig Episode",
+        "gateway": "Gateway GatewayConfig Session",
+        "sampler": "Agents conversations",
+    }
     _SERVED: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
     """What needs the extra, and where it is."""
 

@@ -74,6 +74,8 @@ class Episode:
     """0 where it failed."""
     error: str | None
     """What it raised, or that it took too long."""
+    turns: int
+    """Answers of the model."""
     output: str
     """The last that a command wrote; nothing of a function, which prints where the script does."""
 
@@ -107,7 +109,7 @@ class Agent:
         finally:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
-        return Episode(told, reward, error, output.text)
+        return Episode(told, reward, error, len(session.conversation), output.text)
 
     async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         own = copy.deepcopy(dict(row))
