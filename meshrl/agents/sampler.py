@@ -27,7 +27,7 @@ _EPISODE = "episode"
 class Agents(Sampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
-    A row has the columns of its prompt, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
+    A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
     answers), `truncated` (whether one was cut short), and `episode`, whose rows `conversations` brings: it has no
     `tokens` of its own, since an agent may hold several conversations.
 
