@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import STDOUT
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
 import psutil
 
@@ -132,23 +132,34 @@ class Broken:
     def _last_words(self) -> str:
         return "\n".join(self._log.read_text("utf-8").splitlines()[-100:])
 
-    def goes_on_after(self, break_it: "Fault") -> tuple[float, float]:
+    def goes_on_after(self, fault: "Fault") -> tuple[float, float]:
         """Seconds from a fault until the run has got further, and until all its samplers are there as well."""
-        step, told, began = self.step(), self._log.stat().st_size, time.monotonic()
-        with ThreadPoolExecutor(1) as other:  # the run may go on before it is over
-            samplers_go = other.submit(break_it, self)
+        told, began = self._log.stat().st_size, time.monotonic()
+        mend = fault.break_it(self)
+        step = self.step()  # steps are fast: some were made while it was being broken
+        with ThreadPoolExecutor(1) as other:  # the run may go on before it is mended
+            mended = other.submit(mend) if mend else None
             self.wait_until(lambda: self.step() > step + AHEAD, "the run goes on")
             further = time.monotonic() - began
-        if samplers_go.result():
+            if mended:
+                mended.result()
+        if fault.loses_a_sampler:
             self.wait_until(
                 lambda: b"a replica of the sampler is there" in self._log.read_bytes()[told:], "it is whole"
             )
         return further, time.monotonic() - began
 
     def sampling(self, luck: random.Random) -> Host:
-        """A host with a sampler: a run that has just begun may have fewer than hosts."""
-        on = [host for host in self.cluster.hosts[1:] if host.is_on]
-        return luck.choice([host for host in on if host.run(["sh", "-c", "pgrep -f ^ray::RankProcess; true"])])
+        """A host with a sampler: a run that has just begun has none for a while, and then perhaps one."""
+        found: list[Host] = []
+
+        def some() -> bool:
+            on = [host for host in self.cluster.hosts[1:] if host.is_on]
+            found[:] = [host for host in on if host.run(["sh", "-c", "pgrep -f ^ray::RankProcess; true"])]
+            return bool(found)
+
+        self.wait_until(some, "it has a sampler")
+        return luck.choice(found)
 
     def end(self) -> None:
         """As by Ctrl-C. SystemExit, with where each of its threads is, where it does not end."""
@@ -188,52 +199,60 @@ class Broken:
         return sum(int(said.split()[0]) for said in there) / 1024
 
 
-Fault = Callable[[Broken], bool]
-"""Breaks something; whether a sampler is lost by it."""
+class Fault(NamedTuple):
+    """What may happen to a run."""
+
+    name: str
+    loses_a_sampler: bool
+    break_it: Callable[[Broken], Callable[[], None] | None]
+    """Gives what mends it, where it does not stay as it is."""
 
 
-def faults(luck: random.Random) -> Iterator[tuple[str, Fault]]:
+def faults(luck: random.Random) -> Iterator[Fault]:
     """One after the other; each kind comes once before any comes again."""
 
-    def sampler_killed(run: Broken) -> bool:
+    def sampler_killed(run: Broken) -> None:
         run.sampling(luck).run(["pkill", "-KILL", "-f", "^ray::RankProcess"])
-        return True
 
-    def policy_killed(run: Broken) -> bool:
+    def policy_killed(run: Broken) -> None:
         run.cluster.hosts[0].run(["pkill", "-KILL", "-f", "^ray::RankProcess"])
-        return False
 
-    def host_replaced(run: Broken) -> bool:
+    def host_replaced(run: Broken) -> Callable[[], None]:
         run.sampling(luck).kill()
-        run.cluster.add()
-        return True
 
-    def cut_briefly(run: Broken) -> bool:
+        def mend() -> None:
+            run.cluster.add()
+
+        return mend
+
+    def cut_briefly(run: Broken) -> Callable[[], None]:
         host = run.sampling(luck)
         host.cut()
-        time.sleep(BRIEF)
-        host.heal()
-        return False
 
-    def cut_long(run: Broken) -> bool:
+        def mend() -> None:
+            time.sleep(BRIEF)
+            host.heal()
+
+        return mend
+
+    def cut_long(run: Broken) -> Callable[[], None]:
         host = run.sampling(luck)
         host.cut()
-        time.sleep(LONG)
-        host.kill()  # as Ray's node there ends itself, when it hears that it was given up
-        host.boot()
-        return True
 
-    def controller_killed(run: Broken) -> bool:
-        run.kill_controller()
-        return False
+        def mend() -> None:
+            time.sleep(LONG)
+            host.kill()  # as Ray's node there ends itself, when it hears that it was given up
+            host.boot()
 
-    kinds: list[tuple[str, Fault]] = [
-        ("a sampler's process is killed", sampler_killed),
-        ("the policy's process is killed", policy_killed),
-        ("a host dies, and a new one joins", host_replaced),
-        (f"a host is cut off for {BRIEF:g} s", cut_briefly),
-        (f"a host is cut off for {LONG:g} s", cut_long),
-        ("the controller is killed", controller_killed),
+        return mend
+
+    kinds = [
+        Fault("a sampler's process is killed", True, sampler_killed),
+        Fault("the policy's process is killed", False, policy_killed),
+        Fault("a host dies, and a new one joins", True, host_replaced),
+        Fault(f"a host is cut off for {BRIEF:g} s", False, cut_briefly),
+        Fault(f"a host is cut off for {LONG:g} s", True, cut_long),
+        Fault("the controller is killed", False, Broken.kill_controller),
     ]
     while True:
         luck.shuffle(kinds)
@@ -268,13 +287,16 @@ def _broken(
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     used: list[dict[str, float]] = []
     until = time.monotonic() + seconds
-    for name, fault in faults(luck):
+    for fault in faults(luck):
         time.sleep(luck.uniform(*PAUSE))
         if time.monotonic() > until:
             break
-        times[name].append(run.goes_on_after(fault))
+        times[fault.name].append(run.goes_on_after(fault))
         used.append(run.used())
-        print(f"{until - time.monotonic():.0f} s left: {name}: {times[name][-1]}; {dict(used[-1])}", flush=True)
+        print(
+            f"{until - time.monotonic():.0f} s left: {fault.name}: {times[fault.name][-1]}; {dict(used[-1])}",
+            flush=True,
+        )
     return dict(times), used
 
 

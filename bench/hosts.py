@@ -5,7 +5,9 @@
 Five hosts made of namespaces (docs/hosts.md), each with a node of Ray and a cable of so many bits a second.
 
 weights  A trainer on the first host makes a new version, and 8 samplers on the 4 others have taken it and proved every
-         fingerprint. Beside it 8 direct copies: a socket for each sampler, all from the trainer's host at once.
+         fingerprint. Beside it 8 direct copies: a socket for each sampler, all from the trainer's host at once. And
+         what nobody can undercut here: bare sockets from host to host, each of which hands on what comes, and keeps
+         and proves nothing.
 batch    Rows made on the second host are read on the third: the bytes a second, against those of the socket.
 
 The processors of all hosts are this machine's: where they are busy all the while, it is not the links that bound. So it
@@ -108,17 +110,19 @@ def measure(cluster: Cluster, mib: int, rounds: int) -> list[Figure]:
     first, *others = cluster.hosts
     turns = {
         "one": lambda: copied(first, others[:1], mib),
+        "chain": lambda: copied(first, others[:1], mib, others[1:]),
         "direct": lambda: copied(first, [host for host in others for _ in range(EACH)], mib),
     }
     with served(others):
         before = take_turns(turns, 1)
         ours = asked(cluster, mib, rounds)
         after = take_turns(turns, 1)
-    one, direct = (median(before[name] + after[name]) for name in turns)
+    one, chain, direct = (median(before[name] + after[name]) for name in turns)
     sent, busy = ours["sent"] / (mib * MIB), ours["busy"]
     samplers, rate = HOSTS * EACH, mib * MIB / 1e6
     return [
         within(f"{mib} MiB of weights to {samplers} samplers, against one copy", ours["weights"], "s", one, 1.3),
+        figure("  the same, against a chain of bare sockets", ours["weights"], "s", chain),
         figure(f"  the same, against {samplers} direct copies", ours["weights"], "s", direct),
         figure("  what leaves the trainer's host, against one copy", sent * mib, "MiB", mib),
         figure("  processors busy", busy, "%"),
@@ -174,23 +178,36 @@ def on(number: int) -> Resources:
 
 
 SERVER: Final = """
-import os, socket
+import os, socket, sys
 server = socket.create_server(("", 1234))
 print("ready", flush=True)
-memory = bytearray(1 << 20)
+memory = memoryview(bytearray(1 << 20))
 while True:
     came, _ = server.accept()
     if os.fork() == 0:
-        while came.recv_into(memory):
-            pass
+        to = [name for name in came.recv(1000).decode().split() if name]
+        came.sendall(b"x")
+        if to:
+            on = socket.create_connection((to[0], 1234))
+            on.sendall(" ".join(to[1:]).encode() or b" ")
+            on.recv(1)
+        while got := came.recv_into(memory):
+            if to:
+                on.sendall(memory[:got])
+        if to:
+            on.shutdown(socket.SHUT_WR)
+            on.recv(1)
         came.sendall(b"x")
         break
     came.close()
 """
+"""Takes what comes, and sends it to the host that the sender names first, which is to send it to the others."""
 CLIENT: Final = """
 import socket, sys
 block = bytes(1 << 20)
 with socket.create_connection((sys.argv[1], 1234)) as server:
+    server.sendall(" ".join(sys.argv[3:]).encode() or b" ")
+    server.recv(1)
     print("ready", flush=True)
     sys.stdin.readline()
     for _ in range(int(sys.argv[2])):
@@ -213,10 +230,13 @@ def served(hosts: Sequence[Host]) -> Generator[None]:
         server.communicate()
 
 
-def copied(sender: Host, to: Sequence[Host], mib: int) -> float:
-    """Seconds until so many MiB have come to each of these hosts, by a bare socket each, at once."""
-    command = [sys.executable, "-c", CLIENT]
-    clients = [sender.start([*command, host.name, str(mib)], stdin=PIPE, stdout=PIPE) for host in to]
+def copied(sender: Host, to: Sequence[Host], mib: int, then: Sequence[Host] = ()) -> float:
+    """Seconds until so many MiB have come to each of these hosts, by a bare socket each, at once.
+
+    `then`: these get them too, each from the one before.
+    """
+    command, others = [sys.executable, "-c", CLIENT], [host.name for host in then]
+    clients = [sender.start([*command, host.name, str(mib), *others], stdin=PIPE, stdout=PIPE) for host in to]
     for client in clients:
         assert client.stdout
         client.stdout.readline()

@@ -24,6 +24,7 @@ class _Joined(NamedTuple):
     place: str
     """Where its ranks met, host and port."""
     generation: str
+    vigil: Vigil
 
 
 _joined: _Joined | None = None
@@ -79,14 +80,16 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
     store = meet(rank)
     known = _generations(store, rank, _joined.generation if _joined else "")
     if "" in known or len(known) > 1:  # a process is new: the old group, where there is one, lacks it
+        if _joined is not None:
+            _joined.vigil.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group(
             _carrier(device), store=PrefixStore("group", store), rank=rank.index, world_size=rank.size,
             timeout=PATIENCE, device_id=_bound(device),
         )  # fmt: skip
-        Vigil(store, rank, here.rpartition(":")[0], partial(_abort, device, dist.group.WORLD))
-        _joined = _Joined(here, here)
+        vigil = Vigil(store, rank, here.rpartition(":")[0], partial(_abort, device, dist.group.WORLD))
+        _joined = _Joined(here, here, vigil)
     elif _joined is not None:
         _joined = _joined._replace(place=here)
 

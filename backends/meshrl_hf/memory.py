@@ -1,7 +1,7 @@
 """What a rank holds of a model: a rehearsal of its passes with tensors that have shapes and no memory."""
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,14 +172,16 @@ def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[Lan
     kind = kind_of(config) if isinstance(config, RewardModelConfig | RewardTrainingConfig) else GENERATOR
     layers = depth_of(shape)
     trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
-    batch, micro = _micro_batch(work, budget, trains=trains)
+    passes = [_micro_batch(work, tokens, trains=trains) for tokens in (1, budget)]
     attention = OnGpu if work.gpu else Packed
     rehearsed: list[Rehearsal] = []
     for depth in DEPTHS if layers > max(DEPTHS) else (layers,):
         model = skeleton_of(config, shape, kind, depth)
-        fresh = replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))  # it keeps what it made
+        fresh = [  # it keeps what it made
+            (batch, replace(micro, attend=attention(micro.attend.groups, micro.attend.keys))) for batch, micro in passes
+        ]
         try:
-            rehearsed.append(_rehearse(model, lay_out(model), batch, fresh))
+            rehearsed.append(_rehearse(model, lay_out(model), fresh))
         except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise ModelError(
                 f"{type(model.network).__name__} takes another amount of memory for other values ({error.func}), as "
@@ -279,8 +281,8 @@ class Rehearsal:
         return replace(self, figures=named._replace(workspace=workspace), before=before, computed=computed, late=late)
 
 
-def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch) -> Rehearsal:
-    """Two micro-batches: gradients are there when the second one begins."""
+def _rehearse(model: LanguageModel, cast_: Cast, passes: Iterable[tuple[Batch, MicroBatch]]) -> Rehearsal:
+    """Two micro-batches, the second of which is measured: gradients are there when it begins."""
     trains = cast_.steps_over is not None
     modes = fake.FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings()
     with modes[0], modes[1], Live() as live, nullcontext() if trains else torch.no_grad():
@@ -294,7 +296,7 @@ def _rehearse(model: LanguageModel, cast_: Cast, batch: Batch, micro: MicroBatch
         held = before = live.now
         blocks = [each for each in model.network.modules() if isinstance(each, nn.ModuleList) and len(each)]
         marks = Marks(live, model.network.base_model, blocks[0][-1])
-        for _ in range(2):
+        for batch, micro in passes:
             before = live.now
             marks.begin()
             said = cast_.predict(batch, micro)

@@ -8,6 +8,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -22,6 +23,10 @@ _TOKEN: Final = 16
 _NUMBER: Final = struct.Struct("<I")
 _PATIENCE: Final = 10.0
 """Seconds that who connects has to say who it is."""
+_CONNECTED: Final = 120.0
+"""Seconds within which all ranks connect: they have met just before."""
+_FAREWELL: Final = 0xFFFFFFFF
+"""Said instead of a number by who closes its vigil, and lives."""
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """After a minute without an answer the host of a rank counts as gone."""
 
@@ -29,49 +34,73 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 class Vigil:
     """One rank's watch over the others: `died` is called once, in a thread, with the number of one that is gone."""
 
-    def __init__(self, store: Store, rank: Rank, host: str, died: Callable[[int], None]) -> None:
-        """All ranks make theirs at the same time. `host`: where the others reach the first rank."""
+    def __init__(
+        self, store: Store, rank: Rank, host: str, died: Callable[[int], None], patience: float = _CONNECTED
+    ) -> None:
+        """All ranks make theirs at the same time. `host`: where the others reach the first rank.
+
+        One that has not connected within the `patience`, in seconds, counts as gone.
+        """
         self._died = died
+        self._closed = False
         if rank.index == 0:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
             listening = socket.create_server(("", 0), family=family, backlog=rank.size, dualstack_ipv6=both)
             token = secrets.token_bytes(_TOKEN)
             store.set(_KEY, f"{listening.getsockname()[1]} {token.hex()}")
-            watch = self._over(listening, token, rank.size - 1)
+            self._own, closing = socket.socketpair()
+            watch = self._over(listening, closing, token, set(range(1, rank.size)), patience)
         else:
             port, told = store.get(_KEY).decode().split()
-            first = _kept(socket.create_connection((host, int(port))))
-            first.sendall(bytes.fromhex(told) + _NUMBER.pack(rank.index))
-            watch = self._of(first)
-        threading.Thread(target=watch, name="vigil", daemon=True).start()
+            self._own = _kept(socket.create_connection((host, int(port)), patience))
+            self._own.settimeout(None)
+            self._own.sendall(bytes.fromhex(told) + _NUMBER.pack(rank.index))
+            watch = self._of(self._own)
+        self._thread = threading.Thread(target=watch, name="vigil", daemon=True)
+        self._thread.start()
 
-    def _over(self, listening: socket.socket, token: bytes, others: int) -> Callable[[], None]:
-        """What the first rank does: it tells all of the first that is gone."""
+    def close(self) -> None:
+        """End it: `died` is not called any more, and the others do not take this for a death."""
+        self._closed = True
+        with suppress(OSError):  # it has ended, or the first rank is gone
+            self._own.sendall(_NUMBER.pack(_FAREWELL))
+            self._own.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._own.close()
+
+    def _over(
+        self, listening: socket.socket, closing: socket.socket, token: bytes, awaited: set[int], patience: float
+    ) -> Callable[[], None]:
+        """What the first rank does: it tells all of the first that is gone. `awaited`: who has not connected yet."""
+        there: dict[socket.socket, int] = {}
 
         def watch() -> None:
-            there: dict[socket.socket, int] = {}
-            with selectors.DefaultSelector() as selector, listening:
-                while len(there) < others:
-                    connection = _kept(listening.accept()[0])
-                    connection.settimeout(_PATIENCE)
-                    hello = _read(connection, _TOKEN + _NUMBER.size)
-                    connection.settimeout(None)
-                    if secrets.compare_digest(hello[:_TOKEN], token):
-                        there[connection] = _NUMBER.unpack(hello[_TOKEN:])[0]
+            until, gone = time.monotonic() + patience, _FAREWELL
+            with selectors.DefaultSelector() as selector, listening, closing:
+                selector.register(closing, selectors.EVENT_READ)
+                selector.register(listening, selectors.EVENT_READ)
+                while gone == _FAREWELL and not self._closed:
+                    left = max(0.0, until - time.monotonic()) if awaited else None
+                    ready = [key.fileobj for key, _ in selector.select(left)]
+                    if not ready and awaited:
+                        gone = min(awaited)
+                    for each in there.keys() & ready:
+                        selector.unregister(each)
+                        with each:
+                            gone = gone if _read(each, _NUMBER.size) else there[each]
+                        del there[each]
+                    if listening in ready and (came := _greeted(listening, token)):
+                        connection, number = came
+                        there[connection] = number
+                        awaited.discard(number)
                         selector.register(connection, selectors.EVENT_READ)
-                    else:
-                        connection.close()
-                ((key, _), *_) = selector.select()
-                gone = key.fileobj
-                assert isinstance(gone, socket.socket)  # noqa: S101 - no other was registered
-                dead = there.pop(gone)
-                for each in there:
-                    with suppress(OSError):
-                        each.sendall(_NUMBER.pack(dead))
-                self._died(dead)
-            for each in (gone, *there):
-                each.close()
+                        if not awaited:
+                            selector.unregister(listening)
+            for each in there:
+                with each, suppress(OSError):
+                    each.sendall(_NUMBER.pack(gone))
+            self._tell(gone)
 
         return watch
 
@@ -81,9 +110,25 @@ class Vigil:
         def watch() -> None:
             with first:
                 told = _read(first, _NUMBER.size)
-            self._died(_NUMBER.unpack(told)[0] if told else 0)
+            self._tell(_NUMBER.unpack(told)[0] if told else 0)
 
         return watch
+
+    def _tell(self, gone: int) -> None:
+        if gone != _FAREWELL and not self._closed:
+            self._died(gone)
+
+
+def _greeted(listening: socket.socket, token: bytes) -> tuple[socket.socket, int] | None:
+    """A rank that connects, and its number; None where it is somebody else."""
+    connection = _kept(listening.accept()[0])
+    connection.settimeout(_PATIENCE)
+    hello = _read(connection, _TOKEN + _NUMBER.size)
+    connection.settimeout(None)
+    if secrets.compare_digest(hello[:_TOKEN], token):
+        return connection, _NUMBER.unpack(hello[_TOKEN:])[0]
+    connection.close()
+    return None
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

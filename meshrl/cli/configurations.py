@@ -1,4 +1,4 @@
-"""The commands about configurations: run, check, simulate, new, configs."""
+"""The commands about configurations: run, fork, check, simulate, new, configs."""
 
 import asyncio
 import shlex
@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl import log
-from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
+from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, RunArgument, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_raised
+from meshrl.cli.terminal import show_findings, show_raised
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
-from meshrl.report import find_run
+from meshrl.report import diagnose, find_run, read_numbers
 from meshrl.run import (
     Job,
     Run,
@@ -31,6 +31,7 @@ from meshrl.run import (
     list_of_mistakes,
     load_job,
     pin,
+    plan_fork,
     run_job,
     shipped_configs,
     unseen,
@@ -41,7 +42,30 @@ from meshrl.tasks import TaskConfig
 @app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Check a configuration and run it. Its files go to runs/NAME."""
-    job = pin(_checked(config, overrides, memory=False))
+    _show_summary(_to_its_end(pin(_checked(config, overrides, memory=False))))
+
+
+@app.command(context_settings=WITH_SETTINGS)
+def fork(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(min=1, help="After so many of its steps the new run does otherwise.")],
+    overrides: Overrides = None,
+    name: Annotated[str | None, typer.Option(help="Of the new run; else RUN-at-STEP.")] = None,
+) -> None:
+    """Run an earlier run again from one of its steps, with other settings. Its files go to runs/NAME."""
+    earlier = find_run(run)
+    planned = plan_fork(earlier, step, name, settings(run, overrides))
+    source = str(earlier / "config.toml")
+    alike, onward = (pin(_checked(source, [*given], memory=False)) for given in (planned.alike, planned.onward))
+    planned.begin()
+    if not planned.has_all:
+        _to_its_end(alike)
+    planned.note(overrides or [])
+    _show_summary(_to_its_end(onward))
+
+
+def _to_its_end(job: Job[RunConfig]) -> Path:
+    """Run a job; the folder of the run, which has ended. Exits where somebody interrupts it."""
     begun: list[Run] = []
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
@@ -51,7 +75,7 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
         typer.echo(f"Interrupted.{where}", err=True)
         number = signal.SIGTERM if isinstance(ending, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None
-    _show_summary(begun[-1].folder)
+    return begun[-1].folder
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -155,3 +179,4 @@ def _show_summary(folder: Path) -> None:
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     table.add_row("folder", str(folder))
     Console().print(table)
+    show_findings(diagnose(read_numbers(folder)))

@@ -1,4 +1,4 @@
-"""The commands about a run's folder: serve, eval, merge, push, report, trace, audit."""
+"""The commands about a run's folder: serve, eval, merge, push, report, trace, audit, diagnose."""
 
 import asyncio
 from itertools import count
@@ -12,12 +12,12 @@ from rich.table import Table
 
 from meshrl.cli.application import Out, RunArgument, app, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_error
+from meshrl.cli.terminal import show_error, show_findings
 from meshrl.config import validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import DataError, MeshrlError
 from meshrl.evaluation import Question, evaluate_run
-from meshrl.report import find_run, make_trace, read_run, render
+from meshrl.report import STEPS, diagnose, find_run, make_trace, read_numbers, read_run, render
 from meshrl.roles import Address
 from meshrl.run import audit_run, merge_adapters
 from meshrl.run import push as push_run
@@ -169,3 +169,20 @@ def audit(run: RunArgument) -> None:
             typer.echo(f"          and {more:,} more")
     if not found.holds:
         raise typer.Exit(1)
+
+
+@app.command(name="diagnose")
+def find_signs(run: RunArgument) -> None:
+    """Look for why a run does not learn: signs in its numbers, each with what to try.
+
+    Exit status 0 where there is none, 1 where there is one, 2 where it has made too few steps to say.
+    """
+    record = read_numbers(find_run(run))
+    if (steps := len(record.metrics)) < STEPS:
+        typer.echo(f"{record.folder}: {steps} steps, and {STEPS} are needed to say anything", err=True)
+        raise typer.Exit(2)
+    found = diagnose(record)
+    show_findings(found)
+    if found:
+        raise typer.Exit(1)
+    typer.echo(f"{record.folder}: nothing wrong is seen in {steps:,} steps")

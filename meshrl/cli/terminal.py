@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
@@ -9,6 +10,7 @@ import typer
 
 from meshrl.errors import MeshrlError, RankFailed, described
 from meshrl.log import processors
+from meshrl.report import Finding
 from meshrl.user_code import frames_of, is_of_meshrl
 
 
@@ -32,6 +34,13 @@ def show_raised(error: Exception, script: Path) -> None:
         lines = "".join(traceback.format_list(frames))
         typer.echo(f"Traceback, of the script's own lines:\n{lines}{described(error)}", err=True)
         raise typer.Exit(1) from None
+
+
+def show_findings(findings: Sequence[Finding]) -> None:
+    """Tell what a diagnosis found: evidence, what to try, and where to read on."""
+    for finding in findings:
+        typer.secho(f"{finding.name}: ", fg="yellow", bold=True, nl=False)
+        typer.echo(f"{finding.evidence}\n  try: {finding.advice}\n  see: {finding.page}")
 
 
 def _told(error: MeshrlError) -> str:

@@ -1,23 +1,28 @@
 """What a run did, from its folder: one page to read, and a trace to open in Perfetto.
 
 `read_run` reads the events and numbers; `overlap` and `idleness` say what bounded the steps and why ranks were
-idle; `render` makes the page, `make_trace` the trace.
+idle, `diagnose` why it did not learn; `render` makes the page, `make_trace` the trace.
 """
 
 from meshrl.report.analysis import idleness, overlap
+from meshrl.report.diagnosis import STEPS, Finding, diagnose
 from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
 from meshrl.report.page import render
-from meshrl.report.reading import find_run, read_events, read_run
+from meshrl.report.reading import find_run, read_events, read_numbers, read_run
 from meshrl.report.trace import make_trace
 
 __all__ = [
+    "STEPS",
+    "Finding",
     "Intervals",
     "alone",
+    "diagnose",
     "find_run",
     "idleness",
     "make_trace",
     "overlap",
     "read_events",
+    "read_numbers",
     "read_run",
     "render",
     "seconds_in",

@@ -24,6 +24,7 @@ _KNOWN = (
     (r"(eval/)?reward_errors", Quantity("completions", "scoring")),
     (r"eval/prompts", Quantity("prompts")),
     (r"eval/version_\w+", Quantity("version", "sync")),
+    (r"zero_std_groups", Quantity("share of groups whose completions all have one reward", "scoring")),
     (r"completion_tokens", Quantity("tokens, mean over completions", "rollout")),
     (r"turns", Quantity("turns, mean over episodes", "rollout")),
     (r"(eval/)?truncated", Quantity("share of completions", "rollout")),

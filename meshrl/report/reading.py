@@ -85,6 +85,19 @@ def read_run(folder: Path) -> Record:
     )
 
 
+def read_numbers(folder: Path) -> Record:
+    """What `read_run` reads of the numbers of a run's steps and evaluations, without its samples and events."""
+    notes: list[str] = []
+    lines, evaluations = msgspec.json.Decoder(Line), folder / "evaluations.jsonl"
+    return Record(
+        folder,
+        _summary(folder / "summary.json", notes),
+        _lines(folder / "metrics.jsonl", lines, notes),
+        notes=notes,
+        evaluations=_lines(evaluations, lines, notes) if evaluations.is_file() else (),
+    )
+
+
 def read_events(file: Path, notes: list[str]) -> list[Event]:
     """The events of a file; what is missing or damaged is added to `notes`."""
     return _lines(file, msgspec.json.Decoder[Event](Event), notes)

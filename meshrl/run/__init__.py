@@ -12,6 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
 from meshrl.run.mistakes import list_of_mistakes
@@ -31,6 +32,7 @@ __all__ = [
     "BackgroundMeasurements",
     "EvaluationConfig",
     "Findings",
+    "Fork",
     "Held",
     "Job",
     "Measurement",
@@ -56,6 +58,7 @@ __all__ = [
     "merge_adapters",
     "newest_model",
     "pin",
+    "plan_fork",
     "plan_memory",
     "push",
     "root_of",

@@ -1,5 +1,7 @@
 """The numbers that people watch of a batch of rollouts."""
 
+import numpy as np
+
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError
 from meshrl.losses import effective_sample_size
@@ -12,13 +14,25 @@ def corrected(metrics: Metrics) -> dict[str, float]:
     return {}
 
 
+def _signal(batch: Batch) -> dict[str, float]:
+    """The share of the groups in which all rewards are equal, so that no completion is better than another."""
+    if "groups" not in batch:
+        return {}
+    _, group, counts = np.unique(batch.row("groups"), return_inverse=True, return_counts=True)
+    most, least = np.full(len(counts), -np.inf), np.full(len(counts), np.inf)
+    np.maximum.at(most, group, batch.rewards)
+    np.minimum.at(least, group, batch.rewards)
+    several = counts > 1
+    return {"zero_std_groups": float((most == least)[several].mean())} if several.any() else {}
+
+
 async def statistics(batch: Batch) -> dict[str, float]:
     """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there.
 
     DataError where the reward raised on each of its rows: nothing can be learned of them.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
-    watched = ("rewards", "truncated", "reward_error", "staleness", "turns", *rewards)
+    watched = ("rewards", "groups", "truncated", "reward_error", "staleness", "turns", *rewards)
     if names := [name for name in watched if name in batch]:
         batch = await batch.load(*names)
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
@@ -26,6 +40,7 @@ async def statistics(batch: Batch) -> dict[str, float]:
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())
+        found |= _signal(batch)
         found |= {f"reward/{name.removeprefix('reward_')}": float(batch.row(name).mean()) for name in rewards}
     if "turns" in batch and len(batch):
         found["turns"] = float(batch.row("turns").mean())

@@ -176,6 +176,17 @@ def newest_checkpoint(run: Path) -> Path | None:
     return next(reversed(_whole(run.resolve() / _FOLDER)), None)
 
 
+def checkpoint_until(run: Path, step: int) -> Path | None:
+    """The folder of a run's newest checkpoint that was written after at most so many steps; None where it has none."""
+    found = reversed(_whole(run.resolve() / _FOLDER))
+    return next((path for path in found if steps_of(path) <= step), None)
+
+
+def steps_of(checkpoint: Path) -> int:
+    """After how many steps a checkpoint was written, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 async def _all(works: Iterable[Awaitable[None]]) -> None:
     """Wait for the end of all, then raise what the first raised: none goes on after that."""
     for failed in await asyncio.gather(*works, return_exceptions=True):
@@ -186,7 +197,7 @@ async def _all(works: Iterable[Awaitable[None]]) -> None:
 def _whole(folder: Path) -> list[Path]:
     """The checkpoints, the oldest first."""
     found = [path for path in folder.iterdir() if _WHOLE.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=steps_of)
 
 
 def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:

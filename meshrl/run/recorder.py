@@ -30,7 +30,8 @@ _METRICS = "metrics.jsonl"
 _SAMPLES = "samples.jsonl"
 _EVALUATIONS = "evaluations.jsonl"
 _GROUPS = "groups.jsonl"
-_GROWING = (_METRICS, _SAMPLES, _EVALUATIONS, _GROUPS)
+GROWING = (_METRICS, _SAMPLES, _EVALUATIONS, _GROUPS)
+"""Files that a run adds to, and one that goes on cuts to what they were at its checkpoint."""
 _PART = "summary.json.part"
 _RESERVED = 16384
 """Bytes that the summary has on the disk from the beginning, should it be full at the end."""
@@ -76,7 +77,7 @@ class Recorder:
         """Since when `seconds` count, on the event loop's clock."""
         folder = self.folder
         if goes_on is not None:
-            cut(folder, goes_on, _GROWING)
+            cut(folder, goes_on, GROWING)
         folder.mkdir(parents=True, exist_ok=True)
         self._resolved = _without_none(resolved)
         write_whole(folder / "config.toml", tomli_w.dumps(self._resolved).encode())

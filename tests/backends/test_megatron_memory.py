@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -122,8 +123,9 @@ def found(folder: str) -> Mapping[str, tuple[int, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    spawn(measure, (folder, port), nprocs=RANKS)
-    spawn(tell, (folder,), nprocs=1)
+    multiprocessing.set_forkserver_preload([__name__, "meshrl_megatron.policy"])  # imported once, for all of them
+    start_processes(measure, (folder, port), nprocs=RANKS, start_method="forkserver")
+    start_processes(tell, (folder,), nprocs=1, start_method="forkserver")
     ranks = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(RANKS)]
     before = json.loads(Path(folder, "told.json").read_text())
     taken = {case: [rank[case] for rank in ranks] for case in CASES}

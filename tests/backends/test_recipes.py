@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from meshrl import PolicyConfig, RunConfig
+from meshrl import PolicyConfig, ReferenceConfig, RunConfig
 from meshrl.roles import Work, options_of
 from meshrl.run import Job, load_job, plan_memory, shipped_configs
 from meshrl.simulation import simulate_job
@@ -87,8 +87,12 @@ def of_megatron(config: PolicyConfig, axes: Mapping[str, int]) -> Mapping[str, i
     from meshrl_hf.memory import fake, rehearsed_alone  # noqa: PLC0415
     from meshrl_megatron.core import fresh_scratch, quiet  # noqa: PLC0415
     from meshrl_megatron.memory import _Plan, _Rank  # noqa: PLC0415
+    from meshrl_megatron.options import MegatronConfig  # noqa: PLC0415
 
-    plan = _Plan(config, Work(axes, prompt=1, completion=1, rows=1, n=1, gpu=1))
+    # Its weights alone: buffers of gradients take most of the time, and plan_memory makes those of some layers.
+    shared = {name: getattr(config, name) for name in ("model", "backend", "dtype")}
+    frozen = ReferenceConfig.model_validate({**shared, "megatron": options_of(config, MegatronConfig)})
+    plan = _Plan(frozen, Work(axes, prompt=1, completion=1, rows=1, n=1, gpu=1))
     with rehearsed_alone(0, prod(axes.values())):
         rank = _Rank(plan, plan.grid(0), plan.grid(0).collection(0), plan.shape.layers // plan.pp)
         with quiet(), fresh_scratch(), fake.FakeTensorMode(), Live() as live:

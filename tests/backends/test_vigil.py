@@ -4,13 +4,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import Queue
 from types import SimpleNamespace
+from typing import TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshrl.mesh import Rank
 from meshrl_hf import group
+from meshrl_hf.vigil import Vigil
 
 RANK = """
 import os, sys, threading
@@ -69,6 +76,56 @@ def test_the_others_hear_of_a_rank_that_is_killed_while_they_wait_for_living_one
         for each in ranks:
             each.kill()
             each.wait()
+
+
+Told: TypeAlias = "Queue[tuple[int, int]]"
+"""Who is told, and of whom."""
+Watching: TypeAlias = Callable[..., tuple[list[Vigil], Told]]
+
+
+def _hear(told: Told, own: int, dead: int) -> None:
+    told.put((own, dead))
+
+
+@pytest.fixture
+def watching() -> Iterator[Watching]:
+    """`watching(size, *ranks)`: the vigils of some ranks, in this process."""
+    made: list[Vigil] = []
+
+    def make(size: int, *ranks: int, patience: float = 60) -> tuple[list[Vigil], Told]:
+        store, told = vars(dist)["HashStore"](), Queue[tuple[int, int]]()
+        for index in ranks:
+            hear = partial(_hear, told, index)
+            made.append(Vigil(store, Rank(index, size), "127.0.0.1", hear, patience))
+        return made, told
+
+    yield make
+    for each in made:
+        each.close()
+    assert not [each for each in threading.enumerate() if each.name == "vigil"]
+
+
+def test_a_rank_that_dies_before_it_has_connected_is_heard_of(watching: Watching) -> None:
+    _, told = watching(3, 0, 1, patience=0.5)
+    assert {told.get(timeout=60) for _ in range(2)} == {(0, 2), (1, 2)}
+
+
+def test_a_rank_that_dies_is_heard_of_before_all_have_connected(watching: Watching) -> None:
+    (_, _, dies), told = watching(4, 0, 1, 2)
+    dies._own.shutdown(socket.SHUT_RDWR)
+    assert (0, 2) in {told.get(timeout=60) for _ in range(3)}
+
+
+@pytest.mark.parametrize("leaves", [0, 1])
+def test_who_closes_its_vigil_is_not_dead_and_hears_no_more(leaves: int, watching: Watching) -> None:
+    vigils, told = watching(3, 0, 1, 2)
+    vigils[leaves].close()
+    if leaves:  # the others are watched still
+        vigils[2]._own.shutdown(socket.SHUT_RDWR)
+        assert (0, 2) in {told.get(timeout=60) for _ in range(2)}
+    for each in vigils:
+        each.close()
+    assert told.empty()
 
 
 def test_collectives_of_gpus_are_aborted_and_those_of_a_group_that_came_after_are_not(

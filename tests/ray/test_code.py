@@ -73,11 +73,22 @@ def test_the_name_is_that_of_the_content(project: Path) -> None:
 
 def test_too_much_is_refused_with_the_largest_files(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "MOST", 2**20)
-    (project / "rows.json").write_bytes(bytes(2**21))
+    (project / "kernels.so").write_bytes(bytes(2**21))
     with pytest.raises(
-        ConfigError, match=rf"has 2\.0 MiB, and 1 MiB are the most.*\n  2\.0 MiB {project}/rows\.json\n"
+        ConfigError, match=rf"has 2\.0 MiB, and 1 MiB are the most.*\n  2\.0 MiB {project}/kernels\.so\n"
     ):
         packaged([project], {})
+
+
+def test_large_files_of_data_are_left_out_and_named_and_do_not_end_the_run(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rows.json", "words.txt", "kernels.so", "rows.jsonl", "rows.parquet"):
+        with (project / name).open("wb") as file:
+            file.truncate(code.MOST if name[0] in "rw" else code.MOST_OF_A_TEXT + 1)
+    (project / "small.json").write_bytes(bytes(code.MOST_OF_A_TEXT))
+    assert names(project) == ["0/kernels.so", "0/letters.toml", "0/small.json", "0/train.py"]
+    assert f"files='{project}/rows.json, {project}/words.txt'" in capsys.readouterr().err
 
 
 def test_of_an_imported_package_its_own_folder_is_carried_and_of_a_script_all_beside_it(

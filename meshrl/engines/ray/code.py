@@ -15,14 +15,18 @@ from typing import Final, NamedTuple
 import ray
 from ray._private.thirdparty.pathspec.pathspec import PathSpec
 
+from meshrl import log
 from meshrl.engines.hosting import is_installed
 from meshrl.errors import ConfigError
 from meshrl.user_code import copied, find_copies
 
 MOST: Final = 64 * 2**20
 """Bytes of files that are carried."""
-KINDS: Final = frozenset({".py", ".so", ".toml", ".json", ".yaml", ".yml", ".txt", ".jinja", ".cfg", ".ini"})
-"""Of files that are carried: code, and what configures it. Models and data lie where all nodes see them."""
+CODE: Final = frozenset({".py", ".so"})
+TEXTS: Final = frozenset({".toml", ".json", ".yaml", ".yml", ".txt", ".jinja", ".cfg", ".ini"})
+"""What configures code, and is carried with it. Models and data lie where all nodes see them."""
+MOST_OF_A_TEXT: Final = 8 * 2**20
+"""Bytes; a larger one is data."""
 _ENVIRONMENT: Final = "pyvenv.cfg"
 _CONDA: Final = "conda-meta"
 _RUN: Final = "metrics.jsonl"
@@ -66,12 +70,20 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
     """What ranks on other nodes may import: these folders, and the modules that are not installed.
 
     Of a package that is imported its own folder is taken, of a module all beside it. None where there is nothing.
-    ConfigError where it is more than `MOST`, with the largest files.
+    Texts of more than `MOST_OF_A_TEXT` are left out, and named in the log. ConfigError where the rest is more than
+    `MOST`, with the largest files.
     """
     found: dict[Path, set[Path]] = {}
     for root, part in {*_asked(folders), *_imported(modules)}:
         found.setdefault(root, set()).update([part] if part.is_file() else _files(part))
-    found = {root: files for root, files in found.items() if files}
+    data = {file for files in found.values() for file in files if _is_data(file)}
+    if data:
+        log.warning(
+            f"texts of more than {MOST_OF_A_TEXT // 2**20} MiB beside the code are data, not carried to other nodes: "
+            "if ranks read them, put them where all nodes see them",
+            files=", ".join(map(str, sorted(data))),
+        )
+    found = {root: files - data for root, files in found.items() if files - data}
     if not found:
         return None
     _check_size({file for files in found.values() for file in files})
@@ -85,6 +97,10 @@ def packaged(folders: Iterable[Path], modules: Mapping[str, ModuleType]) -> Pack
     content = packed.getvalue()
     digest = hashlib.sha256(content).hexdigest()[:32]
     return Package(f"gcs://_ray_pkg_{digest}.zip", [str(root) for root in sorted(found)], content)
+
+
+def _is_data(file: Path) -> bool:
+    return file.suffix not in CODE and file.stat().st_size > MOST_OF_A_TEXT
 
 
 def _is_theirs(file: str) -> bool:
@@ -137,7 +153,7 @@ def _files(folder: Path) -> Iterator[Path]:
         ]
         for each in files:
             file = place / each
-            wanted = file.suffix in KINDS and not each.startswith(".") and not _is_ignored(file, ignored)
+            wanted = file.suffix in CODE | TEXTS and not each.startswith(".") and not _is_ignored(file, ignored)
             if wanted and file.is_file() and os.access(file, os.R_OK):
                 yield file
 

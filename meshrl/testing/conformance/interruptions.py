@@ -1,13 +1,14 @@
 """Checks of what comes between the steps of a sampler: new weights, an abort, a call that is cancelled."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Final
 
 import numpy as np
 
 from meshrl.data import Batch
 from meshrl.errors import DataError, ModelError
+from meshrl.mesh import Array
 from meshrl.roles import Sampler, Sampling
 from meshrl.testing.conformance.compare import close, refused, require
 from meshrl.testing.conformance.material import SLOTS
@@ -33,10 +34,9 @@ from meshrl.weights import Weights
 
 _ROWS: Final = 12
 _LONG: Final = Sampling(max_tokens=240, ignore_eos=True)
-"""Of `_ROWS` rows with a few slots: hundreds of steps are still to come when the first row does.
-
-A fast server makes 200 of them in a second, which a load may need for its files on a busy machine.
-"""
+"""Of `_ROWS` rows with a few slots: hundreds of steps are still to come when the first row does."""
+_CALLS: Final = 8
+"""Of `_ROWS` rows, one after the other, for which weights may wait at most."""
 
 
 async def a_cancelled_call(trial: Trial) -> None:
@@ -94,18 +94,20 @@ async def an_abort(trial: Trial) -> None:
 
 async def versions_of_tokens(trial: Trial) -> None:
     """Weights may come in the middle of a call: the versions of a row's tokens never fall, and the oldest is told."""
-    rows, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
-    kinds: set[int] = set()
-    for row, (mask, all_versions) in enumerate(zip(rows.loss_mask, rows.versions, strict=True)):
-        versions = all_versions[np.asarray(mask, np.bool_)]
+    calls, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
+    rows = Batch.concat(calls)
+    for row, versions in enumerate(_drawn_by(rows)):
         told = f"the tokens of row {row} have the versions {versions.tolist()}"
         require(set(versions.tolist()) <= {OLD, NEW}, f"{told}, and the sampler had {OLD}, then {NEW}")
         require(bool((np.diff(versions) >= 0).all()), f"{told}: they fall")
         oldest = int(rows.row("oldest_version")[row])
         require(oldest == versions.min(), f"{told}, and its `oldest_version` is {oldest}")
-        kinds |= set(versions.tolist())
-    require(OLD in kinds, f"no token has version {OLD}, whose weights drew the rows that came before the load")
-    require(NEW in kinds, f"no token has version {NEW}: weights that come in the middle of a call wait for its end")
+    kinds = [set(np.concatenate(_drawn_by(call)).tolist()) for call in calls]
+    require(OLD in kinds[0], f"no token has version {OLD}, whose weights drew the rows that came before the load")
+    require(
+        {OLD, NEW} in kinds,
+        f"no call has tokens of the versions {OLD} and {NEW}: weights that come in the middle of one wait for its end",
+    )
 
 
 async def numbers_around_a_load(trial: Trial) -> None:
@@ -115,9 +117,10 @@ async def numbers_around_a_load(trial: Trial) -> None:
     to be drawn by the old ones.
     """
     pair = await trial.pair()
-    rows, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
+    calls, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
+    rows = Batch.concat(calls)
     masks = [np.asarray(mask, np.bool_) for mask in rows.loss_mask]
-    drawn_by = [set(row[mask].tolist()) for row, mask in zip(rows.versions, masks, strict=True)]
+    drawn_by = [set(versions.tolist()) for versions in _drawn_by(rows)]
     old, new = [await scores(await trial.plain.policy(model=folder), rows) for folder in (pair.old, pair.new)]
     turned: list[float] = []
     for row, versions in enumerate(drawn_by):
@@ -229,14 +232,30 @@ def _long_rows() -> Batch:
     return questions(_ROWS, max_tokens=np.array([2, *[60, 120, 180, 240] * _ROWS][:_ROWS]))
 
 
-async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[Batch, Batch]:
-    """The rows of a call that finds new weights in the middle, and those of a greedy one after it."""
+async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Batch], Batch]:
+    """The rows of each call, some of which find new weights in the middle, and those of a greedy one after them.
+
+    Two calls at a time, again and again until the weights are there: rows run and others wait whenever they come.
+    """
     prompts = _long_rows()
     stream = sampler.generate(prompts, _LONG)
     begin = await first(stream)
-    await sampler.load(weights)
-    rows = in_order(Batch.concat([begin, await rest(stream)]), prompts)
-    return rows, await drawn(sampler, questions(8), Sampling(max_tokens=8, temperature=0))
+    load = asyncio.ensure_future(sampler.load(weights))
+
+    async def call(stream: AsyncIterable[Batch]) -> list[Batch]:
+        rows = [await rest(stream)]
+        while not load.done() and len(rows) < _CALLS:
+            rows.append(await rest(sampler.generate(prompts, _LONG)))
+        return rows
+
+    one, other, _ = await asyncio.gather(call(stream), call(sampler.generate(prompts, _LONG)), load)
+    one[0] = Batch.concat([begin, one[0]])
+    return one + other, await drawn(sampler, questions(8), Sampling(max_tokens=8, temperature=0))
+
+
+def _drawn_by(rows: Batch) -> list[Array]:
+    """The versions of each row's sampled tokens."""
+    return [versions[np.asarray(mask, np.bool_)] for mask, versions in zip(rows.loss_mask, rows.versions, strict=True)]
 
 
 MODEL: Final[tuple[Check, ...]] = (

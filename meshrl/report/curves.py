@@ -1,0 +1,85 @@
+"""The numbers of a run as curves, with what they were at its beginning and are at its end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PART: Final = 10
+"""The first and the last so many-th of a curve are its ends."""
+_LEAST: Final = 5
+"""Points of an end, at least."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number over steps: int64[points] and float64[points], which are finite."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+
+    @property
+    def first(self) -> float:
+        """The median of its beginning."""
+        return float(np.median(self.values[: self._end]))
+
+    @property
+    def last(self) -> float:
+        """The median of its end."""
+        return float(np.median(self.values[-self._end :]))
+
+    @property
+    def scale(self) -> float:
+        """The largest magnitude."""
+        return float(np.abs(self.values).max())
+
+    def smooth(self) -> NDArray[np.float64]:
+        """float64[points]: each point as the mean of as many around it as an end has."""
+        kernel = np.ones(min(self._end, len(self.values)))
+        weights = np.convolve(np.ones(len(self.values)), kernel, "same")
+        return np.convolve(self.values, kernel, "same") / weights
+
+    def at(self, step: int) -> float:
+        """The smooth value where this step is, or the next one that has any."""
+        return float(self.smooth()[min(int(np.searchsorted(self.steps, step)), len(self.steps) - 1)])
+
+    @property
+    def _end(self) -> int:
+        return max(_LEAST, len(self.values) // _PART)
+
+
+class Curves:
+    """Of the lines of a file, by name."""
+
+    def __init__(self, lines: Sequence[Mapping[str, object]]) -> None:
+        self._lines = lines
+
+    def __len__(self) -> int:
+        """Lines."""
+        return len(self._lines)
+
+    def get(self, name: str) -> Curve | None:
+        """A number's curve; None where no line has it."""
+        points = [
+            (step, value)
+            for line in self._lines
+            if isinstance(step := line.get("step"), int) and isinstance(value := line.get(name), int | float)
+        ]
+        finite = [(step, float(value)) for step, value in points if np.isfinite(value)]
+        if not finite:
+            return None
+        return Curve(np.array([step for step, _ in finite]), np.array([value for _, value in finite], np.float64))
+
+    def without_number(self, name: str) -> list[int]:
+        """The steps whose number is infinite or none."""
+        return [
+            step
+            for line in self._lines
+            if isinstance(step := line.get("step"), int) and name in line and not _is_finite(line[name])
+        ]
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(value))

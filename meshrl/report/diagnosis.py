@@ -1,0 +1,201 @@
+"""Why a run does not learn: signs that an engineer would look for, each with its evidence and what to try.
+
+A sign is told only where a healthy run does not show it: a number that is low because the task is solved is none.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from meshrl.report.curves import Curve, Curves
+from meshrl.report.reading import Record
+
+STEPS: Final = 30
+"""A run of fewer steps tells nothing yet."""
+_SOLVED: Final = 0.9
+"""Of what can be had: from there on low entropy and groups without signal are what learning ends in."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sign that something is wrong."""
+
+    name: str
+    evidence: str
+    """The numbers, and over which steps."""
+    advice: str
+    """What to try first."""
+
+    @property
+    def page(self) -> str:
+        """Where the documentation tells more."""
+        return f"docs/diagnose.md#{self.name.replace(' ', '-')}"
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the signs are looked for in."""
+
+    steps: Curves
+    evaluations: Curves
+    exact: float | None
+    """The share of held-out prompts that were solved in the end; None where nobody looked."""
+
+    def held_out(self) -> tuple[str, Curve] | None:
+        """The measure on held-out prompts, by its name; None where there was none."""
+        curves = ((name, self.evaluations.get(name)) for name in ("eval/greedy", "eval/reward"))
+        return next(((name, curve) for name, curve in curves if curve is not None), None)
+
+    def is_solved(self) -> bool:
+        """Whether almost all that can be had is had. Of rewards beyond 0 to 1 nobody knows what can."""
+        held_out, reward = self.held_out(), self.steps.get("reward")
+        if self.exact is not None:
+            return self.exact >= _SOLVED
+        if held_out and held_out[0] != "eval/reward":
+            return held_out[1].last >= _SOLVED
+        return reward is not None and reward.scale <= 1 and reward.last >= _SOLVED
+
+
+def diagnose(record: Record) -> Sequence[Finding]:
+    """The signs that a run shows, the gravest first. None of a run that has made fewer than `STEPS` steps."""
+    exact = record.summary.get("exact_match_after")
+    story = Story(
+        Curves(record.metrics), Curves(record.evaluations), float(exact) if isinstance(exact, int | float) else None
+    )
+    if len(story.steps) < STEPS:
+        return ()
+    found = ((name, check(story), advice) for name, check, advice in _SIGNS)
+    return tuple(Finding(name, evidence, advice) for name, evidence, advice in found if evidence)
+
+
+def _no_number(story: Story) -> str:
+    for name in ("loss", "grad_norm", "reward"):
+        if without := story.steps.without_number(name):
+            return f"`{name}` is no finite number in {len(without)} steps, first in step {without[0]}"
+    return ""
+
+
+def _reward_errors(story: Story) -> str:
+    errors, rows = story.steps.get("reward_errors"), story.steps.get("rows")
+    if errors is None or rows is None or (share := errors.values.sum() / max(1.0, rows.values.sum())) <= 0.05:
+        return ""
+    return f"the reward raised on {share:.0%} of the rows, which count as rewards of 0"
+
+
+def _collapse(story: Story) -> str:
+    reward = story.steps.get("reward")
+    if reward is None:
+        return ""
+    smooth = reward.smooth()
+    best = int(smooth.argmax())
+    peak, gained = float(smooth[best]), float(smooth[best]) - reward.first
+    if gained <= 0.1 * reward.scale or peak - reward.last <= 0.5 * gained:
+        return ""
+    return f"`reward` rose from {reward.first:.3g} to {peak:.3g} at step {reward.steps[best]}, and is {reward.last:.3g}"
+
+
+def _hacking(story: Story) -> str:
+    reward, held_out = story.steps.get("reward"), story.held_out()
+    if reward is None or held_out is None or len(held_out[1].values) < 4:
+        return ""
+    name, curve = held_out
+    best = int(curve.values.argmax())
+    peak, now, step = float(curve.values[best]), float(curve.values[-2:].mean()), int(curve.steps[best])
+    prompts = story.evaluations.get("eval/prompts")
+    chance = 2 * np.sqrt(0.5 / prompts.last) if prompts and name != "eval/reward" else 0.0
+    rose = reward.last - reward.at(step)
+    if best >= len(curve.values) - 2 or peak - now <= max(0.1 * curve.scale, chance) or rose <= 0.02 * reward.scale:
+        return ""
+    return (
+        f"since step {step} `reward` has risen from {reward.at(step):.3g} to {reward.last:.3g}, and `{name}` on "
+        f"held-out prompts has fallen from {peak:.3g} to {now:.3g}"
+    )
+
+
+def _entropy(story: Story) -> str:
+    entropy = story.steps.get("entropy")
+    if entropy is None or story.is_solved() or entropy.last >= 0.1 * entropy.first:
+        return ""
+    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token, and the task is not solved"
+
+
+def _no_signal(story: Story) -> str:
+    alike, reward = story.steps.get("zero_std_groups"), story.steps.get("reward")
+    if alike is None or story.is_solved() or alike.last < 0.9:
+        return ""
+    mean = f" of {reward.last:.3g}" if reward else ""
+    return f"in {alike.last:.0%} of the groups all completions have the same reward, with a mean{mean}"
+
+
+def _clipped(story: Story) -> str:
+    clipped = story.steps.get("clip_fraction")
+    if clipped is None or clipped.last <= 0.3:
+        return ""
+    return f"`clip_fraction`: the loss clips {clipped.last:.0%} of the tokens, and they teach nothing"
+
+
+def _apart(story: Story) -> str:
+    apart = story.steps.get("sampler_difference")
+    if apart is None or apart.last <= 0.05:
+        return ""
+    return (
+        f"`sampler_difference`: with the same weights, sampler and policy give the same tokens log-probs that are "
+        f"{apart.last:.3g} nats apart"
+    )
+
+
+def _stale(story: Story) -> str:
+    size, staleness = story.steps.get("effective_sample_size"), story.steps.get("staleness")
+    if size is None or size.last >= 0.5:
+        return ""
+    behind = f", and rows are {staleness.last:.2g} versions behind" if staleness else ""
+    return f"`effective_sample_size`: after the correction the tokens count as {size.last:.0%} of their number{behind}"
+
+
+def _length(story: Story) -> str:
+    length, cut, reward = (story.steps.get(name) for name in ("completion_tokens", "truncated", "reward"))
+    if length is None:
+        return ""
+    told = f"completions grew from {length.first:.3g} to {length.last:.3g} tokens"
+    if cut is not None and cut.last >= 0.3 and cut.last - cut.first >= 0.2:
+        return f"{told}, and {cut.last:.0%} of them reach `sampling.max_tokens` ({cut.first:.0%} at the beginning)"
+    if reward is not None and length.last >= 2 * length.first and reward.last <= reward.first + 0.02 * reward.scale:
+        return f"{told}, and `reward` did not rise with them ({reward.first:.3g} to {reward.last:.3g})"
+    return ""
+
+
+_SIGNS: Final[Sequence[tuple[str, Callable[[Story], str], str]]] = (
+    (
+        "no number",
+        _no_number,
+        "lower `policy.optimizer.lr`, set `policy.optimizer.max_grad_norm`, and look for rewards that are not finite",
+    ),
+    ("reward errors", _reward_errors, "read `reward_error` in samples.jsonl, and mend the reward function"),
+    ("collapse", _collapse, "lower `policy.optimizer.lr`, add `loss.kl`, or go back to the checkpoint before the fall"),
+    (
+        "reward hacking",
+        _hacking,
+        "read the samples with the highest rewards, mend what they exploit, and stop at the best held-out step",
+    ),
+    (
+        "entropy collapse",
+        _entropy,
+        "raise `loss.clip_high` (dapo), add `loss.kl`, lower `policy.optimizer.lr`, or sample at a higher temperature",
+    ),
+    (
+        "groups without signal",
+        _no_signal,
+        "take prompts that are solved now and then, draw more completions of each, or filter groups (dapo)",
+    ),
+    ("clipped tokens", _clipped, "lower `policy.optimizer.lr`, `epochs` or `minibatches`"),
+    (
+        "sampler apart",
+        _apart,
+        "give both sides the same dtype and attention, and for a mixture of experts set `sampler.record_experts`",
+    ),
+    ("stale rows", _stale, "lower `ahead`, give the trainer fewer updates a batch, or a lower `policy.optimizer.lr`"),
+    ("length growth", _length, "punish what is cut (dapo's overlong reward), or raise `sampling.max_tokens`"),
+)
+"""Name, what finds it (the evidence, empty where it is not there), and what to try first."""

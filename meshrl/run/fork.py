@@ -1,0 +1,100 @@
+"""A new run that begins as an earlier one did, up to a step, and goes on with other settings."""
+
+import shutil
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from meshrl import log
+from meshrl.config import Table
+from meshrl.errors import ConfigError
+from meshrl.run.artifacts import table_of
+from meshrl.run.checkpoints import checkpoint_until, steps_of
+from meshrl.run.disk import write_whole
+from meshrl.run.recorder import GROWING
+
+LINEAGE: Final = "fork.json"
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a run was forked, and into which."""
+
+    earlier: Path
+    """The folder of the run that it comes from."""
+    step: int
+    """Steps that both have."""
+    checkpoint: Path | None
+    """From which the earlier run's steps are repeated up to that step; None where from the beginning."""
+    folder: Path
+    """Of the new run."""
+    alike: Sequence[str]
+    """Overrides of the earlier run's configuration that repeat its steps in the new folder."""
+    onward: Sequence[str]
+    """Overrides with which the new run goes on from there."""
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the checkpoint is of that very step, so that nothing has to be repeated."""
+        return self.checkpoint is not None and steps_of(self.checkpoint) == self.step
+
+    def begin(self) -> None:
+        """Copy the checkpoint, and the numbers that the earlier run has written, into the new folder."""
+        if self.checkpoint is None:
+            return
+        part = self.folder.with_name(f".{self.folder.name}.fork")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(self.checkpoint, part / self.checkpoint.relative_to(self.earlier.resolve()))
+        for name in GROWING:
+            if (self.earlier / name).exists():
+                shutil.copyfile(self.earlier / name, part / name)
+        part.rename(self.folder)
+
+    def note(self, overrides: Sequence[str]) -> None:
+        """Write where the new run comes from, and what is otherwise, into its folder."""
+        told = {"run": str(self.earlier.resolve()), "step": self.step, "changed": list(overrides)}
+        write_whole(self.folder / LINEAGE, msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+
+
+def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[str]) -> Fork:
+    """What has to be done for a run that forks from an earlier one after so many steps.
+
+    ConfigError where that has fewer steps, or counts none by `steps`, and where the new folder is there already.
+    """
+    table = _configuration(earlier)
+    run = table_of(table, "run")
+    total = table.get("steps")
+    if not isinstance(total, int):
+        raise ConfigError(f"{earlier / 'config.toml'} has no `steps`: a fork counts the steps of a run by them")
+    if step > total:
+        raise ConfigError(f"--step {step}: {earlier} has steps = {total}, and forks at one of them, or at the end")
+    folder = Path(str(run.get("folder", "runs"))) / (name or f"{earlier.resolve().name}-at-{step}")
+    if folder.exists():
+        raise ConfigError(f"{folder} is there already: remove it, or give the new run another name by --name")
+    if run.get("deterministic") or run.get("replay") or table.get("ahead"):
+        log.warning(
+            f"ahead = {table.get('ahead', 0)}: steps that are repeated up to step {step} come out otherwise than they "
+            "did, since rollouts and training met at other moments; with ahead = 0 they are the same to the bit"
+        )
+    checkpoint = checkpoint_until(earlier, step)
+    own = [f"run.name={folder.name}", "run.deterministic=false"]
+    every = [] if run.get("checkpoint_every") else [f"run.checkpoint_every={step}"]
+    return Fork(
+        earlier,
+        step,
+        checkpoint,
+        folder,
+        [*own, *every, f"steps={step}", f"run.resume={'true' if checkpoint else 'false'}"],
+        [*own, "run.resume=true", *every, *overrides],
+    )
+
+
+def _configuration(earlier: Path) -> Table:
+    try:
+        return tomllib.loads((earlier / "config.toml").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{earlier / 'config.toml'} cannot be read, and a fork needs it: {error}") from None

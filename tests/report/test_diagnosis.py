@@ -1,0 +1,165 @@
+"""Signs that a run does not learn: each in a run that has it, none in runs that learn."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl import cli
+from meshrl.report import STEPS, diagnose, read_numbers
+
+ROOT = Path(__file__).parents[2]
+COUNT = 200
+At = Callable[[float], float]
+"""A number when this share of a run is done."""
+
+
+def learns(done: float) -> float:
+    """The reward of a run that learns half of its task, steeply at first."""
+    return 0.1 + 0.5 * (1 - math.exp(-5 * done))
+
+
+HEALTHY: Mapping[str, At] = {
+    "loss": lambda _: 0.1,
+    "grad_norm": lambda _: 1.0,
+    "rows": lambda _: 64.0,
+    "reward": learns,
+    "reward_errors": lambda _: 0.0,
+    "zero_std_groups": lambda done: 0.6 - 0.3 * done,
+    "entropy": lambda done: 1.5 - done,
+    "clip_fraction": lambda done: 0.02 * done,
+    "sampler_difference": lambda _: 0.01,
+    "effective_sample_size": lambda _: 0.9,
+    "staleness": lambda _: 1.0,
+    "completion_tokens": lambda done: 100 + 60 * done,
+    "truncated": lambda done: 0.02 + 0.05 * done,
+}
+HELD_OUT: Mapping[str, At] = {"eval/greedy": learns, "eval/prompts": lambda _: 200.0}
+
+PLANTED: Mapping[str, Mapping[str, At]] = {
+    "no number": {"loss": lambda done: 0.1 if done < 0.7 else float("nan")},
+    "reward errors": {"reward_errors": lambda _: 6.0},
+    "collapse": {
+        "reward": lambda done: learns(done) if done < 0.6 else 0.15,
+        "eval/greedy": lambda done: learns(done) if done < 0.6 else 0.15,
+    },
+    "reward hacking": {"reward": lambda done: 0.2 + 0.7 * done, "eval/greedy": lambda done: 0.5 - abs(done - 0.4)},
+    "entropy collapse": {"entropy": lambda done: 1.5 * math.exp(-6 * done)},
+    "groups without signal": {"zero_std_groups": lambda done: 0.5 + 0.5 * done},
+    "clipped tokens": {"clip_fraction": lambda done: 0.5 * done},
+    "sampler apart": {"sampler_difference": lambda _: 0.2},
+    "stale rows": {"effective_sample_size": lambda done: 1 - 0.8 * done, "staleness": lambda _: 7.0},
+    "length growth": {"truncated": lambda done: 0.5 * done, "completion_tokens": lambda done: 100 + 900 * done},
+}
+"""By the sign, what is otherwise in a run that has it."""
+
+
+def run_of(folder: Path, otherwise: Mapping[str, At], *, noise: float = 0.1, seed: int = 0, count: int = COUNT) -> Path:
+    """The files of a run whose numbers are these, with noise as of small batches, and an evaluation each tenth step."""
+    luck = np.random.default_rng(seed)
+
+    def lines(numbers: Mapping[str, At], steps: range) -> str:
+        return "".join(json.dumps({"step": step, **line(numbers, step)}) + "\n" for step in steps)
+
+    def line(numbers: Mapping[str, At], step: int) -> dict[str, float | None]:
+        exact = {name: otherwise.get(name, at)(step / count) for name, at in numbers.items()}
+        noisy = {name: value * float(1 + noise * luck.uniform(-1, 1)) for name, value in exact.items()}
+        return {name: value if np.isfinite(value) else None for name, value in noisy.items()}
+
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(lines(HEALTHY, range(count)), "utf-8")
+    (folder / "evaluations.jsonl").write_text(lines(HELD_OUT, range(0, count, 10)), "utf-8")
+    return folder
+
+
+def signs(folder: Path) -> list[str]:
+    return [finding.name for finding in diagnose(read_numbers(folder))]
+
+
+@pytest.mark.parametrize("sign", PLANTED)
+def test_a_planted_fault_is_found_and_nothing_else(tmp_path: Path, sign: str) -> None:
+    for seed in range(5):
+        assert signs(run_of(tmp_path, PLANTED[sign], seed=seed)) == [sign]
+
+
+def test_each_sign_is_planted_and_has_its_section() -> None:
+    page = (ROOT / "docs/diagnose.md").read_text("utf-8")
+    headings = [line.removeprefix("## ").lower() for line in page.splitlines() if line.startswith("## ")]
+    assert headings == list(PLANTED)
+
+
+SOLVED: Mapping[str, At] = {
+    "reward": lambda done: min(0.98, 2 * done),
+    "eval/greedy": lambda done: min(0.99, 2 * done),
+    "entropy": lambda done: 1.5 * math.exp(-6 * done),
+    "zero_std_groups": lambda done: min(0.97, 2 * done),
+}
+LONGER: Mapping[str, At] = {"completion_tokens": lambda done: 100 + 400 * done}
+"""As a policy that learns to reason."""
+NEGATIVE: Mapping[str, At] = {"reward": lambda done: -5 + 4 * done}
+UNLUCKY: Mapping[str, At] = {"eval/greedy": lambda done: 0.3 + 0.02 * math.sin(30 * done)}
+"""Held-out prompts that stay as they were, while the training prompts are learned."""
+
+
+@pytest.mark.parametrize("otherwise", [{}, SOLVED, LONGER, NEGATIVE, UNLUCKY])
+def test_healthy_runs_have_no_sign(tmp_path: Path, otherwise: Mapping[str, At]) -> None:
+    for seed in range(5):
+        assert signs(run_of(tmp_path, otherwise, noise=0.05, seed=seed)) == []
+
+
+def test_a_finding_tells_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_of(tmp_path, PLANTED["reward hacking"], noise=0)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["diagnose", str(folder)])
+    assert ended.value.code == 1
+    said = capsys.readouterr().out
+    assert "since step 80 `reward` has risen from 0.478 to" in said
+    assert "has fallen from 0.5 to" in said
+    assert "see: docs/diagnose.md#reward-hacking" in said
+
+
+def test_a_short_or_a_healthy_run_is_told_by_the_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["diagnose", str(run_of(tmp_path, {}, count=STEPS - 1))])
+    assert (ended.value.code, f"{STEPS - 1} steps, and {STEPS} are needed" in capsys.readouterr().err) == (2, True)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["diagnose", str(run_of(tmp_path, {}))])
+    assert (ended.value.code, "nothing wrong is seen in 200 steps" in capsys.readouterr().out) == (0, True)
+
+
+def test_a_run_of_a_loss_without_rewards_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "loss": 2 - step / 100, "seconds": 1.0}) + "\n" for step in range(COUNT))
+    )
+    assert signs(tmp_path) == []
+
+
+def test_a_run_tells_at_its_end_what_its_numbers_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
+    Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
+    Path("hard.py").write_text("def reward(prompt, completion, row):\n    return 0.0\n", "utf-8")
+    new = '{ characters = "0123456789+= ", layers = 1, heads = 2, hidden_size = 32, max_tokens = 32 }'
+    lines = [
+        'algorithm = "grpo"',
+        f"steps = {STEPS}",
+        "prompts = 4",
+        'task = { source = "sums.jsonl", held_out = 0 }',
+        f'policy = {{ backend = "fake", model = {new} }}',
+        f'sampler = {{ backend = "fake", model = {new} }}',
+        'reward = { function = "hard.py:reward" }',
+        'run = { name = "hard", engine = "local" }',
+    ]
+    Path("hard.toml").write_text("\n".join(lines), "utf-8")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "hard.toml"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "groups without signal: in 100% of the groups all completions have the same reward, with a mean of 0" in said

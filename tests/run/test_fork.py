@@ -1,0 +1,90 @@
+"""`meshrl fork`: a run that begins as an earlier one did, to the bit, and goes on otherwise."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshrl import cli
+
+STEPS = 8
+CONFIG = """
+algorithm = "grpo"
+steps = STEPS
+prompts = 2
+task = { source = "sums.jsonl", held_out = 2 }
+policy = { model = NEW, optimizer = { lr = 1e-2 } }
+sampler = { model = NEW }
+sampling = { n = 2, max_tokens = 4 }
+reward = { function = "digits.py:reward" }
+run = { name = "earlier", engine = "local", checkpoint_every = 3, checkpoints_kept = 9 }
+"""
+NEW = '{ characters = "0123456789+= ", layers = 1, heads = 2, hidden_size = 16, max_tokens = 16 }'
+REWARD = """
+def reward(prompt, completion, row):
+    return sum(letter.isdigit() for letter in completion) / 4
+"""
+TIMES = {"seconds", "step_s", "sampler_pause_s"}
+
+
+def meshrl(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"question": f"{number}+1=", "answer": str(number + 1)}) for number in range(40)]
+    Path("sums.jsonl").write_text("\n".join(rows), "utf-8")
+    Path("digits.py").write_text(REWARD, "utf-8")
+    Path("mine.toml").write_text(CONFIG.replace("STEPS", str(STEPS)).replace("NEW", NEW), "utf-8")
+    assert meshrl("run", "mine.toml") == 0
+
+
+def numbers(run: str) -> list[dict[str, float]]:
+    lines = (Path("runs") / run / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+
+
+def weights(run: str) -> bytes:
+    return (Path("runs") / run / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("step", [2, 3, 5, STEPS])
+def test_a_fork_without_changes_ends_as_the_run_it_comes_from(step: int) -> None:
+    """Before the first checkpoint, at one, between two, and at the end."""
+    assert meshrl("fork", "earlier", "--step", str(step)) == 0
+    forked = f"earlier-at-{step}"
+    assert numbers(forked) == numbers("earlier")
+    assert weights(forked) == weights("earlier")
+    assert meshrl("audit", forked) == 0
+
+
+def test_a_fork_with_a_change_is_alike_up_to_the_step_and_tells_where_it_comes_from() -> None:
+    changes = ["policy.optimizer.lr=1e-3", "loss.clip=0.1", f"steps={STEPS + 2}"]
+    assert meshrl("fork", "earlier", "--step", "5", "--name", "slower", *changes) == 0
+    earlier, slower = numbers("earlier"), numbers("slower")
+    assert slower[:5] == earlier[:5]
+    assert len(slower) == STEPS + 2
+    assert [line["lr"] for line in slower[5:]] == [1e-3] * 5
+    told = json.loads(Path("runs/slower/fork.json").read_bytes())
+    assert told == {"run": str(Path("runs/earlier").resolve()), "step": 5, "changed": changes}
+    assert weights("slower") != weights("earlier")
+    assert numbers("earlier") == earlier  # it is left as it was
+
+
+def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    there = sorted(Path("runs").iterdir())
+    for arguments, told in (
+        (["--step", "9"], "runs/earlier has steps = 8"),
+        (["--step", "5", "--name", "earlier"], "earlier is there already"),
+        (["--step", "5", "stepz=1"], "did you mean steps?"),
+    ):
+        assert meshrl("fork", "earlier", *arguments) != 0
+        assert told in capsys.readouterr().err
+    assert [path for path in sorted(Path("runs").iterdir()) if not path.name.startswith(".")] == [
+        path for path in there if not path.name.startswith(".")
+    ]
