@@ -1,8 +1,9 @@
 """Agents: programs that talk to the model through an OpenAI-compatible server, and learn token for token.
 
 A `Conversation` is what such a program's requests come to: the ids that each prompt holds, which are those that were
-sampled before, and the rows that are trained on. The `Gateway` is the server, before any sampler; it needs
-`pip install 'meshrl[agents]'`, and is loaded when it is asked for.
+sampled before, and the rows that are trained on. The `Gateway` is the server, before any sampler, and an `Agent`
+plays episodes: a program's work on a task's row. `Agents` are a sampler of such episodes, for a stream. These need
+`pip install 'meshrl[agents]'`, and are loaded when they are asked for.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -11,9 +12,13 @@ from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_cha
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Turn
 
 __all__ = [
+    "Agent",
+    "AgentConfig",
+    "Agents",
     "Chat",
     "Conversation",
     "Drawn",
+    "Episode",
     "Function",
     "Gateway",
     "GatewayConfig",
@@ -23,17 +28,25 @@ __all__ = [
     "Tool",
     "ToolCall",
     "Turn",
+    "conversations",
     "read_chat",
 ]
 
 if TYPE_CHECKING:
+    from meshrl.agents.agent import Agent, AgentConfig, Episode
     from meshrl.agents.gateway import Gateway, GatewayConfig, Session
+    from meshrl.agents.sampler import Agents, conversations
 else:
     from importlib import import_module
 
     from meshrl.errors import BackendError
 
-    _SERVED: Final = {"Gateway": "gateway", "GatewayConfig": "gateway", "Session": "gateway"}
+    _MODULES: Final = {
+        "agent": "Agent AgentConfig Episode",
+        "gateway": "Gateway GatewayConfig Session",
+        "sampler": "Agents conversations",
+    }
+    _SERVED: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
     """What needs the extra, and where it is."""
 
     def __getattr__(name: str) -> object:

@@ -89,6 +89,8 @@ class Gateway:
         self._sessions: dict[str, Session] = {}
         self._in_flight = 0
         self._base = "http://meshrl"
+        self.is_serving = False
+        """Whether it listens, so that programs of other processes reach it."""
         self.app = _app(self)
 
     def open(self, sampling: Sampling) -> Session:
@@ -129,10 +131,11 @@ class Gateway:
             )
         )
         serving = asyncio.create_task(server.serve([listening]))
+        self.is_serving = True
         try:
             yield self
         finally:
-            server.should_exit = True
+            self.is_serving, server.should_exit = False, True
             await self.aclose()
             await serving
             listening.close()

@@ -1,0 +1,156 @@
+"""An agent: a program of somebody's that talks to the model, played for a task's row, and what came of it.
+
+    # my_agent.py
+    async def solve(client, row):        # an openai.AsyncOpenAI, and the task's row
+        messages = [{"role": "user", "content": row["prompt"]}]
+        told = await client.chat.completions.create(model="policy", messages=messages)
+        return float(told.choices[0].message.content == row["answer"])
+
+    agent = Agent(AgentConfig(source="my_agent.py:solve"))
+    episode = await agent.play(gateway, row, sampling)
+
+What it raises, or where it hangs, is told of its episode alone.
+"""
+
+import asyncio
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Final, Self, cast
+
+import httpx2
+import msgspec
+import numpy as np
+import openai
+from pydantic import Field, model_validator
+
+from meshrl.agents.answers import MODEL
+from meshrl.agents.command import Output, run
+from meshrl.agents.gateway import Gateway, Session
+from meshrl.config import Config
+from meshrl.data import Batch
+from meshrl.errors import ConfigError
+from meshrl.rewards import finite
+from meshrl.roles import Sampling
+from meshrl.tasks import Row
+from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
+
+_RETRIES: Final = 8
+"""Of a request that the gateway has no room for, by the client that a function is given."""
+
+
+class AgentConfig(Config):
+    """Which program talks to the model: a function, or a command."""
+
+    source: Annotated[str, CODE] = ""
+    """`file.py:function` or `package.module:function`, async or plain: called with a client of the package openai and
+    the task's row, it returns the reward."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
+    the row as JSON in its input; the last line of its output is the reward."""
+    seconds: float = Field(default=600.0, gt=0)
+    """The longest that it may take."""
+    output_mib: int = Field(default=16, gt=0)
+    """The most that a command may write."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if bool(self.source) == bool(self.command):
+            raise ValueError(
+                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"]'
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What came of an agent's work on one row."""
+
+    rows: Batch
+    """What it said to the model: as `Conversation.rows`, with `rewards`, the episode's on each, and `reward_error`."""
+    reward: float
+    """0 where it failed."""
+    error: str | None
+    """What it raised, or that it took too long."""
+    turns: int
+    """Answers of the model."""
+    output: str
+    """The last that a command wrote; nothing of a function, which prints where the script does."""
+
+
+class Agent:
+    """Plays episodes, any number at once."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        """ConfigError where the function is not found, or is none."""
+        self._config = config
+        self._function = _load(config.source) if config.source else None
+        self._errors = FirstErrors("an agent failed; its episode has reward 0")
+
+    async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
+        """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
+
+        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over.
+        """
+        session, output = gateway.open(sampling), Output()
+        reward, error = 0.0, None
+        limit = asyncio.timeout(self._config.seconds)
+        try:
+            async with limit:
+                reward = reward_of(await self._call(gateway, session, row, output))
+        except RAISED as raised:  # somebody's program may raise anything; it is data
+            unless_cancelled(raised)
+            late = isinstance(raised, TimeoutError) and limit.expired()
+            error = self._errors.told(
+                TimeoutError(f"no result in {self._config.seconds:g} seconds (seconds)") if late else raised
+            )
+        finally:
+            rows = gateway.close(session)
+        told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
+        return Episode(told, reward, error, len(session.conversation), output.text)
+
+    async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
+        own = copy.deepcopy(dict(row))
+        if self._function is not None and inspect.iscoroutinefunction(self._function):
+            # Past the network: the same in a test in virtual time.
+            inside = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+            async with openai.AsyncOpenAI(
+                base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
+            ) as client:
+                return cast("object", await self._function(client, own))
+        if not gateway.is_serving:
+            raise ConfigError(
+                "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
+            )
+        if self._function is not None:
+            return await asyncio.to_thread(partial(_plain, self._function, session, own))
+        environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
+        given = msgspec.json.encode(own, enc_hook=str)
+        return await run(self._config.command, given, environment, self._config.output_mib << 20, output)
+
+
+def reward_of(result: object) -> float:
+    """The reward that an agent's result says: a number, or what has one as `reward`. TypeError for others."""
+    if isinstance(result, Mapping) and "reward" in result:
+        return finite(cast("Mapping[str, object]", result)["reward"])
+    if isinstance(result, bool | int | float | np.number):
+        return finite(result)
+    raise TypeError(f'an agent returns its reward, a number or {{"reward": number}}, and not {result!r:.80}')
+
+
+def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
+    with openai.OpenAI(base_url=session.url, api_key=session.token, max_retries=_RETRIES) as client:
+        return function(client, row)
+
+
+def _load(source: str) -> Callable[..., object]:
+    found = load_name("agent", source, (), inspect.isfunction)
+    if not callable(found):
+        raise ConfigError(f"agent {source!r}: is {found!r}, not a function")
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"agent {source!r}: is called with a client and a row, and does not fit: {error}") from error
+    return found

@@ -1,0 +1,104 @@
+"""Agents as a sampler: its rows are whole episodes, and everything that takes a sampler takes it.
+
+agents = Agents(sampler, Agent(config.agent), gateway)
+async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
+    async for batch in stream:                                    # a row an episode
+        advantages = group_advantages(batch.rewards, batch.groups)
+        rows = conversations(batch.assign(advantages=advantages))  # a row a conversation of an episode
+        metrics = await policy.update(rows, config.loss)
+        await publish(policy, stream)
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+import numpy as np
+
+from meshrl.agents.agent import Agent, Episode
+from meshrl.agents.gateway import Gateway
+from meshrl.data import Batch
+from meshrl.roles import Sampler, Sampling
+from meshrl.weights import Weights
+
+_EPISODE = "episode"
+
+
+class Agents(Sampler):
+    """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
+
+    A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
+    answers), `truncated` (whether one was cut short), and `episode`, whose rows `conversations` brings: it has no
+    `tokens` of its own, since an agent may hold several conversations.
+
+    `sampling` is of an answer. Weights may come between two answers, or in the middle of one; an abort stops answers,
+    which go on. A plain object: it lives where the script does.
+    """
+
+    def __init__(self, sampler: Sampler, agent: Agent, gateway: Gateway) -> None:
+        """`gateway`: of the same sampler."""
+        self._sampler = sampler
+        self._agent = agent
+        self._gateway = gateway
+        self._version = 0
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        """Episodes as they end."""
+        asked = (await prompts.load()).repeat(sampling.n)
+        playing = {asyncio.create_task(self._play(asked, row, sampling)): row for row in range(len(asked))}
+        if not playing:
+            yield self._told(asked, ())
+        try:
+            left = set(playing)
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                ended = sorted(done, key=playing.__getitem__)
+                yield self._told(asked.select([playing[task] for task in ended]), [task.result() for task in ended])
+        finally:
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    async def load(self, weights: Weights) -> Batch:
+        """Give the sampler new weights."""
+        places = await self._sampler.load(weights)
+        self._version = weights.version
+        return places
+
+    async def replay(self, record: Batch) -> None:
+        """Of the sampler. Calls that overlap take turns as agents ask, which no record tells."""
+        await self._sampler.replay(record)
+
+    async def abort(self) -> None:
+        """Stop the answers that are being drawn; they go on with the weights that come."""
+        await self._sampler.abort()
+
+    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> Episode:
+        row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}
+        told = {name: asked.objects(name)[number] for name in ("prompt", "answer") if name in asked}
+        return await self._agent.play(self._gateway, row | told, sampling)
+
+    def _told(self, rows: Batch, episodes: Sequence[Episode]) -> Batch:
+        def oldest(episode: Episode) -> int:
+            return int(episode.rows.row("oldest_version").min(initial=self._version))
+
+        return rows.assign(
+            rewards=np.array([each.reward for each in episodes], np.float32),
+            reward_error=[each.error for each in episodes],
+            oldest_version=np.array([oldest(each) for each in episodes], np.int32),
+            turns=np.array([each.turns for each in episodes], np.int32),
+            truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
+            aborted=np.zeros(len(episodes), np.bool_),
+            episode=[each.rows for each in episodes],
+        )
+
+
+def conversations(batch: Batch) -> Batch:
+    """The rows of episodes, as `Conversation.rows` has them, each with the columns of its episode.
+
+    Needs `episode`, as `Agents` gives it. An episode in which the model was not asked has none.
+    """
+    episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
+    rows = Batch.concat(episodes)
+    own = batch.drop(_EPISODE, *(name for name in rows.names if name in batch))
+    return own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes])).assign(**rows.columns)

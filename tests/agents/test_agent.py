@@ -1,0 +1,203 @@
+"""Episodes of programs: functions and command lines, what they return, and what goes wrong with them."""
+
+import asyncio
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from meshrl import ConfigError, Sampling
+from meshrl.agents import Agent, AgentConfig, Episode, Gateway
+from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Callable[..., Agent]:
+    """`agent(body)`: one whose async `solve(client, row)` has this body."""
+
+    def made(body: str, head: str = "async def", **config: Any) -> Agent:
+        file = tmp_path / "my_agent.py"
+        file.write_text(f"import asyncio\n\n{head} solve(client, row):\n{textwrap.indent(body, '    ')}\n", "utf-8")
+        return Agent(AgentConfig(source=f"{file}:solve", **config))
+
+    return made
+
+
+ASK = """
+messages = [{"role": "user", "content": row["prompt"]}]
+told = await client.chat.completions.create(model="gpt", messages=messages)
+"""
+
+
+def played(agent: Agent, *script: str) -> Episode:
+    """In virtual time, without a server."""
+
+    async def main() -> Episode:
+        gateway = Gateway(ScriptedSampler(script), ScriptedChat())
+        return await agent.play(gateway, ROW, Sampling(max_tokens=100))
+
+    return simulate(main)
+
+
+def test_the_reward_goes_to_the_episodes_rows(agent: Callable[..., Agent]) -> None:
+    solve = agent(ASK * 2 + 'return float(told.choices[0].message.content == row["answer"])')
+    episode = played(solve, "3", "2")
+    assert (episode.reward, episode.error) == (1.0, None)
+    assert episode.rows.rewards.tolist() == [1.0, 1.0]
+    assert episode.rows.objects("completion") == ("3", "2")
+
+
+def test_a_result_with_a_reward(agent: Callable[..., Agent]) -> None:
+    assert played(agent('return {"reward": 0.5, "tries": 2}')).reward == 0.5
+    assert len(played(agent("return 1")).rows) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("raise ValueError('no idea')", "ValueError: no idea"),
+        ("return 'good'", "TypeError: an agent returns its reward"),
+        ("return float('nan')", "nan"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("await asyncio.sleep(1e9)", "TimeoutError: no result in 600 seconds"),
+        ("raise asyncio.CancelledError", "CancelledError"),
+    ],
+)
+def test_what_goes_wrong_is_told_on_the_rows(agent: Callable[..., Agent], body: str, error: str) -> None:
+    episode = played(agent(ASK + body), "2")
+    assert episode.reward == 0.0
+    assert error in str(episode.error)
+    assert episode.rows.rewards.tolist() == [0.0]
+    assert episode.rows.objects("reward_error") == (episode.error,)
+
+
+def test_a_row_is_the_agents_own(agent: Callable[..., Agent]) -> None:
+    assert played(agent("row.clear()\nreturn 1")).reward == 1.0
+    assert ROW == {"prompt": "1+1=", "answer": "2"}
+
+
+def test_an_agent_that_is_cancelled_is_cancelled(agent: Callable[..., Agent]) -> None:
+    async def main() -> None:
+        gateway = Gateway(ScriptedSampler([]), ScriptedChat())
+        playing = asyncio.create_task(agent("await asyncio.sleep(60)").play(gateway, ROW, Sampling()))
+        await asyncio.sleep(1)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert not gateway._sessions
+
+    simulate(main)
+
+
+async def served(agent: Agent, *script: str) -> Episode:
+    async with Gateway(ScriptedSampler(script), ScriptedChat()).serving() as gateway:
+        return await agent.play(gateway, ROW, Sampling(max_tokens=100))
+
+
+async def test_a_plain_function_has_a_plain_client(agent: Callable[..., Agent]) -> None:
+    solve = agent(ASK.replace("await ", "") + "return float(told.choices[0].message.content == '2')", "def")
+    episode = await served(solve, "2")
+    assert (episode.reward, episode.error) == (1.0, None)
+    assert len(episode.rows) == 1
+    alone = await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
+    assert "gateway.serving()" in str(alone.error)
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": row["prompt"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+told = json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+print("it said", told["choices"][0]["message"]["content"])
+print(json.dumps({"reward": float(told["choices"][0]["message"]["content"] == row["answer"])}))
+"""
+
+
+def python(code: str, **config: Any) -> Agent:
+    return Agent(AgentConfig(command=(sys.executable, "-c", code), **config))
+
+
+@pytest.mark.process
+async def test_a_command_line() -> None:
+    episode = await served(python(COMMAND), "2")
+    assert (episode.reward, episode.error) == (1.0, None)
+    assert "it said 2" in episode.output
+    assert len(episode.rows) == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("import sys; sys.exit('broken')", "ended with status 1: broken"),
+        ("print('1.0'); print('bye')", "its last line of output is no JSON: 'bye'"),
+        ("", "its last line of output is no JSON: ''"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with status -9"),
+        ("print('a' * (2 << 20)); import time; time.sleep(60)", "more than 1048576"),
+    ],
+)
+async def test_commands_that_fail(code: str, error: str) -> None:
+    episode = await served(python(code, output_mib=1))
+    assert error in str(episode.error)
+    assert episode.reward == 0.0
+
+
+@pytest.mark.process
+async def test_a_command_that_is_not_there() -> None:
+    assert "FileNotFoundError" in str((await served(Agent(AgentConfig(command=("no-such-program",))))).error)
+
+
+@pytest.mark.process
+async def test_the_processes_of_a_command_end_with_it(tmp_path: Path) -> None:
+    """Both of one that hangs, and what one left that ended."""
+    code = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "child")!r}, "a").write(str(child.pid) + "\\n")
+if HANGS: time.sleep(600)
+print(1)
+"""
+    hangs = await served(python(code.replace("HANGS", "True"), seconds=5))
+    ended = await served(python(code.replace("HANGS", "False")))
+    assert "no result in 5 seconds" in str(hangs.error)
+    assert (ended.reward, ended.error) == (1.0, None)
+    for pid in map(int, (tmp_path / "child").read_text("utf-8").split()):
+        await gone(pid)
+
+
+async def gone(pid: int) -> None:
+    """Wait until there is no such process, or but its remains that nobody has read."""
+    while Path(f"/proc/{pid}").exists() if sys.platform == "linux" else _runs(pid):
+        if (
+            sys.platform == "linux"
+            and Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
+        ):
+            return
+        await asyncio.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_configurations_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="give one of source"):
+        AgentConfig()
+    (tmp_path / "mine.py").write_text("solve = 3\ndef other(client):\n    pass\n", "utf-8")
+    with pytest.raises(ConfigError, match="not a function"):
+        Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:solve"))
+    with pytest.raises(ConfigError, match="a client and a row"):
+        Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:other"))

@@ -1,0 +1,86 @@
+"""Agents as a sampler: episodes in a stream, trained on under the bound."""
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from meshrl import Batch, CrossEntropy, PolicyConfig, Sampling, group_advantages, publish, rollout, rollouts
+from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
+from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
+
+AGENT = """
+import asyncio
+
+async def solve(client, row):
+    ask = client.chat.completions.create
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for turn in range(len(row["prompt"])):
+        told = await ask(model="", messages=messages)
+        messages += [told.choices[0].message, {"role": "user", "content": "again"}]
+        await asyncio.sleep(len(told.choices[0].message.content))
+    if row["prompt"] == "aa":
+        await ask(model="", messages=[{"role": "user", "content": "sub-agent"}])
+    if row["prompt"] == "b":
+        raise ValueError("b")
+    return len(row["prompt"]) * 0.5
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    (tmp_path / "stream_agent.py").write_text(AGENT, "utf-8")
+    return Agent(AgentConfig(source=f"{tmp_path / 'stream_agent.py'}:solve"))
+
+
+def agents_of(agent: Agent, sampler: ScriptedSampler) -> Agents:
+    return Agents(sampler, agent, Gateway(sampler, ScriptedChat()))
+
+
+def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
+    async def main() -> Batch:
+        agents = agents_of(agent, ScriptedSampler(lambda prompt: "ok"))
+        prompts = Batch.of(prompt=["aa", "", "b"], groups=np.arange(3))
+        return await rollout(agents, prompts, Sampling(n=2))
+
+    batch = simulate(main)
+    assert batch.objects("prompt") == ("aa", "aa", "", "", "b", "b")
+    assert batch.rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [error is not None for error in batch.objects("reward_error")] == [False] * 4 + [True] * 2
+    assert batch.row("turns").tolist() == [3, 3, 0, 0, 1, 1]
+    assert "tokens" not in batch
+    rows = conversations(batch.assign(advantages=np.arange(6, dtype=np.float32)))
+    assert rows.groups.tolist() == [0, 0, 0, 0, 2, 2]
+    assert rows.row("advantages").tolist() == [0, 0, 1, 1, 4, 5]
+    assert rows.rewards.tolist() == [1.0] * 4 + [0.0] * 2
+    assert [sum(mask) for mask in rows.loss_mask] == [6, 3, 6, 3, 3, 3]
+    assert len(conversations(batch.select(np.zeros(0, np.int64)))) == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_episodes_are_trained_on_under_the_bound(agent: Agent, ahead: int, seed: int) -> None:
+    async def main() -> None:
+        random = Random(seed)
+        sampler = delayed(ScriptedSampler, seed=seed, generate=2.0, load=0.5)(
+            lambda prompt: "o" * random.randrange(1, 9)
+        )
+        policy = FakePolicy(PolicyConfig(model="none"))
+        witness = Witness(policy)
+        agents = agents_of(agent, sampler)
+        await publish(witness, agents)
+        labels = np.arange(24).reshape(6, 4)
+        prompts = (Batch.of(prompt=["a", "b", "aa", "aaa"], groups=some) for some in labels)
+        trained: list[int] = []
+        async with rollouts(agents, witness.prompts(prompts), Sampling(n=2, max_tokens=50), ahead=ahead) as stream:
+            async for batch in stream:
+                advantages = group_advantages(batch.rewards, batch.groups)
+                rows = conversations(batch.assign(advantages=advantages))
+                assert policy.version - min(rows.row("oldest_version").tolist()) <= ahead
+                await policy.update(rows, CrossEntropy())
+                trained += batch.groups.tolist()
+                await publish(policy, stream)
+        assert sorted(trained) == sorted([*range(24)] * 2)
+
+    simulate(main)

@@ -1,0 +1,79 @@
+"""Agents on a real sampler: what is recorded is what the policy computes for the same ids."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from meshrl import BackendError, ModelError, NewModel, Policy, PolicyConfig, Sampler, SamplerConfig, Sampling
+from meshrl.agents import Gateway, Message, read_chat
+from meshrl.roles import implementation
+from meshrl.testing import ScriptedChat
+from meshrl_hf.chat import HuggingFaceChat
+from meshrl_hf.loading import new_config
+from meshrl_hf.text import Words, character_tokenizer
+
+MODEL = NewModel(characters="abcdefgh> ", hidden_size=16, ffn_size=32, layers=1, heads=2, max_tokens=48)
+TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else ' ' }}{% endfor %}"
+
+
+def chat() -> HuggingFaceChat:
+    tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
+    tokenizer.chat_template = TEMPLATE
+    return HuggingFaceChat(Words(tokenizer, None, frozenset({1}), MODEL.max_tokens))
+
+
+async def test_log_probs_are_the_policys() -> None:
+    policy = implementation(Policy, "torch")(PolicyConfig(model=MODEL))
+    gateway = Gateway(implementation(Sampler, "torch")(SamplerConfig(model=MODEL)), chat())
+
+    async def agent(words: str) -> Any:
+        session = gateway.open(Sampling(max_tokens=6, seed=len(words)))
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+            messages: list[Any] = []
+            for word in words.split():
+                messages.append({"role": "user", "content": word})
+                told = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append(told.choices[0].message)
+        return gateway.close(session)
+
+    for rows in await asyncio.gather(agent("abc de f"), agent("gh"), agent("a b c")):
+        assert len(rows) == 1
+        told = await policy.logprobs(rows)
+        learnt = np.asarray(rows.loss_mask.values, np.bool_)
+        assert learnt.any()
+        assert told.ragged("logprobs").values[learnt] == pytest.approx(rows.sampler_logprobs.values[learnt], abs=1e-4)
+
+
+async def test_a_conversation_that_has_no_room_left_says_so() -> None:
+    gateway = Gateway(implementation(Sampler, "torch")(SamplerConfig(model=MODEL)), chat())
+    session = gateway.open(Sampling(max_tokens=40, ignore_eos=True))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+        told = await client.completions.create(model="policy", prompt="abcdefgh" * 5)
+        assert told.choices[0].finish_reason == "length"
+        assert told.usage is not None
+        assert told.usage.completion_tokens == 8
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="policy", prompt="abcdefgh" * 6)
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_how_a_model_converses_is_read_by_its_backend(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has none"):
+        read_chat(SamplerConfig(model=MODEL))
+    assert isinstance(read_chat(SamplerConfig(model="none", backend="fake")), ScriptedChat)
+    with pytest.raises(BackendError, match="does not say how its models converse"):
+        read_chat(SamplerConfig(model="none", backend="sim"))
+    tokenizer = character_tokenizer(MODEL.characters, MODEL.max_tokens)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    new_config(MODEL, tokenizer).save_pretrained(tmp_path)
+    read = read_chat(SamplerConfig(model=str(tmp_path)))
+    assert (read.ends, read.max_tokens) == (frozenset({1}), 48)
+    assert read.decode(read.encode(read.render([Message("user", "abc")], ()))) == "abc>"
