@@ -2,16 +2,21 @@
 
 import asyncio
 import os
+import signal
+import socket
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from meshrl import EVERY, Actor, Gather, Mesh, RankDied, Resources, Same, Sum, Weights, at, endpoint, respawn
-from meshrl.engines.hosting import Place
+from meshrl.engines.hosting import Door, Gone, Place, boot
 from meshrl.engines.ray import RayEngine, nodes, refs
 from meshrl.engines.ray.channel import RayChannel
-from meshrl.engines.ray.relay import LARGE
-from meshrl.engines.ray.route import near
+from meshrl.engines.ray.nodes import Home
+from meshrl.engines.ray.relay import LARGE, unless_silent
+from meshrl.engines.ray.route import Handle, Stop, near
 from meshrl.mesh import pool
 
 COLLECTIVES, STORE = "collectives", "the object store"
@@ -50,6 +55,10 @@ class Model(Actor):
         assert all(bucket.shared().segment and not pool.copied for bucket in weights.buckets)
         (way,) = weights.ways
         return float(weights.tensors["large"][-1]), way
+
+    @endpoint
+    async def pid(self) -> Same[int]:
+        return os.getpid()
 
     @endpoint
     async def die(self) -> Sum[int]:
@@ -98,3 +107,51 @@ async def test_a_machine_on_the_way_that_died_is_replaced_and_new_weights_go_by_
 async def test_where_torch_is_not_installed_they_come_by_rays_store(made: Model, engine: RayEngine) -> None:
     taken = await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Model, has_torch=False)
     assert await taken.take(await made.weights(1)) == (1, STORE)
+
+
+async def test_a_machine_on_the_way_that_is_stopped_and_lives_holds_up_nobody(ray_cluster: None) -> None:
+    engine = RayEngine(patience=3)
+    try:
+        made, one, other = [await (await Mesh.reserve(engine, 1, Resources(cpus=0))).spawn(Model) for _ in range(3)]
+        weights = await made.weights(6)
+        for each in (one, other):  # so that the two are connected: Ray itself gives up new connections
+            assert (await each.take(weights))[0] == 6
+        weights = await made.weights(7)
+        assert (await one.take(weights))[0] == 7
+        stopped = await one.pid()
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            assert await other.take(weights) == (7, STORE)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+    finally:
+        await engine.close()
+
+
+class Asked:
+    """A method of the actor of a rank that answers, or does not."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self._answers = answers
+
+    async def remote(self, *_: object) -> object:
+        return None if self._answers else await asyncio.Event().wait()
+
+
+def handle(*, answers: bool) -> Handle:
+    asked = Asked(answers=answers)
+    return cast("Handle", SimpleNamespace(answers=asked, host_copy=asked, hand_on=asked))
+
+
+async def slowly(patience: float) -> str:
+    await asyncio.sleep(3 * patience)
+    return "it"
+
+
+async def test_who_waits_is_told_of_a_rank_that_does_not_answer_and_waits_for_one_that_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        own = Home("two", boot(), Door("127.0.0.1", host.getsockname()[1], patience=0.3))
+        said = r"a rank on two \(127\.0\.0\.1\) has not answered for 0\.3 s, which is run\.patience"
+        with pytest.raises(Gone, match=said):
+            await unless_silent(Stop(handle(answers=False), own), asyncio.Event().wait())
+        assert await unless_silent(Stop(handle(answers=True), own), slowly(0.3)) == "it"

@@ -33,10 +33,11 @@ from meshrl.engines.hosting.pickling import (
 from meshrl.engines.hosting.process import Process, RankMember, clock_ahead
 from meshrl.engines.hosting.rank_log import LogFolder, RankLog
 from meshrl.engines.hosting.reservation import ProcessSlot, Reservation, environments
-from meshrl.engines.hosting.vigil import Vigil, knocked, vigil
+from meshrl.engines.hosting.vigil import KNOCKS, Vigil, knocked, vigil
 
 __all__ = [
     "CYCLE",
+    "KNOCKS",
     "NO_ARGUMENTS",
     "Arguments",
     "Ask",

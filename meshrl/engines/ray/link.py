@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -59,6 +60,8 @@ class Link:
         """For the values that the second asks for."""
         self.failed = ""
         """Why it serves no more."""
+        self.used = time.monotonic()
+        """When a piece last went by it."""
         self._group: _Group | None = None
         self._making = threading.Lock()
 
@@ -97,6 +100,7 @@ class Link:
         with self._making:
             if self.failed:
                 raise RuntimeError(self.failed)
+            self.used = time.monotonic()
             if self._group is None:
                 self._group = cast("_Group", dist.ProcessGroupGloo(self._store, self._rank, 2, self._patience))
             return self._group

@@ -113,6 +113,10 @@ class RankProcess:
         """See `Relay`."""
         return await self._relay.hand_on(key, route, wire)
 
+    @ray.method(concurrency_group=RELAY)
+    async def answers(self) -> None:
+        """It does, whatever else it computes or waits for."""
+
     async def leave(self) -> None:
         """The mesh goes: give back memory that would outlive this process, which is killed now."""
         self._host.leave()

@@ -15,7 +15,7 @@ from meshrl import log
 from meshrl.engines.hosting import Gone, carries
 from meshrl.engines.ray.nodes import Home
 from meshrl.engines.ray.parcel import Parcel, addressee, carried, pack, unpack
-from meshrl.engines.ray.relay import LARGE, available, unless_lost
+from meshrl.engines.ray.relay import LARGE, available, unless_lost, unless_silent
 from meshrl.engines.ray.route import Route, Stop, near
 from meshrl.engines.transport import PoolRef
 from meshrl.errors import DataLost, MeshStopped
@@ -102,20 +102,22 @@ class RayRef(Ref):
         return not self.is_near and bool(self._route) and not self._route[0].home.is_here
 
     async def come(self) -> None:
-        """Wait until it is on this machine. Raises `DataLost` if it is lost, or its host is given up before."""
+        """Wait until it is on this machine. Raises `DataLost` if it is lost, or its host or rank is silent."""
         if self._route and self._route[-1].home.is_here and available():
             try:
-                told = await self._route[-1].handle.host_copy.remote([self.ref], self._route)
+                stop = self._route[-1]
+                told = await unless_silent(stop, stop.handle.host_copy.remote([self.ref], self._route))
                 copy = cast("HostRef", pickle.loads(cast("bytes", told)))  # noqa: S301 -- of this run's own ranks
                 copy.value()  # or it is lost
                 self._near, self.way = copy, "collectives"
                 return
-            except (RayError, DataLost) as error:
+            except (RayError, DataLost, Gone) as error:
                 log.warning("a value comes by Ray's store, and not by a collective", error=str(error))
         self._route = ()
+        first = next(iter(self._stops.values()), None)
         try:
             if not self._lost:
-                await unless_lost(self.home, self.ref)
+                await (unless_silent(first, self.ref) if first else unless_lost(self.home, self.ref))
         except Gone as gone:
             self._lost = str(gone)
         except ObjectLostError:  # told where it is mapped

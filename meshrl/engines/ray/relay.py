@@ -7,6 +7,7 @@ first that was sent it, takes it into the shared memory, for all that are there.
 import asyncio
 import pickle
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -16,11 +17,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import ref
 
 from meshrl import log
-from meshrl.engines.hosting import Gone, Reply, vigil
+from meshrl.engines.hosting import KNOCKS, Gone, Reply, vigil
 from meshrl.engines.ray.flow import Flow
 from meshrl.engines.ray.nodes import Home
 from meshrl.engines.ray.parcel import Parcel, pack, unpack
-from meshrl.engines.ray.route import Handle, Route
+from meshrl.engines.ray.route import Handle, Route, Stop
 from meshrl.engines.transport import PoolRef
 from meshrl.errors import DataError
 from meshrl.mesh import Bytes, Segment, in_transit, pool
@@ -38,6 +39,8 @@ _GRACE: Final = 3.0
 """Seconds for which a value that has come is kept for the next machine."""
 _REMEMBERED: Final = 1000
 """Values of which it is known that they were here."""
+_IDLE: Final = 600.0
+"""Seconds after which a link that nothing comes by is let go: its other end may be dead, which it does not hear."""
 _ALIGNED: Final = 64
 
 T = TypeVar("T")
@@ -66,6 +69,32 @@ async def unless_lost(home: Home | None, coming: Awaitable[T]) -> T:
         return await waits
     finally:
         waits.cancel()
+
+
+async def unless_silent(stop: Stop, coming: Awaitable[T]) -> T:
+    """What comes by a rank. Raises `Gone` if its machine is given up before, or it answers nothing for its patience."""
+    patience = stop.home.door.patience
+    waits, silent = asyncio.ensure_future(unless_lost(stop.home, coming)), 0
+    answer = _answer(stop)
+    try:
+        while not (await asyncio.wait([waits], timeout=patience / KNOCKS))[0]:
+            silent = 0 if answer.done() else silent + 1
+            if silent == KNOCKS:
+                raise Gone(
+                    f"a rank on {stop.home} has not answered for {patience:g} s, which is run.patience: its process is "
+                    "stopped, or lets none of its threads run"
+                )
+            answer = _answer(stop) if answer.done() else answer
+        return await waits
+    finally:
+        waits.cancel()
+        answer.cancel()
+
+
+def _answer(stop: Stop) -> asyncio.Future[object]:
+    answer = asyncio.ensure_future(stop.handle.answers.remote())
+    answer.add_done_callback(lambda came: came.cancelled() or came.exception())  # who dies fails what is waited for
+    return answer
 
 
 class _Waiting:
@@ -114,7 +143,7 @@ class Relay:
         flow = await self._flow(key, route)
         if flow is None:
             return None
-        link = await _linked(self._from, wire.meeting.name, partial(_link, route[-1].home, wire.meeting))
+        link = await _linked(self._from, wire.meeting.name, partial(_link, route[-1].home, wire.meeting), 2 * _IDLE)
         _in_thread(link.send, flow, wire.number)
         return flow.head, flow.sizes
 
@@ -157,9 +186,9 @@ class Relay:
             raise DataError("a value that was made on this machine is here no more")
         for before in (route[:-1], route[:1]):
             stop = before[-1]
-            link = await _linked(self._into, stop.handle, partial(_link, own))
+            link = await _linked(self._into, stop.handle, partial(_link, own), _IDLE)
             wire = Wire(link.meeting, next(link.numbers))
-            told = await unless_lost(stop.home, stop.handle.hand_on.remote(key, before, wire))
+            told = await unless_silent(stop, stop.handle.hand_on.remote(key, before, wire))
             if told is not None:
                 arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", told))
                 _in_thread(link.receive, arrival.flow, wire.number)
@@ -190,17 +219,22 @@ def available() -> bool:
     return find_spec("torch") is not None
 
 
-async def _linked(links: "dict[K, asyncio.Task[Link]]", key: K, make: "Callable[[], Link]") -> "Link":
-    """The link of this key, made once for all who ask at the same time, and anew where it has failed."""
-    for known in [each for each, made in links.items() if _has_failed(made)]:
+async def _linked(links: "dict[K, asyncio.Task[Link]]", key: K, make: "Callable[[], Link]", idle: float) -> "Link":
+    """The link of this key, made once for all who ask at the same time, and anew where it has failed.
+
+    Those that were idle for so many seconds are let go. Who receives lets go first: who sends has what it is asked by.
+    """
+    for known in [each for each, made in links.items() if made.done() and _is_over(made, idle)]:
         del links[known]
     if key not in links:
         links[key] = asyncio.ensure_future(asyncio.to_thread(make))
     return await asyncio.shield(links[key])
 
 
-def _has_failed(made: "asyncio.Task[Link]") -> bool:
-    return made.done() and (made.cancelled() or made.exception() is not None or bool(made.result().failed))
+def _is_over(made: "asyncio.Task[Link]", idle: float) -> bool:
+    if made.cancelled() or made.exception() is not None:
+        return True
+    return bool(made.result().failed) or time.monotonic() - made.result().used > idle
 
 
 def _link(own: Home, meeting: "Meeting | None" = None) -> "Link":

@@ -17,6 +17,7 @@ class Handle(Protocol):
 
     host_copy: _Asked
     hand_on: _Asked
+    answers: _Asked
 
 
 class Stop(NamedTuple):
