@@ -116,7 +116,7 @@ def _hacking(story: Story) -> str:
 
 def _entropy(story: Story) -> str:
     entropy = story.steps.get("entropy")
-    if entropy is None or story.is_solved() or entropy.last >= 0.1 * entropy.first:
+    if entropy is None or story.steps.get("reward") is None or story.is_solved() or entropy.last >= 0.1 * entropy.first:
         return ""
     return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token, and the task is not solved"
 
@@ -133,7 +133,7 @@ def _clipped(story: Story) -> str:
     clipped = story.steps.get("clip_fraction")
     if clipped is None or clipped.last <= 0.3:
         return ""
-    return f"`clip_fraction`: the loss clips {clipped.last:.0%} of the tokens, and they teach nothing"
+    return f"`clip_fraction`: the loss clips {clipped.last:.0%} of the tokens (the median of the last steps)"
 
 
 def _apart(story: Story) -> str:

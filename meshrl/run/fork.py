@@ -18,6 +18,8 @@ from meshrl.run.disk import write_whole
 from meshrl.run.recorder import GROWING
 
 LINEAGE: Final = "fork.json"
+_OWN: Final = ("run.name", "run.folder", "run.resume", "run.deterministic", "run.replay")
+"""Settings that make a run a fork."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,12 @@ class Fork:
 def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[str]) -> Fork:
     """What has to be done for a run that forks from an earlier one after so many steps.
 
-    ConfigError where that has fewer steps, or counts none by `steps`, and where the new folder is there already.
+    ConfigError where that has fewer steps, counts none by `steps`, or repeated a schedule; where the new folder is
+    there already; and where the overrides name what makes it a fork.
     """
+    for override in overrides:
+        if (key := override.partition("=")[0].strip()) in _OWN:
+            raise ConfigError(f"{override}: {key} is the fork's own to set; --name gives the new run its name")
     table = _configuration(earlier)
     run = table_of(table, "run")
     total = table.get("steps")
@@ -75,12 +81,15 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     folder = Path(str(run.get("folder", "runs"))) / (name or f"{earlier.resolve().name}-at-{step}")
     if folder.exists():
         raise ConfigError(f"{folder} is there already: remove it, or give the new run another name by --name")
-    if run.get("deterministic") or run.get("replay") or table.get("ahead"):
-        log.warning(
-            f"ahead = {table.get('ahead', 0)}: steps that are repeated up to step {step} come out otherwise than they "
-            "did, since rollouts and training met at other moments; with ahead = 0 they are the same to the bit"
-        )
+    if run.get("replay"):
+        raise ConfigError(f"{earlier} repeats the schedule of {run['replay']}: fork that run")
     checkpoint = checkpoint_until(earlier, step)
+    begins = steps_of(checkpoint) if checkpoint else 0
+    if table.get("ahead") and begins < step:
+        log.warning(
+            f"ahead = {table['ahead']}: steps {begins} to {step - 1} are repeated, and come out otherwise than they "
+            "did, since rollouts and training meet at other moments; with ahead = 0 they are the same to the bit"
+        )
     own = [f"run.name={folder.name}", "run.deterministic=false"]
     every = [] if run.get("checkpoint_every") else [f"run.checkpoint_every={step}"]
     return Fork(

@@ -134,7 +134,10 @@ def test_a_short_or_a_healthy_run_is_told_by_the_exit_status(
 
 def test_a_run_of_a_loss_without_rewards_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "loss": 2 - step / 100, "seconds": 1.0}) + "\n" for step in range(COUNT))
+        "".join(
+            json.dumps({"step": step, "loss": 2 - step / 100, "entropy": 2 * 0.97**step}) + "\n"
+            for step in range(COUNT)
+        )
     )
     assert signs(tmp_path) == []
 

@@ -82,6 +82,7 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
         (["--step", "9"], "runs/earlier has steps = 8"),
         (["--step", "5", "--name", "earlier"], "earlier is there already"),
         (["--step", "5", "stepz=1"], "did you mean steps?"),
+        (["--step", "5", "run.name=mine"], "--name gives the new run its name"),
     ):
         assert meshrl("fork", "earlier", *arguments) != 0
         assert told in capsys.readouterr().err
