@@ -135,8 +135,8 @@ class Drawing:
             self._wait(sampling, asked)
             return
         new = slice(asked.prompt, None)
-        truncated = bool(batch.row("truncated")[row])
-        found = Drawn(tokens[new], logprobs[new], versions[new], truncated)
+        temperature, truncated = float(batch.row("temperature")[row]), bool(batch.row("truncated")[row])
+        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated)
         asked.done.set_result(Answer(found, str(batch.objects("completion")[row])))
 
 
