@@ -7,6 +7,7 @@ one ends: so many calls at once keep a sampler busy, and more of them, with a ro
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshrl.agents.conversation import Drawn, Ints
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.roles import Sampler, Sampling
+from meshrl.user_code import unless_cancelled
 
 _CALLS: Final = 8
 """Calls at once."""
@@ -95,33 +97,33 @@ class Drawing:
             sampling = next(iter(self._waiting))
             rows = [asked for asked in self._waiting.pop(sampling) if not asked.done.done()]
             if rows:
-                call = asyncio.create_task(self._call(sampling, rows))
+                untold = set(rows)
+                call = asyncio.create_task(self._call(sampling, rows, untold))
                 self._calls.add(call)
-                call.add_done_callback(self._ended)
+                call.add_done_callback(partial(self._ended, untold))
 
-    def _ended(self, call: asyncio.Task[None]) -> None:
+    def _ended(self, untold: set[_Asked], call: asyncio.Task[None]) -> None:
+        for asked in untold:
+            asked.done.cancel()
         self._calls.discard(call)
         self._begin()
 
-    async def _call(self, sampling: Sampling, rows: Sequence[_Asked]) -> None:
+    async def _call(self, sampling: Sampling, rows: Sequence[_Asked], untold: set[_Asked]) -> None:
+        """`untold`: the rows that are this call's to answer; one that was aborted may be in the next call already."""
         batch = _batch(rows)
         try:
             async for chunk in self._sampler.generate(batch.part(np.arange(len(rows))), sampling):
                 drawn = await chunk.load()
                 for index, number in enumerate(drawn.row("request").tolist()):
+                    untold.discard(rows[number])
                     self._take(sampling, rows[number], drawn, index)
-            if lost := [
-                asked for asked in rows if not asked.done.done() and asked not in self._waiting.get(sampling, ())
-            ]:
-                raise DataError(f"the sampler ended a call without {len(lost)} of its {len(rows)} rows")
-        except Exception as error:  # noqa: BLE001 -- whatever a sampler raises is told to each who asked
-            for asked in rows:
+            if untold:
+                raise DataError(f"the sampler ended a call without {len(untold)} of its {len(rows)} rows")
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- told to each who asked
+            unless_cancelled(error)
+            for asked in untold:
                 if not asked.done.done():
                     asked.done.set_exception(error)
-        finally:
-            if (task := asyncio.current_task()) and task.cancelling():
-                for asked in rows:
-                    asked.done.cancel()
 
     def _take(self, sampling: Sampling, asked: _Asked, batch: Batch, row: int) -> None:
         """A row is done, or was aborted and goes on in another call; whom it is for may be gone."""

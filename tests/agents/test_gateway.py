@@ -208,6 +208,43 @@ def test_new_weights_between_turns_and_an_abort_under_the_clients_feet() -> None
     assert simulate(main) == [0] * 4 + [7] * 4
 
 
+def test_an_aborted_answer_goes_on_while_the_call_that_it_was_of_still_ends() -> None:
+    class Slow(ScriptedSampler):
+        async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
+            rows = prompts.repeat(1)
+            async with self._calls.begin() as call:
+                await asyncio.sleep(1)
+                aborted = not await call.step()
+                for index in range(len(rows)):
+                    yield self._row(rows.select([index]), sampling, aborted)
+                await asyncio.sleep(0.5)  # as a mesh, whose stream ends after its last batch
+
+    async def main() -> None:
+        sampler = Slow(lambda prompt: "hi")
+        gateway = Gateway(sampler, ScriptedChat())
+        session = gateway.open(Sampling(max_tokens=1000))
+        async with client_of(gateway, session) as client:
+            asking = [asyncio.create_task(client.completions.create(model="", prompt=each)) for each in ("1", "2", "3")]
+            await asyncio.sleep(0.5)
+            await sampler.abort()
+            assert [(await told).choices[0].text for told in asking] == ["hi"] * 3
+        await gateway.aclose()
+        assert len(gateway.close(session)) == 3
+
+    simulate(main)
+
+
+def test_a_sampler_that_is_cancelled_is_told_to_who_asked() -> None:
+    def cancelled(_: str) -> str:
+        raise asyncio.CancelledError
+
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        with pytest.raises(openai.InternalServerError, match="the sampler failed: CancelledError"):
+            await client.chat.completions.create(model="any", messages=[USER])
+
+    talk(cancelled, program)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
