@@ -9,7 +9,8 @@
     agent = Agent(AgentConfig(source="my_agent.py:solve"))
     episode = await agent.play(gateway, row, sampling)
 
-What it raises, or where it hangs, is told of its episode alone.
+What it raises, or where it hangs, is told of its episode alone. What the sampler raises is not the program's
+fault: it is raised.
 """
 
 import asyncio
@@ -92,8 +93,13 @@ class Agent:
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
         """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
 
-        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over.
+        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. Where
+        the sampler failed and the episode did too, what the sampler raised is raised. ConfigError without a server.
         """
+        if not (gateway.is_serving or inspect.iscoroutinefunction(self._function)):
+            raise ConfigError(
+                "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
+            )
         session, output = gateway.open(sampling), Output()
         reward, error = 0.0, None
         limit = asyncio.timeout(self._config.seconds)
@@ -102,6 +108,8 @@ class Agent:
                 reward = reward_of(await self._call(gateway, session, row, output))
         except RAISED as raised:  # somebody's program may raise anything; it is data
             unless_cancelled(raised)
+            if session.failure is not None:
+                raise session.failure from raised
             late = isinstance(raised, TimeoutError) and limit.expired()
             error = self._errors.told(
                 TimeoutError(f"no result in {self._config.seconds:g} seconds (seconds)") if late else raised
@@ -120,10 +128,6 @@ class Agent:
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
             ) as client:
                 return cast("object", await self._function(client, own))
-        if not gateway.is_serving:
-            raise ConfigError(
-                "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
-            )
         if self._function is not None:
             return await asyncio.to_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}

@@ -36,7 +36,7 @@ from meshrl.agents.requests import Request as Asked
 from meshrl.agents.tool_calls import message_of
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.errors import DataError, described
+from meshrl.errors import DataError, MeshrlError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
@@ -72,6 +72,8 @@ class Session:
     """The base URL, ending with /v1."""
     sampling: Sampling
     conversation: Conversation = field(repr=False)
+    failure: Exception | None = None
+    """What the sampler raised last, for which the program is not to blame."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
 
     def new_call(self) -> str:
@@ -200,7 +202,9 @@ class Gateway:
             answers = await asyncio.gather(*draws)
         except (Exception, asyncio.CancelledError) as error:
             unless_cancelled(error)
-            raise _SamplerFailed(f"the sampler failed: {described(error)}") from error
+            failed = _SamplerFailed(f"the sampler failed: {described(error)}")
+            session.failure = error if isinstance(error, Exception) else failed
+            raise failed from error
         if not all(len(answer.drawn.tokens) for answer in answers):
             raise _NoRoom(f"the prompt has {size} tokens, and the model has no room for another")
         return answers
@@ -233,7 +237,7 @@ class _NoRoom(Exception):
     """A prompt that the model has no room after."""
 
 
-class _SamplerFailed(Exception):
+class _SamplerFailed(MeshrlError):
     """What the sampler raised is the cause."""
 
 

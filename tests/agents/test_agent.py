@@ -78,6 +78,15 @@ def test_what_goes_wrong_is_told_on_the_rows(agent: Callable[..., Agent], body: 
     assert episode.rows.objects("reward_error") == (episode.error,)
 
 
+def test_a_sampler_that_fails_is_no_fault_of_the_agent(agent: Callable[..., Agent]) -> None:
+    with pytest.raises(IndexError):
+        played(agent(ASK * 2 + "return 1"), "only one answer")
+    with pytest.raises(IndexError):
+        played(agent(f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    raise ValueError"))
+    bears_it = f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    return 0.5"
+    assert played(agent(bears_it)).reward == 0.5
+
+
 def test_a_row_is_the_agents_own(agent: Callable[..., Agent]) -> None:
     assert played(agent("row.clear()\nreturn 1")).reward == 1.0
     assert ROW == {"prompt": "1+1=", "answer": "2"}
@@ -106,8 +115,12 @@ async def test_a_plain_function_has_a_plain_client(agent: Callable[..., Agent]) 
     episode = await served(solve, "2")
     assert (episode.reward, episode.error) == (1.0, None)
     assert len(episode.rows) == 1
-    alone = await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
-    assert "gateway.serving()" in str(alone.error)
+
+
+async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -> None:
+    for solve in (agent("return 1", "def"), python("print(1)")):
+        with pytest.raises(ConfigError, match=r"gateway\.serving\(\)"):
+            await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
 
 
 COMMAND = """

@@ -1,5 +1,7 @@
 """Agents as a sampler: episodes in a stream, trained on under the bound."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
@@ -56,6 +58,26 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert rows.rewards.tolist() == [1.0] * 4 + [0.0] * 2
     assert [sum(mask) for mask in rows.loss_mask] == [6, 3, 6, 3, 3, 3]
     assert len(conversations(batch.select(np.zeros(0, np.int64)))) == 0
+
+
+def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Agent) -> None:
+    class Failing(ScriptedSampler):
+        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+            if 1 < asyncio.get_running_loop().time() < 100:
+                raise RuntimeError("device-side assert")
+            async for batch in super().generate(prompts, sampling):
+                yield batch
+
+    async def main(retries: int) -> list[float]:
+        agents = agents_of(agent, Failing(lambda prompt: "ok"))
+        prompts = (Batch.of(prompt=["a", "aaa"], groups=np.arange(2) + 2 * step) for step in range(3))
+        await publish(FakePolicy(PolicyConfig(model="none")), agents)
+        async with rollouts(agents, prompts, Sampling(n=2), ahead=3, retries=retries) as stream:
+            return [reward async for batch in stream for reward in batch.rewards.tolist()]
+
+    with pytest.raises(RuntimeError, match="device-side"):
+        simulate(lambda: main(0))
+    assert sorted(simulate(lambda: main(20))) == [0.5] * 6 + [1.5] * 6
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
