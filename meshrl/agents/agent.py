@@ -14,9 +14,12 @@ fault: it is raised.
 """
 
 import asyncio
+import contextvars
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Final, Self, cast
@@ -129,7 +132,7 @@ class Agent:
             ) as client:
                 return cast("object", await self._function(client, own))
         if self._function is not None:
-            return await asyncio.to_thread(partial(_plain, self._function, session, own))
+            return await _in_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
         given = msgspec.json.encode(own, enc_hook=str)
         return await run(self._config.command, given, environment, self._config.output_mib << 20, output)
@@ -147,6 +150,32 @@ def reward_of(result: object) -> float:
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
     with openai.OpenAI(base_url=session.url, api_key=session.token, max_retries=_RETRIES) as client:
         return function(client, row)
+
+
+async def _in_thread(call: Callable[[], object]) -> object:
+    """What it returns or raises, in a thread of its own: one that hangs holds up no other, nor the process's end."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+
+    def tell(result: object, error: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_result((result, error))
+
+    def run_it() -> None:
+        result: object = None
+        error: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as raised:  # noqa: BLE001 -- raised again below
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run_it,), name="agent", daemon=True).start()
+    result, error = await ended
+    if error is not None:
+        raise error
+    return result
 
 
 def _load(source: str) -> Callable[..., object]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -121,6 +122,38 @@ async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -
     for solve in (agent("return 1", "def"), python("print(1)")):
         with pytest.raises(ConfigError, match=r"gateway\.serving\(\)"):
             await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
+
+
+async def test_plain_functions_that_hang_hold_up_no_other(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
+    solve, last = agent(body, "def", seconds=20), tmp_path / "last"
+    async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
+        rows = [{"until": str(last)} for _ in range(40)]
+        hanging = [asyncio.create_task(solve.play(gateway, row, Sampling())) for row in rows]
+        await asyncio.sleep(0)  # they begin first
+        quick = await solve.play(gateway, {"until": str(tmp_path)}, Sampling())
+        last.touch()
+        assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * 41
+
+
+@pytest.mark.process
+def test_a_plain_function_that_hangs_does_not_hold_up_the_end(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    agent("import time\ntime.sleep(600)", "def")
+    script = f"""
+import asyncio
+from meshrl import Sampling
+from meshrl.agents import Agent, AgentConfig, Gateway
+from meshrl.testing import ScriptedChat, ScriptedSampler
+
+async def main():
+    async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
+        agent = Agent(AgentConfig(source={f"{tmp_path}/my_agent.py:solve"!r}, seconds=0.5))
+        print((await agent.play(gateway, {{}}, Sampling())).error)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "no result in 0.5 seconds" in ended.stdout
 
 
 COMMAND = """
