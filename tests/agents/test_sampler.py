@@ -8,7 +8,17 @@ from random import Random
 import numpy as np
 import pytest
 
-from meshrl import Batch, CrossEntropy, PolicyConfig, Sampling, group_advantages, publish, rollout, rollouts
+from meshrl import (
+    Batch,
+    ConfigError,
+    CrossEntropy,
+    PolicyConfig,
+    Sampling,
+    group_advantages,
+    publish,
+    rollout,
+    rollouts,
+)
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
 from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
 
@@ -78,6 +88,20 @@ def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Age
     with pytest.raises(RuntimeError, match="device-side"):
         simulate(lambda: main(0))
     assert sorted(simulate(lambda: main(20))) == [0.5] * 6 + [1.5] * 6
+
+
+def test_episodes_are_not_aborted(agent: Agent) -> None:
+    async def main() -> None:
+        agents, policy = agents_of(agent, ScriptedSampler(lambda prompt: "ok")), FakePolicy(PolicyConfig(model="none"))
+        await publish(policy, agents)
+        prompts = (Batch.of(prompt=["a"], groups=np.array([step])) for step in range(3))
+        async with rollouts(agents, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
+            async for batch in stream:
+                await policy.update(conversations(batch.assign(advantages=batch.rewards)), CrossEntropy())
+                await publish(policy, stream)
+
+    with pytest.raises(ConfigError, match='take swap = "in_flight" or "drain"'):
+        simulate(main)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
