@@ -54,6 +54,7 @@ class Drawing:
         """By how they are drawn, which is one for a call."""
         self._calls: set[asyncio.Task[None]] = set()
         self._woken = False
+        self._closed = False
 
     async def draw(
         self, prompt: Ints, sampling: Sampling, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -62,6 +63,8 @@ class Drawing:
 
         `max_tokens`, where it is less than that of `sampling`, is the most, and `stop` are texts that end it too.
         """
+        if self._closed:
+            raise DataError("the gateway is closed, and draws nothing more: make another")
         size, most = len(prompt), sampling.max_tokens
         asked = _Asked(
             tokens=prompt,
@@ -77,7 +80,8 @@ class Drawing:
         return await asked.done
 
     async def close(self) -> None:
-        """End the calls that run; who waits for an answer gets CancelledError."""
+        """End the calls that run, and refuse others; who waits for an answer gets CancelledError."""
+        self._closed = True
         for asked in [each for some in self._waiting.values() for each in some]:
             asked.done.cancel()
         self._waiting.clear()

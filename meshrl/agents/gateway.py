@@ -112,15 +112,15 @@ class Gateway:
         return session.conversation.rows()
 
     async def aclose(self) -> None:
-        """End what is being drawn."""
+        """End what is being drawn, and draw nothing more."""
         await self._drawing.close()
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[Self]:
-        """Listen on the configured address while the block lasts; a session's `url` has its port."""
-        config = self.config
-        listening = socket.create_server((config.host, config.port), backlog=2048)
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        """Listen on the configured address while the block lasts, once; a session's `url` has its port."""
+        config, inside = self.config, self._base
+        family, host = (socket.AF_INET6, f"[{config.host}]") if ":" in config.host else (socket.AF_INET, config.host)
+        listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
         self._base = f"http://{host}:{listening.getsockname()[1]}"
         server = _Server(
             uvicorn.Config(
@@ -137,7 +137,7 @@ class Gateway:
         try:
             yield self
         finally:
-            self.is_serving, server.should_exit = False, True
+            self.is_serving, server.should_exit, self._base = False, True, inside
             await self.aclose()
             await serving
             listening.close()
