@@ -17,7 +17,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias, cast
 
 import uvicorn
 from pydantic import Field
@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.agents.answers import MODEL, Choice, Kind, Told, refused, told
 from meshrl.agents.chat import Chat
@@ -58,7 +59,7 @@ class GatewayConfig(Config):
     connections: int = Field(default=4096, gt=0)
     """Connections; one more is answered with 503."""
     seconds: float = Field(default=60.0, gt=0)
-    """For a client to send its request, and to read each piece of a stream."""
+    """For a client to begin its first request, to send a request's body, and to read each piece of a stream."""
 
 
 @dataclass(eq=False)
@@ -125,6 +126,7 @@ class Gateway:
         server = _Server(
             uvicorn.Config(
                 self.app,
+                http=_protocol(config.seconds),
                 log_level="error",
                 lifespan="off",
                 limit_concurrency=config.connections,
@@ -248,6 +250,25 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Leave them."""
         yield
+
+
+def _protocol(seconds: float) -> type[H11Protocol]:
+    """HTTP, where a connection that has begun no request in so many seconds is left."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._limit = self.loop.call_later(seconds, self._leave)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._limit.cancel()
+            super().connection_lost(exc)
+
+        def _leave(self) -> None:
+            if cast("object", self.cycle) is None:  # there is none before the first request
+                self.transport.close()
+
+    return Protocol
 
 
 _Call: TypeAlias = Callable[[Session, Request], Awaitable[Response]]

@@ -373,25 +373,3 @@ async def test_hundreds_of_connections_lose_nothing() -> None:
             found = await asyncio.gather(*map(ask, range(300)))
         assert set(found) <= {200, 429}
         assert len(gateway.close(session)) == found.count(200) >= 50
-
-
-async def test_an_address_of_ipv6() -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("this machine has no IPv6")
-    async with served(["hi"], host="::1") as (_, session):
-        assert session.url.startswith("http://[::1]:")
-        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token) as client:
-            told = await client.chat.completions.create(model="any", messages=[USER])
-        assert told.choices[0].message.content == "hi"
-
-
-async def test_a_gateway_that_is_closed_draws_nothing_more() -> None:
-    async with served(["never"]) as (gateway, before):
-        pass
-    session = gateway.open(Sampling(max_tokens=1000))
-    assert before.url.split("/")[2] != session.url.split("/")[2] == "meshrl"
-    async with client_of(gateway, session) as client:
-        with pytest.raises(openai.InternalServerError, match="the gateway is closed"):
-            await client.chat.completions.create(model="any", messages=[USER])
