@@ -9,13 +9,17 @@
     agent = Agent(AgentConfig(source="my_agent.py:solve"))
     episode = await agent.play(gateway, row, sampling)
 
-What it raises, or where it hangs, is told of its episode alone.
+What it raises, or where it hangs, is told of its episode alone. What the sampler raises is not the program's
+fault: it is raised.
 """
 
 import asyncio
+import contextvars
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Final, Self, cast
@@ -92,8 +96,13 @@ class Agent:
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
         """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
 
-        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over.
+        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. Where
+        the sampler failed and the episode did too, what the sampler raised is raised. ConfigError without a server.
         """
+        if not (gateway.is_serving or inspect.iscoroutinefunction(self._function)):
+            raise ConfigError(
+                "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
+            )
         session, output = gateway.open(sampling), Output()
         reward, error = 0.0, None
         limit = asyncio.timeout(self._config.seconds)
@@ -102,6 +111,8 @@ class Agent:
                 reward = reward_of(await self._call(gateway, session, row, output))
         except RAISED as raised:  # somebody's program may raise anything; it is data
             unless_cancelled(raised)
+            if session.failure is not None:
+                raise session.failure from raised
             late = isinstance(raised, TimeoutError) and limit.expired()
             error = self._errors.told(
                 TimeoutError(f"no result in {self._config.seconds:g} seconds (seconds)") if late else raised
@@ -120,12 +131,8 @@ class Agent:
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
             ) as client:
                 return cast("object", await self._function(client, own))
-        if not gateway.is_serving:
-            raise ConfigError(
-                "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
-            )
         if self._function is not None:
-            return await asyncio.to_thread(partial(_plain, self._function, session, own))
+            return await _in_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
         given = msgspec.json.encode(own, enc_hook=str)
         return await run(self._config.command, given, environment, self._config.output_mib << 20, output)
@@ -143,6 +150,32 @@ def reward_of(result: object) -> float:
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
     with openai.OpenAI(base_url=session.url, api_key=session.token, max_retries=_RETRIES) as client:
         return function(client, row)
+
+
+async def _in_thread(call: Callable[[], object]) -> object:
+    """What it returns or raises, in a thread of its own: one that hangs holds up no other, nor the process's end."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+
+    def tell(result: object, error: BaseException | None) -> None:
+        if not ended.done():
+            ended.set_result((result, error))
+
+    def run_it() -> None:
+        result: object = None
+        error: BaseException | None = None
+        try:
+            result = call()
+        except BaseException as raised:  # noqa: BLE001 -- raised again below
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run_it,), name="agent", daemon=True).start()
+    result, error = await ended
+    if error is not None:
+        raise error
+    return result
 
 
 def _load(source: str) -> Callable[..., object]:

@@ -37,6 +37,8 @@ class Drawn:
     """Of each token, at the sampler's temperature."""
     versions: Ints
     """The policy version that sampled each token."""
+    temperature: float
+    """What its logits were divided by; the policy divides by it too."""
     truncated: bool = False
     """Whether it was cut short."""
 
@@ -119,6 +121,11 @@ class Conversation:
         """Record a turn, and what the client was told of it: a message, or the text after a prompt without messages."""
         if not len(drawn.tokens):
             raise DataError("a turn of no tokens is none: the sampler found no room after the prompt")
+        if prompt.before is not None and prompt.before.drawn.temperature != drawn.temperature:
+            raise DataError(
+                f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "
+                f"{drawn.temperature:g}: draw all turns of a conversation at one"
+            )
         turn = Turn(prompt.before, prompt.added, drawn)
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
             self._told[key_after(prompt.asked, said)] = turn
@@ -132,8 +139,9 @@ class Conversation:
         """A row for each turn that no other went on after, in their order: all of its ids from the first prompt on.
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
-        `oldest_version`, `truncated`. What was sampled is learnt, each token in one row: a turn that several went on
-        after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1, in the others.
+        `oldest_version`, `temperature`, `truncated`. What was sampled is learnt, each token in one row: a turn that
+        several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1,
+        in the others.
         """
         gone_on = {turn.before for turn in self._turns}
         learned: set[Turn] = set()
@@ -177,7 +185,8 @@ class Conversation:
             sampler_logprobs=Ragged.of([row.logprobs for row in rows], np.float32, source=Source("sampler")),
             versions=Ragged.of([row.versions for row in rows], np.int32),
             oldest_version=np.array([row.versions[row.learnt].min() for row in rows], np.int32),
-            truncated=np.array([row.truncated for row in rows], np.bool_),
+            temperature=np.array([row.last.temperature for row in rows], np.float32),
+            truncated=np.array([row.last.truncated for row in rows], np.bool_),
         )
 
 
@@ -191,7 +200,7 @@ class _Row:
     versions: Ints
     begins: int
     """The length of its first prompt."""
-    truncated: bool
+    last: Drawn
 
 
 def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
@@ -212,7 +221,7 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         np.concatenate(logprobs),
         np.concatenate(versions),
         begins=len(path[0].added),
-        truncated=path[-1].drawn.truncated,
+        last=path[-1].drawn,
     )
 
 

@@ -7,6 +7,7 @@ one ends: so many calls at once keep a sampler busy, and more of them, with a ro
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshrl.agents.conversation import Drawn, Ints
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
 from meshrl.roles import Sampler, Sampling
+from meshrl.user_code import unless_cancelled
 
 _CALLS: Final = 8
 """Calls at once."""
@@ -52,6 +54,7 @@ class Drawing:
         """By how they are drawn, which is one for a call."""
         self._calls: set[asyncio.Task[None]] = set()
         self._woken = False
+        self._closed = False
 
     async def draw(
         self, prompt: Ints, sampling: Sampling, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -60,6 +63,8 @@ class Drawing:
 
         `max_tokens`, where it is less than that of `sampling`, is the most, and `stop` are texts that end it too.
         """
+        if self._closed:
+            raise DataError("the gateway is closed, and draws nothing more: make another")
         size, most = len(prompt), sampling.max_tokens
         asked = _Asked(
             tokens=prompt,
@@ -75,7 +80,8 @@ class Drawing:
         return await asked.done
 
     async def close(self) -> None:
-        """End the calls that run; who waits for an answer gets CancelledError."""
+        """End the calls that run, and refuse others; who waits for an answer gets CancelledError."""
+        self._closed = True
         for asked in [each for some in self._waiting.values() for each in some]:
             asked.done.cancel()
         self._waiting.clear()
@@ -95,33 +101,33 @@ class Drawing:
             sampling = next(iter(self._waiting))
             rows = [asked for asked in self._waiting.pop(sampling) if not asked.done.done()]
             if rows:
-                call = asyncio.create_task(self._call(sampling, rows))
+                untold = set(rows)
+                call = asyncio.create_task(self._call(sampling, rows, untold))
                 self._calls.add(call)
-                call.add_done_callback(self._ended)
+                call.add_done_callback(partial(self._ended, untold))
 
-    def _ended(self, call: asyncio.Task[None]) -> None:
+    def _ended(self, untold: set[_Asked], call: asyncio.Task[None]) -> None:
+        for asked in untold:
+            asked.done.cancel()
         self._calls.discard(call)
         self._begin()
 
-    async def _call(self, sampling: Sampling, rows: Sequence[_Asked]) -> None:
+    async def _call(self, sampling: Sampling, rows: Sequence[_Asked], untold: set[_Asked]) -> None:
+        """`untold`: the rows that are this call's to answer; one that was aborted may be in the next call already."""
         batch = _batch(rows)
         try:
             async for chunk in self._sampler.generate(batch.part(np.arange(len(rows))), sampling):
                 drawn = await chunk.load()
                 for index, number in enumerate(drawn.row("request").tolist()):
+                    untold.discard(rows[number])
                     self._take(sampling, rows[number], drawn, index)
-            if lost := [
-                asked for asked in rows if not asked.done.done() and asked not in self._waiting.get(sampling, ())
-            ]:
-                raise DataError(f"the sampler ended a call without {len(lost)} of its {len(rows)} rows")
-        except Exception as error:  # noqa: BLE001 -- whatever a sampler raises is told to each who asked
-            for asked in rows:
+            if untold:
+                raise DataError(f"the sampler ended a call without {len(untold)} of its {len(rows)} rows")
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- told to each who asked
+            unless_cancelled(error)
+            for asked in untold:
                 if not asked.done.done():
                     asked.done.set_exception(error)
-        finally:
-            if (task := asyncio.current_task()) and task.cancelling():
-                for asked in rows:
-                    asked.done.cancel()
 
     def _take(self, sampling: Sampling, asked: _Asked, batch: Batch, row: int) -> None:
         """A row is done, or was aborted and goes on in another call; whom it is for may be gone."""
@@ -135,8 +141,8 @@ class Drawing:
             self._wait(sampling, asked)
             return
         new = slice(asked.prompt, None)
-        truncated = bool(batch.row("truncated")[row])
-        found = Drawn(tokens[new], logprobs[new], versions[new], truncated)
+        temperature, truncated = float(batch.row("temperature")[row]), bool(batch.row("truncated")[row])
+        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated)
         asked.done.set_result(Answer(found, str(batch.objects("completion")[row])))
 
 

@@ -17,7 +17,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Self, TypeAlias
+from typing import Final, Self, TypeAlias, cast
 
 import uvicorn
 from pydantic import Field
@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.agents.answers import MODEL, Choice, Kind, Told, refused, told
 from meshrl.agents.chat import Chat
@@ -36,7 +37,7 @@ from meshrl.agents.requests import Request as Asked
 from meshrl.agents.tool_calls import message_of
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.errors import DataError, described
+from meshrl.errors import DataError, MeshrlError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
@@ -58,7 +59,7 @@ class GatewayConfig(Config):
     connections: int = Field(default=4096, gt=0)
     """Connections; one more is answered with 503."""
     seconds: float = Field(default=60.0, gt=0)
-    """For a client to send its request, and to read each piece of a stream."""
+    """For a client to begin its first request, to send a request's body, and to read each piece of a stream."""
 
 
 @dataclass(eq=False)
@@ -72,6 +73,8 @@ class Session:
     """The base URL, ending with /v1."""
     sampling: Sampling
     conversation: Conversation = field(repr=False)
+    failure: Exception | None = None
+    """What the sampler raised last, for which the program is not to blame."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
 
     def new_call(self) -> str:
@@ -110,19 +113,20 @@ class Gateway:
         return session.conversation.rows()
 
     async def aclose(self) -> None:
-        """End what is being drawn."""
+        """End what is being drawn, and draw nothing more."""
         await self._drawing.close()
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[Self]:
-        """Listen on the configured address while the block lasts; a session's `url` has its port."""
-        config = self.config
-        listening = socket.create_server((config.host, config.port), backlog=2048)
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        """Listen on the configured address while the block lasts, once; a session's `url` has its port."""
+        config, inside = self.config, self._base
+        family, host = (socket.AF_INET6, f"[{config.host}]") if ":" in config.host else (socket.AF_INET, config.host)
+        listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
         self._base = f"http://{host}:{listening.getsockname()[1]}"
         server = _Server(
             uvicorn.Config(
                 self.app,
+                http=_protocol(config.seconds),
                 log_level="error",
                 lifespan="off",
                 limit_concurrency=config.connections,
@@ -135,7 +139,7 @@ class Gateway:
         try:
             yield self
         finally:
-            self.is_serving, server.should_exit = False, True
+            self.is_serving, server.should_exit, self._base = False, True, inside
             await self.aclose()
             await serving
             listening.close()
@@ -200,7 +204,9 @@ class Gateway:
             answers = await asyncio.gather(*draws)
         except (Exception, asyncio.CancelledError) as error:
             unless_cancelled(error)
-            raise _SamplerFailed(f"the sampler failed: {described(error)}") from error
+            failed = _SamplerFailed(f"the sampler failed: {described(error)}")
+            session.failure = error if isinstance(error, Exception) else failed
+            raise failed from error
         if not all(len(answer.drawn.tokens) for answer in answers):
             raise _NoRoom(f"the prompt has {size} tokens, and the model has no room for another")
         return answers
@@ -233,7 +239,7 @@ class _NoRoom(Exception):
     """A prompt that the model has no room after."""
 
 
-class _SamplerFailed(Exception):
+class _SamplerFailed(MeshrlError):
     """What the sampler raised is the cause."""
 
 
@@ -244,6 +250,25 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Leave them."""
         yield
+
+
+def _protocol(seconds: float) -> type[H11Protocol]:
+    """HTTP, where a connection that has begun no request in so many seconds is left."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._limit = self.loop.call_later(seconds, self._leave)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._limit.cancel()
+            super().connection_lost(exc)
+
+        def _leave(self) -> None:
+            if cast("object", self.cycle) is None:  # there is none before the first request
+                self.transport.close()
+
+    return Protocol
 
 
 _Call: TypeAlias = Callable[[Session, Request], Awaitable[Response]]

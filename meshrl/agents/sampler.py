@@ -18,6 +18,7 @@ import numpy as np
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch
+from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
 from meshrl.weights import Weights
 
@@ -31,8 +32,8 @@ class Agents(Sampler):
     answers), `truncated` (whether one was cut short), and `episode`, whose rows `conversations` brings: it has no
     `tokens` of its own, since an agent may hold several conversations.
 
-    `sampling` is of an answer. Weights may come between two answers, or in the middle of one; an abort stops answers,
-    which go on. A plain object: it lives where the script does.
+    `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
+    where the script does.
     """
 
     def __init__(self, sampler: Sampler, agent: Agent, gateway: Gateway) -> None:
@@ -66,12 +67,12 @@ class Agents(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Of the sampler. Calls that overlap take turns as agents ask, which no record tells."""
+        """Of the sampler: exact where the agents ask in the same order, which no record tells."""
         await self._sampler.replay(record)
 
     async def abort(self) -> None:
-        """Stop the answers that are being drawn; they go on with the weights that come."""
-        await self._sampler.abort()
+        """ConfigError: what a program has done cannot be stopped and gone on with."""
+        raise ConfigError('episodes of agents cannot be aborted: take swap = "in_flight" or "drain"')
 
     async def _play(self, asked: Batch, number: int, sampling: Sampling) -> Episode:
         row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}

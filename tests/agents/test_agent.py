@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -78,6 +79,15 @@ def test_what_goes_wrong_is_told_on_the_rows(agent: Callable[..., Agent], body: 
     assert episode.rows.objects("reward_error") == (episode.error,)
 
 
+def test_a_sampler_that_fails_is_no_fault_of_the_agent(agent: Callable[..., Agent]) -> None:
+    with pytest.raises(IndexError):
+        played(agent(ASK * 2 + "return 1"), "only one answer")
+    with pytest.raises(IndexError):
+        played(agent(f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    raise ValueError"))
+    bears_it = f"try:\n{textwrap.indent(ASK, '    ')}\nexcept Exception:\n    return 0.5"
+    assert played(agent(bears_it)).reward == 0.5
+
+
 def test_a_row_is_the_agents_own(agent: Callable[..., Agent]) -> None:
     assert played(agent("row.clear()\nreturn 1")).reward == 1.0
     assert ROW == {"prompt": "1+1=", "answer": "2"}
@@ -106,8 +116,44 @@ async def test_a_plain_function_has_a_plain_client(agent: Callable[..., Agent]) 
     episode = await served(solve, "2")
     assert (episode.reward, episode.error) == (1.0, None)
     assert len(episode.rows) == 1
-    alone = await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
-    assert "gateway.serving()" in str(alone.error)
+
+
+async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -> None:
+    for solve in (agent("return 1", "def"), python("print(1)")):
+        with pytest.raises(ConfigError, match=r"gateway\.serving\(\)"):
+            await solve.play(Gateway(ScriptedSampler([]), ScriptedChat()), ROW, Sampling())
+
+
+async def test_plain_functions_that_hang_hold_up_no_other(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
+    solve, last = agent(body, "def", seconds=20), tmp_path / "last"
+    async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
+        rows = [{"until": str(last)} for _ in range(40)]
+        hanging = [asyncio.create_task(solve.play(gateway, row, Sampling())) for row in rows]
+        await asyncio.sleep(0)  # they begin first
+        quick = await solve.play(gateway, {"until": str(tmp_path)}, Sampling())
+        last.touch()
+        assert [each.error for each in (quick, *await asyncio.gather(*hanging))] == [None] * 41
+
+
+@pytest.mark.process
+def test_a_plain_function_that_hangs_does_not_hold_up_the_end(agent: Callable[..., Agent], tmp_path: Path) -> None:
+    agent("import time\ntime.sleep(600)", "def")
+    script = f"""
+import asyncio
+from meshrl import Sampling
+from meshrl.agents import Agent, AgentConfig, Gateway
+from meshrl.testing import ScriptedChat, ScriptedSampler
+
+async def main():
+    async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
+        agent = Agent(AgentConfig(source={f"{tmp_path}/my_agent.py:solve"!r}, seconds=0.5))
+        print((await agent.play(gateway, {{}}, Sampling())).error)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "no result in 0.5 seconds" in ended.stdout
 
 
 COMMAND = """

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import msgspec
@@ -23,7 +23,7 @@ TOOL: Tool = {"type": "function", "function": {"name": "add", "parameters": {"ty
 
 def drawn(tokens: Sequence[int], version: int = 0, truncated: bool = False) -> Drawn:
     logprobs = np.linspace(-1, -2, len(tokens), dtype=np.float32)
-    return Drawn(np.array(tokens, np.int32), logprobs, np.full(len(tokens), version, np.int32), truncated)
+    return Drawn(np.array(tokens, np.int32), logprobs, np.full(len(tokens), version, np.int32), 1.0, truncated)
 
 
 def wrote(chat: HuggingFaceChat, text: str) -> Drawn:
@@ -82,6 +82,15 @@ def test_the_row_of_a_conversation(chat: HuggingFaceChat) -> None:
     assert rows.source("sampler_logprobs") == Source("sampler")
     assert "the cat?" in str(rows.objects("prompt")[0])
     assert str(rows.objects("completion")[0]).startswith("on")
+
+
+def test_a_row_has_the_temperature_that_all_its_turns_were_drawn_at(chat: HuggingFaceChat) -> None:
+    conversation, said = Conversation(chat), Message("assistant", "on")
+    cold = replace(wrote(chat, "on"), temperature=0.5)
+    conversation.answer(conversation.ask([USER]), cold, said)
+    assert conversation.rows().row("temperature").tolist() == [0.5]
+    with pytest.raises(DataError, match=r"drawn at temperature 0\.5 and this one at 1"):
+        conversation.answer(conversation.ask([USER, said, USER]), wrote(chat, "mat"), said)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ class Client:
         if self.data.draw(st.booleans(), "ends"):
             ids += self.chat.ends
         marks = [next(self.numbers) for _ in ids]
-        found = Drawn(np.array(ids, np.int32), -np.array(marks, np.float32), np.array(marks, np.int32) // 4)
+        found = Drawn(np.array(ids, np.int32), -np.array(marks, np.float32), np.array(marks, np.int32) // 4, 1.0)
         self.asked.append((prompt.tokens.tolist(), found))
         return found
 

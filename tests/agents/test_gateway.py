@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -208,6 +209,43 @@ def test_new_weights_between_turns_and_an_abort_under_the_clients_feet() -> None
     assert simulate(main) == [0] * 4 + [7] * 4
 
 
+def test_an_aborted_answer_goes_on_while_the_call_that_it_was_of_still_ends() -> None:
+    class Slow(ScriptedSampler):
+        async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
+            rows = prompts.repeat(1)
+            async with self._calls.begin() as call:
+                await asyncio.sleep(1)
+                aborted = not await call.step()
+                for index in range(len(rows)):
+                    yield self._row(rows.select([index]), sampling, aborted)
+                await asyncio.sleep(0.5)  # as a mesh, whose stream ends after its last batch
+
+    async def main() -> None:
+        sampler = Slow(lambda prompt: "hi")
+        gateway = Gateway(sampler, ScriptedChat())
+        session = gateway.open(Sampling(max_tokens=1000))
+        async with client_of(gateway, session) as client:
+            asking = [asyncio.create_task(client.completions.create(model="", prompt=each)) for each in ("1", "2", "3")]
+            await asyncio.sleep(0.5)
+            await sampler.abort()
+            assert [(await told).choices[0].text for told in asking] == ["hi"] * 3
+        await gateway.aclose()
+        assert len(gateway.close(session)) == 3
+
+    simulate(main)
+
+
+def test_a_sampler_that_is_cancelled_is_told_to_who_asked() -> None:
+    def cancelled(_: str) -> str:
+        raise asyncio.CancelledError
+
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        with pytest.raises(openai.InternalServerError, match="the sampler failed: CancelledError"):
+            await client.chat.completions.create(model="any", messages=[USER])
+
+    talk(cancelled, program)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -299,9 +337,12 @@ async def test_a_body_that_is_too_large() -> None:
 
 
 async def test_a_client_that_never_reads_its_stream_is_left() -> None:
-    async with served(lambda prompt: "a" * (32 << 20), seconds=0.2) as (gateway, session):
+    async with served(lambda prompt: "a" * (4 << 20), seconds=0.2) as (gateway, session):
         host, port = session.url.split("/")[2].split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        reader, writer = await asyncio.open_connection(sock=client, limit=1024)
         body = json.dumps({"model": "", "messages": [USER], "n": 2, "stream": True}).encode()
         path = "/" + session.url.split("/", 3)[3]
         writer.write(
@@ -316,9 +357,9 @@ async def test_a_client_that_never_reads_its_stream_is_left() -> None:
         del reader
 
 
-async def test_a_thousand_connections_lose_nothing() -> None:
-    async with served(lambda prompt: prompt, requests=100) as (gateway, session):
-        limits = httpx2.Limits(max_connections=1000)
+async def test_hundreds_of_connections_lose_nothing() -> None:
+    async with served(lambda prompt: prompt, requests=50) as (gateway, session):
+        limits = httpx2.Limits(max_connections=300)
         async with httpx2.AsyncClient(limits=limits, timeout=100) as http:
             headers = {"Authorization": f"Bearer {session.token}"}
 
@@ -329,6 +370,6 @@ async def test_a_thousand_connections_lose_nothing() -> None:
                     assert got.json()["choices"][0]["text"] == f"<{number}>"
                 return got.status_code
 
-            found = await asyncio.gather(*map(ask, range(1000)))
+            found = await asyncio.gather(*map(ask, range(300)))
         assert set(found) <= {200, 429}
-        assert len(gateway.close(session)) == found.count(200) >= 100
+        assert len(gateway.close(session)) == found.count(200) >= 50

@@ -1,12 +1,24 @@
 """Agents as a sampler: episodes in a stream, trained on under the bound."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
-from meshrl import Batch, CrossEntropy, PolicyConfig, Sampling, group_advantages, publish, rollout, rollouts
+from meshrl import (
+    Batch,
+    ConfigError,
+    CrossEntropy,
+    PolicyConfig,
+    Sampling,
+    group_advantages,
+    publish,
+    rollout,
+    rollouts,
+)
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
 from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
 
@@ -56,6 +68,40 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert rows.rewards.tolist() == [1.0] * 4 + [0.0] * 2
     assert [sum(mask) for mask in rows.loss_mask] == [6, 3, 6, 3, 3, 3]
     assert len(conversations(batch.select(np.zeros(0, np.int64)))) == 0
+
+
+def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Agent) -> None:
+    class Failing(ScriptedSampler):
+        async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+            if 1 < asyncio.get_running_loop().time() < 100:
+                raise RuntimeError("device-side assert")
+            async for batch in super().generate(prompts, sampling):
+                yield batch
+
+    async def main(retries: int) -> list[float]:
+        agents = agents_of(agent, Failing(lambda prompt: "ok"))
+        prompts = (Batch.of(prompt=["a", "aaa"], groups=np.arange(2) + 2 * step) for step in range(3))
+        await publish(FakePolicy(PolicyConfig(model="none")), agents)
+        async with rollouts(agents, prompts, Sampling(n=2), ahead=3, retries=retries) as stream:
+            return [reward async for batch in stream for reward in batch.rewards.tolist()]
+
+    with pytest.raises(RuntimeError, match="device-side"):
+        simulate(lambda: main(0))
+    assert sorted(simulate(lambda: main(20))) == [0.5] * 6 + [1.5] * 6
+
+
+def test_episodes_are_not_aborted(agent: Agent) -> None:
+    async def main() -> None:
+        agents, policy = agents_of(agent, ScriptedSampler(lambda prompt: "ok")), FakePolicy(PolicyConfig(model="none"))
+        await publish(policy, agents)
+        prompts = (Batch.of(prompt=["a"], groups=np.array([step])) for step in range(3))
+        async with rollouts(agents, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
+            async for batch in stream:
+                await policy.update(conversations(batch.assign(advantages=batch.rewards)), CrossEntropy())
+                await publish(policy, stream)
+
+    with pytest.raises(ConfigError, match='take swap = "in_flight" or "drain"'):
+        simulate(main)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

@@ -27,12 +27,13 @@ def chat() -> HuggingFaceChat:
     return HuggingFaceChat(Words(tokenizer, None, frozenset({1}), MODEL.max_tokens))
 
 
-async def test_log_probs_are_the_policys() -> None:
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+async def test_log_probs_are_the_policys(temperature: float) -> None:
     policy = implementation(Policy, "torch")(PolicyConfig(model=MODEL))
     gateway = Gateway(implementation(Sampler, "torch")(SamplerConfig(model=MODEL)), chat())
 
     async def agent(words: str) -> Any:
-        session = gateway.open(Sampling(max_tokens=6, seed=len(words)))
+        session = gateway.open(Sampling(max_tokens=6, seed=len(words), temperature=temperature))
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
         async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
             messages: list[Any] = []
