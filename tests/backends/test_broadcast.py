@@ -1,13 +1,23 @@
-"""How parts of tensors are laid out in the buckets of a broadcast, and what of a fingerprint is left."""
+"""How parts of tensors are laid out in the buckets of a broadcast, what a fingerprint tells, which groups are kept."""
 
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
+from meshrl.mesh import Rank
+from meshrl_hf import broadcast, live_weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import Staging, copied, fill, planned, view
+from meshrl_hf.broadcast import KEPT, Group, Groups, Sender, Staging, copied, fill, planned, view
+from meshrl_hf.live_weights import LiveWeights, offered
+
+if TYPE_CHECKING:
+    from meshrl_hf.ranks import RankGroup
 
 LIMIT = 1 << 10
 
@@ -54,3 +64,82 @@ def test_a_flipped_bit_changes_a_fingerprint_and_strides_do_not() -> None:
     place.view(torch.int16)[57, 3] ^= 1
     assert copied(torch.empty_like(place), place) != before
     assert planned([], torch.float32, LIMIT) == []
+
+
+class OneMind:
+    """Ranks that agree on what any of them says."""
+
+    @staticmethod
+    def agree(_: Callable[[], str]) -> list[str]:
+        """The same for all."""
+        return ["names"]
+
+
+class Policy(NamedTuple):
+    """Ranks that send, each from a thread of this process."""
+
+    senders: Sequence[Sender]
+
+    def publish(self, version: int) -> tuple[LiveWeights, torch.Tensor]:
+        """Offer a matrix of which each rank has two rows, each a bucket; and the matrix."""
+        whole = torch.randn(2 * len(self.senders), LIMIT // 4)
+        boxes = [Box("all", tuple(whole.shape), (2 * rank, 0), rows) for rank, rows in enumerate(whole.split(2))]
+        parts = [offered(sender, version, None, [box]) for sender, box in zip(self.senders, boxes, strict=True)]
+        return LiveWeights.join(parts), whole
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
+    """Five ranks, more than sets of readers are kept."""
+    make = cast("Any", dist).TCPStore
+    store = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(broadcast, "are_processes", lambda _: True)
+    monkeypatch.setattr(broadcast, "meet", lambda _: store)
+    monkeypatch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
+    ranks, cpu = cast("RankGroup", OneMind()), torch.device("cpu")
+    made = Policy([Sender(ranks, Rank(index, 5), cpu, torch.float32, LIMIT) for index in range(KEPT + 1)])
+    yield made
+    for sender in made.senders:
+        sender.end()
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all groups that are made, by the sender and by the reader."""
+    names, begin = list[str](), Group.__init__
+
+    def noted(self: Group, store: Store, name: str, *rest: Any) -> None:
+        names.append(name)
+        begin(self, store, name, *rest)
+
+    monkeypatch.setattr(Group, "__init__", noted)
+    return names
+
+
+@pytest.mark.parametrize(("sets", "made"), [(1, 1), (2, 2), (KEPT + 1, 3 * (KEPT + 1))])
+def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
+    policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch, sets: int, made: int
+) -> None:
+    readers = [(f"reader{number}", Groups()) for number in range(sets)]
+    for version in range(3):
+        weights, known = policy.publish(version)
+        for name, kept in readers:  # as processes of their own would
+            monkeypatch.setattr(live_weights, "_own", name)
+            monkeypatch.setattr(live_weights, "_groups", kept)
+            place = torch.zeros_like(known)
+            weights.pour({"all": place}, lambda: None)
+            assert torch.equal(place, known)
+    assert len(groups) == made * len(policy.senders) * 2
+    assert len(set(groups)) == made * len(policy.senders)
+
+
+def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
+    policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(2):
+        weights, known = policy.publish(version)
+        monkeypatch.setattr(live_weights, "_groups", Groups())  # other policies' have taken their place
+        place = torch.zeros_like(known)
+        weights.pour({"all": place}, lambda: None)
+        assert torch.equal(place, known)
+    assert len(set(groups)) * 2 == len(groups) == 2 * 2 * len(policy.senders)
