@@ -251,7 +251,7 @@ class _Passes:
 
     def __init__(self, store: Store, key: str, known: list[Passing]) -> None:
         self._store, self._key, self._known = store, key, known
-        self._taken = self._number = 0
+        self._number = 0
         self._ended = False
 
     def next(self) -> Passing | None:
@@ -259,12 +259,10 @@ class _Passes:
         asked: list[Asked] = []
         deadline = None
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
-            said = _read(self._store, f"{self._key}/asked/{self._taken + 1}", deadline)
-            if said is None:
+            if not _comes(self._store, f"{self._key}/asked", deadline):
                 log.warning("weights are sent without a reader that has not asked", there=len(asked))
                 break
-            self._taken += 1
-            if said:
+            if said := self._store.queue_pop(f"{self._key}/asked"):
                 asked.append(Asked(*json.loads(said)))
                 deadline = deadline or time.monotonic() + PATIENCE
             else:
@@ -302,8 +300,8 @@ class Asked(NamedTuple):
 
 
 def ask(store: Store, key: str, said: str) -> None:
-    """Say something to the policy's first rank."""
-    store.set(f"{key}/asked/{store.add(f'{key}/asks', 1)}", said)
+    """Say something to the policy's first rank; in one step, so that who dies has said it or not begun to."""
+    store.queue_push(f"{key}/asked", said)
 
 
 def connect(where: str) -> Store:
@@ -368,18 +366,19 @@ def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch
 
 
 def _told(store: Store, key: str) -> Passing | None:
-    told = json.loads(_read(store, key, None) or "null")
+    _comes(store, key, None)
+    told = json.loads(store.get(key))
     return Passing(*told) if told else None
 
 
-def _read(store: Store, key: str, deadline: float | None) -> str | None:
-    """What is said under a key, when it is; None where nothing was until the deadline."""
+def _comes(store: Store, key: str, deadline: float | None) -> bool:
+    """Wait until something is said under a key; whether it was before the deadline."""
     while True:
         left = _WAKE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             store.wait([key], left)
         except dist.DistStoreError:
             if deadline is not None:
-                return None
+                return False
         else:
-            return store.get(key).decode()
+            return True

@@ -1,6 +1,10 @@
 """How parts of tensors are laid out in the buckets of a broadcast, what a fingerprint tells, which groups are kept."""
 
+import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -13,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from meshrl.mesh import Rank
 from meshrl_hf import broadcast, live_weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import KEPT, Group, Groups, Sender, Staging, copied, fill, planned, view
+from meshrl_hf.broadcast import KEPT, Asked, Group, Groups, Sender, Staging, ask, connect, copied, fill, planned, view
 from meshrl_hf.live_weights import LiveWeights, offered
 
 if TYPE_CHECKING:
@@ -87,6 +91,11 @@ class Policy(NamedTuple):
         parts = [offered(sender, version, None, [box]) for sender, box in zip(self.senders, boxes, strict=True)]
         return LiveWeights.join(parts), whole
 
+    def end(self) -> None:
+        """Send no more, as before an update."""
+        for sender in self.senders:
+            sender.end()
+
 
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
@@ -99,8 +108,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
     ranks, cpu = cast("RankGroup", OneMind()), torch.device("cpu")
     made = Policy([Sender(ranks, Rank(index, 5), cpu, torch.float32, LIMIT) for index in range(KEPT + 1)])
     yield made
-    for sender in made.senders:
-        sender.end()
+    made.end()
 
 
 @pytest.fixture
@@ -143,3 +151,33 @@ def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
         weights.pour({"all": place}, lambda: None)
         assert torch.equal(place, known)
     assert len(set(groups)) * 2 == len(groups) == 2 * 2 * len(policy.senders)
+
+
+class Dying:
+    """A reader's connection to the store: the reader is killed before the second thing that it does there."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._did = store, list[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def do(*said: object) -> object:
+            if self._did:
+                raise KeyboardInterrupt
+            self._did.append(name)
+            return getattr(self._store, name)(*said)
+
+        return do
+
+
+def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next_update(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "STUCK", timedelta(seconds=1))  # it is waited for when it has asked
+    policy.publish(0)
+    store, said = connect(policy.senders[0].place), json.dumps(Asked("reader/0", 2, []))
+    with suppress(KeyboardInterrupt):
+        ask(cast("Store", Dying(store)), "names/1", said)
+    ending = threading.Thread(target=policy.end, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
