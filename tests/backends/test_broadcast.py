@@ -1,11 +1,13 @@
 """How parts of tensors are laid out in the buckets of a broadcast, what a fingerprint tells, which groups are kept."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -14,14 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from meshrl import PolicyConfig
 from meshrl.mesh import Rank
 from meshrl_hf import broadcast, live_weights
 from meshrl_hf.boxes import Box
 from meshrl_hf.broadcast import KEPT, Asked, Group, Groups, Sender, Staging, ask, connect, copied, fill, planned, view
 from meshrl_hf.live_weights import LiveWeights, offered
+from meshrl_hf.roles import TrainedPolicy
 
 if TYPE_CHECKING:
     from meshrl_hf.ranks import RankGroup
+    from meshrl_hf.trainable import Trainable
 
 LIMIT = 1 << 10
 
@@ -181,3 +186,17 @@ def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next
     ending.start()
     ending.join(60)
     assert not ending.is_alive()
+
+
+async def test_what_is_restored_ends_the_sending_in_its_turn() -> None:
+    did = list[str]()
+    state = SimpleNamespace(read=lambda _: did.append("read"))
+    trainable = SimpleNamespace(turn=asyncio.Lock(), passes=SimpleNamespace(model=None), state=state)
+    policy = TrainedPolicy(PolicyConfig(model="m"), cast("Trainable", trainable))
+    policy._sender = cast("Sender", SimpleNamespace(end=lambda: did.append("end")))
+    async with trainable.turn:  # `weights` may offer what is there before
+        restored = asyncio.create_task(policy.restore("folder"))
+        await asyncio.sleep(0)
+        assert did == []
+    await restored
+    assert did == ["end", "read"]
