@@ -38,8 +38,8 @@ _ALIGNED: Final = 64
 """Bytes: each part starts at a multiple."""
 _BLOCK: Final = 1 << 17
 """Numbers that are copied and read again before they leave the cache."""
-_KEPT: Final = 4
-"""Groups, of the readers that asked last: a sampler's, a reference's."""
+KEPT: Final = 4
+"""Sets of readers whose groups are kept, the last that were made: a sampler's, a reference's."""
 _WAKE: Final = timedelta(days=1)
 """Between two looks at a store that has nothing new."""
 
@@ -127,32 +127,41 @@ class Staging:
         return self._buffers
 
 
-class Groups:
-    """Those that this process is in with one sender, the latest last."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Group] = {}
-
-    def get(self, store: Store, name: str, number: int, size: int, device: torch.device) -> Group:
-        """The group of this name, which is made where it is new."""
-        if name not in self._made:
-            while len(self._made) >= _KEPT:
-                self.drop(next(iter(self._made)))
-            self._made[name] = Group(store, name, number, size, device)
-        return self._made[name]
-
-    def drop(self, name: str) -> None:
-        """It has failed, or is not needed any more."""
-        if group := self._made.pop(name, None):
-            group.abort()
-
-
 class Passing(NamedTuple):
     """Who reads together, as the policy's first rank says in the store."""
 
     group: str
+    """A name of these members' groups; a new one where they have to be made anew."""
     members: list[str]
-    """The readers' tokens, in the order of their numbers from 1."""
+    """The readers' tokens, sorted: they are numbered from 1."""
+
+
+class Groups:
+    """Those that this process is in, by who reads together; a reader is in one with each sender. The latest last."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, dict[int, Group]] = {}
+
+    @property
+    def whole(self) -> list[str]:
+        """The names of those that have not failed, at most as many as are kept."""
+        return list(self._made)
+
+    def get(self, store: Store, passing: Passing, sender: int, number: int, device: torch.device) -> Group:
+        """The group with a sender, which is made where it is new. `number`: this process's in it, a sender's is 0."""
+        if passing.group not in self._made:
+            while len(self._made) >= KEPT:
+                self.drop(next(iter(self._made)))
+            self._made[passing.group] = {}
+        made = self._made[passing.group]
+        if sender not in made:
+            made[sender] = Group(store, f"{passing.group}/{sender}", number, len(passing.members) + 1, device)
+        return made[sender]
+
+    def drop(self, name: str) -> None:
+        """They have failed, or are not needed any more."""
+        for group in self._made.pop(name, {}).values():
+            group.abort()
 
 
 class Sender:
@@ -182,8 +191,8 @@ class Sender:
         self._sending: threading.Thread | None = None
         self._staging = Staging()
         self._groups = Groups()
-        self._known: dict[tuple[str, ...], str] = {}
-        """The groups' names by their members, where this rank says who reads together."""
+        self._known: list[Passing] = []
+        """Whose groups are kept, where this rank says who reads together."""
 
     def offer(self, boxes: Iterable[Box]) -> tuple[str, tuple[Layout, ...]]:
         """From now on this rank's parts are sent to who asks, as they are then: by what name, and in which buckets."""
@@ -220,10 +229,9 @@ class Sender:
 
     def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
         """Broadcast all buckets; what goes wrong its readers see too, and ask again."""
-        name = f"{passing.group}/{self.number}"
         under_way: deque[dist.Work] = deque()
         try:
-            group = self._groups.get(self._store, name, 0, len(passing.members) + 1, self._device)
+            group = self._groups.get(self._store, passing, self.number, 0, self._device)
             buffers = self._staging.get((layout for layout, _ in buckets), self._device)
             for index, (layout, tensors) in enumerate(buckets):
                 if len(under_way) == IN_FLIGHT:
@@ -235,15 +243,15 @@ class Sender:
                 each.wait()
         except RuntimeError as error:
             log.warning("weights did not reach all who read them", readers=len(passing.members), error=str(error))
-            self._groups.drop(name)
+            self._groups.drop(passing.group)
 
 
 class _Passes:
     """Who reads together, as the first rank decides it: those that ask, as many as they say."""
 
-    def __init__(self, store: Store, key: str, known: dict[tuple[str, ...], str]) -> None:
+    def __init__(self, store: Store, key: str, known: list[Passing]) -> None:
         self._store, self._key, self._known = store, key, known
-        self._taken = self._number = 0
+        self._number = 0
         self._ended = False
 
     def next(self) -> Passing | None:
@@ -251,12 +259,10 @@ class _Passes:
         asked: list[Asked] = []
         deadline = None
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
-            said = _read(self._store, f"{self._key}/asked/{self._taken + 1}", deadline)
-            if said is None:
+            if not _comes(self._store, f"{self._key}/asked", deadline):
                 log.warning("weights are sent without a reader that has not asked", there=len(asked))
                 break
-            self._taken += 1
-            if said:
+            if said := self._store.queue_pop(f"{self._key}/asked"):
                 asked.append(Asked(*json.loads(said)))
                 deadline = deadline or time.monotonic() + PATIENCE
             else:
@@ -272,10 +278,14 @@ class _Passes:
         return passing
 
     def _passing(self, asked: "Sequence[Asked]") -> Passing:
-        members = tuple(each.token.partition("/")[0] for each in asked)
-        if members not in self._known or any(each.anew for each in asked):
-            self._known[members] = token_hex(8)
-        return Passing(self._known[members], list(members))
+        """With groups that all still have: each sender keeps at least those that are known here."""
+        members = sorted(each.token.partition("/")[0] for each in asked)
+        for known in self._known:
+            if known.members == members and all(known.group in each.groups for each in asked):
+                return known
+        made = Passing(token_hex(8), members)
+        self._known[:] = [*self._known, made][-KEPT:]
+        return made
 
 
 class Asked(NamedTuple):
@@ -285,13 +295,13 @@ class Asked(NamedTuple):
     """Its process's, and, after a slash, a number of its own for each time that it asks."""
     together: int
     """How many read at once."""
-    anew: bool
-    """Whether a group failed that it was in."""
+    groups: list[str]
+    """Those that it has."""
 
 
 def ask(store: Store, key: str, said: str) -> None:
-    """Say something to the policy's first rank."""
-    store.set(f"{key}/asked/{store.add(f'{key}/asks', 1)}", said)
+    """Say something to the policy's first rank; in one step, so that who dies has said it or not begun to."""
+    store.queue_push(f"{key}/asked", said)
 
 
 def connect(where: str) -> Store:
@@ -356,18 +366,19 @@ def fill(buffer: Tensor, layout: Layout, tensors: Sequence[Tensor], dtype: torch
 
 
 def _told(store: Store, key: str) -> Passing | None:
-    told = json.loads(_read(store, key, None) or "null")
+    _comes(store, key, None)
+    told = json.loads(store.get(key))
     return Passing(*told) if told else None
 
 
-def _read(store: Store, key: str, deadline: float | None) -> str | None:
-    """What is said under a key, when it is; None where nothing was until the deadline."""
+def _comes(store: Store, key: str, deadline: float | None) -> bool:
+    """Wait until something is said under a key; whether it was before the deadline."""
     while True:
         left = _WAKE if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             store.wait([key], left)
         except dist.DistStoreError:
             if deadline is not None:
-                return None
+                return False
         else:
-            return store.get(key).decode()
+            return True

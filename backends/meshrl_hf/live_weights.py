@@ -176,7 +176,7 @@ class LiveWeights(Weights):
             for attempt in range(_ATTEMPTS):
                 try:
                     with torch.no_grad():
-                        self._attempt(tensors, begin, anew=attempt > 0)
+                        self._attempt(tensors, begin)
                     break
                 except RuntimeError as error:
                     failed = str(error).partition("\n")[0]
@@ -190,16 +190,16 @@ class LiveWeights(Weights):
             readers=self._together, GB_per_s=f"{self.nbytes / seconds / 1e9:.2f}", seconds=f"{seconds:.3f}",
         )  # fmt: skip
 
-    def _attempt(self, tensors: Mapping[str, Tensor], begin: Callable[[], None], *, anew: bool) -> None:
+    def _attempt(self, tensors: Mapping[str, Tensor], begin: Callable[[], None]) -> None:
         store = _stores.get(self._offer.place) or _stores.setdefault(self._offer.place, connect(self._offer.place))
-        passing, me = self._ask(store, anew)
+        passing, me = self._ask(store)
         begin()
         device = next(iter(tensors.values())).device
         dtype: torch.dtype = getattr(torch, self._offer.dtype)
         buckets = self._offer.buckets()
         buffers = _staging.get((layout for _, layout in buckets), device)
         under_way: deque[dist.Work] = deque()
-        number, names = passing.members.index(me) + 1, {rank: f"{passing.group}/{rank}" for rank, _ in buckets}
+        number = passing.members.index(me) + 1
         try:
             for index in range(len(buckets) + IN_FLIGHT):
                 if index >= IN_FLIGHT:
@@ -208,17 +208,16 @@ class LiveWeights(Weights):
                     self._take(buffers[index % IN_FLIGHT], layout, dtype, tensors)
                 if index < len(buckets):
                     rank, layout = buckets[index]
-                    group = _groups.get(store, names[rank], number, len(passing.members) + 1, device)
+                    group = _groups.get(store, passing, rank, number, device)
                     under_way.append(group.broadcast(buffers[index % IN_FLIGHT][: layout.nbytes]))
         except BaseException:
-            for name in names.values():
-                _groups.drop(name)
+            _groups.drop(passing.group)
             raise
 
-    def _ask(self, store: Store, anew: bool) -> tuple[Passing, str]:
+    def _ask(self, store: Store) -> tuple[Passing, str]:
         """Who reads together, and which of these this process is."""
         key, token = self._offer.key, f"{_me()}/{next(_asked)}"
-        ask(store, key, json.dumps(Asked(token, self._together, anew)))
+        ask(store, key, json.dumps(Asked(token, self._together, _groups.whole)))
         end = time.monotonic() + _ANSWER
         while time.monotonic() < end:
             gone = store.check([f"{key}/gone"])

@@ -68,7 +68,11 @@ class Trained(Stateful):
         read to its end, a part may be taken, and it says so.
         """
         async with self._trainable.turn:
+            self._change()
             self._trainable.state.read(folder)
+
+    def _change(self) -> None:
+        """The weights are about to change."""
 
 
 class TrainedPolicy(Trained, Policy):
@@ -99,16 +103,11 @@ class TrainedPolicy(Trained, Policy):
             self.check_rows(self._model, batch)
 
         async with trainable.turn:
-            self._end_sending()
+            self._change()
             return await trainable.step(batch, loss, check)
 
-    async def restore(self, folder: str) -> None:
-        """As the role says; what readers have not taken of the weights before is gone."""
-        self._end_sending()
-        await super().restore(folder)
-
-    def _end_sending(self) -> None:
-        """The weights are about to change: nobody reads them in their place any more."""
+    def _change(self) -> None:
+        """Nobody reads the weights in their place any more; what readers have not taken is gone."""
         if self._sender:
             self._sender.end()
 

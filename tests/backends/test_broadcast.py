@@ -1,13 +1,32 @@
-"""How parts of tensors are laid out in the buckets of a broadcast, and what of a fingerprint is left."""
+"""How parts of tensors are laid out in the buckets of a broadcast, what a fingerprint tells, which groups are kept."""
 
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from math import prod
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
+from meshrl import PolicyConfig
+from meshrl.mesh import Rank
+from meshrl_hf import broadcast, live_weights
 from meshrl_hf.boxes import Box
-from meshrl_hf.broadcast import Staging, copied, fill, planned, view
+from meshrl_hf.broadcast import KEPT, Asked, Group, Groups, Sender, Staging, ask, connect, copied, fill, planned, view
+from meshrl_hf.live_weights import LiveWeights, offered
+from meshrl_hf.roles import TrainedPolicy
+
+if TYPE_CHECKING:
+    from meshrl_hf.ranks import RankGroup
+    from meshrl_hf.trainable import Trainable
 
 LIMIT = 1 << 10
 
@@ -54,3 +73,130 @@ def test_a_flipped_bit_changes_a_fingerprint_and_strides_do_not() -> None:
     place.view(torch.int16)[57, 3] ^= 1
     assert copied(torch.empty_like(place), place) != before
     assert planned([], torch.float32, LIMIT) == []
+
+
+class OneMind:
+    """Ranks that agree on what any of them says."""
+
+    @staticmethod
+    def agree(_: Callable[[], str]) -> list[str]:
+        """The same for all."""
+        return ["names"]
+
+
+class Policy(NamedTuple):
+    """Ranks that send, each from a thread of this process."""
+
+    senders: Sequence[Sender]
+
+    def publish(self, version: int) -> tuple[LiveWeights, torch.Tensor]:
+        """Offer a matrix of which each rank has two rows, each a bucket; and the matrix."""
+        whole = torch.randn(2 * len(self.senders), LIMIT // 4)
+        boxes = [Box("all", tuple(whole.shape), (2 * rank, 0), rows) for rank, rows in enumerate(whole.split(2))]
+        parts = [offered(sender, version, None, [box]) for sender, box in zip(self.senders, boxes, strict=True)]
+        return LiveWeights.join(parts), whole
+
+    def end(self) -> None:
+        """Send no more, as before an update."""
+        for sender in self.senders:
+            sender.end()
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy]:
+    """Five ranks, more than sets of readers are kept."""
+    make = cast("Any", dist).TCPStore
+    store = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(broadcast, "are_processes", lambda _: True)
+    monkeypatch.setattr(broadcast, "meet", lambda _: store)
+    monkeypatch.setattr(broadcast, "place", lambda: f"127.0.0.1:{store.port}")
+    ranks, cpu = cast("RankGroup", OneMind()), torch.device("cpu")
+    made = Policy([Sender(ranks, Rank(index, 5), cpu, torch.float32, LIMIT) for index in range(KEPT + 1)])
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all groups that are made, by the sender and by the reader."""
+    names, begin = list[str](), Group.__init__
+
+    def noted(self: Group, store: Store, name: str, *rest: Any) -> None:
+        names.append(name)
+        begin(self, store, name, *rest)
+
+    monkeypatch.setattr(Group, "__init__", noted)
+    return names
+
+
+@pytest.mark.parametrize(("sets", "made"), [(1, 1), (2, 2), (KEPT + 1, 3 * (KEPT + 1))])
+def test_groups_are_made_once_for_each_sender_of_at_most_four_sets_of_readers(
+    policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch, sets: int, made: int
+) -> None:
+    readers = [(f"reader{number}", Groups()) for number in range(sets)]
+    for version in range(3):
+        weights, known = policy.publish(version)
+        for name, kept in readers:  # as processes of their own would
+            monkeypatch.setattr(live_weights, "_own", name)
+            monkeypatch.setattr(live_weights, "_groups", kept)
+            place = torch.zeros_like(known)
+            weights.pour({"all": place}, lambda: None)
+            assert torch.equal(place, known)
+    assert len(groups) == made * len(policy.senders) * 2
+    assert len(set(groups)) == made * len(policy.senders)
+
+
+def test_groups_that_a_reader_has_not_any_more_are_made_under_another_name(
+    policy: Policy, groups: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(2):
+        weights, known = policy.publish(version)
+        monkeypatch.setattr(live_weights, "_groups", Groups())  # other policies' have taken their place
+        place = torch.zeros_like(known)
+        weights.pour({"all": place}, lambda: None)
+        assert torch.equal(place, known)
+    assert len(set(groups)) * 2 == len(groups) == 2 * 2 * len(policy.senders)
+
+
+class Dying:
+    """A reader's connection to the store: the reader is killed before the second thing that it does there."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._did = store, list[str]()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def do(*said: object) -> object:
+            if self._did:
+                raise KeyboardInterrupt
+            self._did.append(name)
+            return getattr(self._store, name)(*said)
+
+        return do
+
+
+def test_a_reader_that_dies_while_it_asks_does_not_keep_the_policy_from_its_next_update(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "STUCK", timedelta(seconds=1))  # it is waited for when it has asked
+    policy.publish(0)
+    store, said = connect(policy.senders[0].place), json.dumps(Asked("reader/0", 2, []))
+    with suppress(KeyboardInterrupt):
+        ask(cast("Store", Dying(store)), "names/1", said)
+    ending = threading.Thread(target=policy.end, daemon=True)
+    ending.start()
+    ending.join(60)
+    assert not ending.is_alive()
+
+
+async def test_what_is_restored_ends_the_sending_in_its_turn() -> None:
+    did = list[str]()
+    state = SimpleNamespace(read=lambda _: did.append("read"))
+    trainable = SimpleNamespace(turn=asyncio.Lock(), passes=SimpleNamespace(model=None), state=state)
+    policy = TrainedPolicy(PolicyConfig(model="m"), cast("Trainable", trainable))
+    policy._sender = cast("Sender", SimpleNamespace(end=lambda: did.append("end")))
+    async with trainable.turn:  # `weights` may offer what is there before
+        restored = asyncio.create_task(policy.restore("folder"))
+        await asyncio.sleep(0)
+        assert did == []
+    await restored
+    assert did == ["end", "read"]
