@@ -37,6 +37,8 @@ _LONG: Final = Sampling(max_tokens=240, ignore_eos=True)
 """Of `_ROWS` rows with a few slots: hundreds of steps are still to come when the first row does."""
 _CALLS: Final = 8
 """Of `_ROWS` rows, one after the other, for which weights may wait at most."""
+_LOADS: Final = 8
+"""Of which one at least is to find a row that is being drawn."""
 
 
 async def a_cancelled_call(trial: Trial) -> None:
@@ -114,25 +116,33 @@ async def numbers_around_a_load(trial: Trial) -> None:
     """Each token has the log-prob of the weights that its version names, also in a row that a load finds in the middle.
 
     What such a row has read by the old weights it may keep, or read anew: its tokens after the load are only known not
-    to be drawn by the old ones.
+    to be drawn by the old ones. Weights are loaded again and again until one finds a row there: a server that the
+    machine gives no time to tells neither tokens nor aborts before its rows have ended.
     """
+    weights = await new_weights(trial)
+    for _ in range(_LOADS):
+        calls, _ = await _with_new_weights(await begun(trial), weights)
+        rows = Batch.concat(calls)
+        drawn_by = [set(versions.tolist()) for versions in _drawn_by(rows)]
+        has_turned = {OLD, NEW} in drawn_by
+        if has_turned:
+            break
+    require(
+        has_turned,
+        f"after {_LOADS} loads no row has tokens of both versions: weights wait for the rows that are being drawn",
+    )
     pair = await trial.pair()
-    calls, _ = await _with_new_weights(await begun(trial), await new_weights(trial))
-    rows = Batch.concat(calls)
-    masks = [np.asarray(mask, np.bool_) for mask in rows.loss_mask]
-    drawn_by = [set(versions.tolist()) for versions in _drawn_by(rows)]
     old, new = [await scores(await trial.plain.policy(model=folder), rows) for folder in (pair.old, pair.new)]
     turned: list[float] = []
     for row, versions in enumerate(drawn_by):
-        told, all_versions = rows.sampler_logprobs[row], rows.versions[row]
-        before, after = masks[row] & (all_versions == OLD), masks[row] & (all_versions == NEW)
+        told, all_versions, mask = rows.sampler_logprobs[row], rows.versions[row], rows.loss_mask[row].astype(np.bool_)
+        before, after = mask & (all_versions == OLD), mask & (all_versions == NEW)
         close(f"row {row}: log-probs of version {OLD}", told[before], old[row][before], ERROR)
         if versions == {NEW}:
             close(f"row {row}: log-probs of version {NEW}", told[after], new[row][after], ERROR)
         elif len(versions) == 2:
             turn = int(after.argmax())
             turned.append(abs(float(told[turn]) - float(old[row][turn])))
-    require(bool(turned), "no row has tokens of both versions: weights wait for the rows that are being drawn")
     require(
         max(turned) > ERROR,
         f"of {len(turned)} rows the first token of version {NEW} has the log-prob of version {OLD}: weights count as "
