@@ -30,6 +30,7 @@ from meshrl.testing.conformance.samples import (
     unused,
 )
 from meshrl.testing.conformance.subject import Check, Trial
+from meshrl.testing.witness import PromiseBroken
 from meshrl.weights import Weights
 
 _ROWS: Final = 12
@@ -119,18 +120,7 @@ async def numbers_around_a_load(trial: Trial) -> None:
     to be drawn by the old ones. Weights are loaded again and again until one finds a row there: a server that the
     machine gives no time to tells neither tokens nor aborts before its rows have ended.
     """
-    weights = await new_weights(trial)
-    for _ in range(_LOADS):
-        calls, _ = await _with_new_weights(await begun(trial), weights)
-        rows = Batch.concat(calls)
-        drawn_by = [set(versions.tolist()) for versions in _drawn_by(rows)]
-        has_turned = {OLD, NEW} in drawn_by
-        if has_turned:
-            break
-    require(
-        has_turned,
-        f"after {_LOADS} loads no row has tokens of both versions: weights wait for the rows that are being drawn",
-    )
+    rows, drawn_by = await _with_a_row_that_turns(trial)
     pair = await trial.pair()
     old, new = [await scores(await trial.plain.policy(model=folder), rows) for folder in (pair.old, pair.new)]
     turned: list[float] = []
@@ -261,6 +251,20 @@ async def _with_new_weights(sampler: Sampler, weights: Weights) -> tuple[list[Ba
     one, other, _ = await asyncio.gather(call(stream), call(sampler.generate(prompts, _LONG)), load)
     one[0] = Batch.concat([begin, one[0]])
     return one + other, await drawn(sampler, questions(8), Sampling(max_tokens=8, temperature=0))
+
+
+async def _with_a_row_that_turns(trial: Trial) -> tuple[Batch, list[set[int]]]:
+    """Rows of which at least one was drawn by weights of both versions, and the versions that drew each."""
+    weights = await new_weights(trial)
+    for _ in range(_LOADS):
+        calls, _ = await _with_new_weights(await begun(trial), weights)
+        rows = Batch.concat(calls)
+        versions = [set(each.tolist()) for each in _drawn_by(rows)]
+        if {OLD, NEW} in versions:
+            return rows, versions
+    raise PromiseBroken(
+        f"after {_LOADS} loads no row has tokens of both versions: weights wait for the rows that are being drawn"
+    )
 
 
 def _drawn_by(rows: Batch) -> list[Array]:
