@@ -10,7 +10,7 @@ from rich.table import Table
 
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.errors import ConfigError
-from meshrl.planning import Asked, Devices, Plan, make_plan
+from meshrl.planning import Devices, Plan, Wanted, make_plan
 from meshrl.report import find_run
 
 
@@ -41,7 +41,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
     made = make_plan(
         config,
         given,
-        Asked(
+        Wanted(
             devices=Devices(gpus, "gpus") if gpus else Devices(cpus or 0, "cpus"),
             records=[find_run(each) for each in recorded or []],
             rollout=rollout,

@@ -4,7 +4,7 @@
 cannot be among the fastest, has the rest simulated by the code of `meshrl simulate`, and says what to paste.
 """
 
-from meshrl.planning.plan import Asked, Plan, Proposal, make_plan
+from meshrl.planning.plan import Plan, Proposal, Wanted, make_plan
 from meshrl.planning.space import Devices
 
-__all__ = ["Asked", "Devices", "Plan", "Proposal", "make_plan"]
+__all__ = ["Devices", "Plan", "Proposal", "Wanted", "make_plan"]

@@ -16,7 +16,7 @@ from meshrl.planning.rehearsal import Rehearsal
 from meshrl.planning.search import Demand, Found, lower_bound, search
 from meshrl.planning.space import Candidate, Devices, Space
 from meshrl.run import Job, RunConfig, find_config, load_job
-from meshrl.simulation import GUESSES, WARM_UP, Fit, Forecast, Guesses, Pace, Record, fit, forecast_of, rows_of
+from meshrl.simulation import GUESSES, WARM_UP, Fit, Forecast, Guesses, Record, fit, forecast_of, sources
 
 Load: TypeAlias = Callable[[Sequence[str]], Job[RunConfig]]
 """The job of the configuration with further overrides."""
@@ -34,8 +34,8 @@ _GAIN: Final = 0.99
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is asked beside a configuration."""
+class Wanted:
+    """What is wanted beside a configuration."""
 
     devices: Devices
     records: Sequence[Path] = ()
@@ -106,32 +106,32 @@ class Plan(msgspec.Struct, frozen=True):
         return shlex.join(["meshrl", "run", self.config, *self.given, *proposal.overrides])
 
 
-def make_plan(config: str, given: Sequence[str], asked: Asked) -> Plan:
+def make_plan(config: str, given: Sequence[str], wanted: Wanted) -> Plan:
     """The best settings of a configuration, by its name or path, under the overrides that are given.
 
     ConfigError where nothing tells what calls take, where no setting fits into memory, and for an algorithm without a
     policy or a sampler; DataError where a record lacks what the script asks for.
     """
     with tempfile.TemporaryDirectory(prefix="meshrl-") as folder:
-        return _made(config, given, asked, Planner.of(_loading(config, given), asked, Path(folder)))
+        return _made(config, given, wanted, Planner.of(_loading(config, given), wanted, Path(folder)))
 
 
-def _made(config: str, given: Sequence[str], asked: Asked, planner: "Planner") -> Plan:
-    found = search(planner.candidates, planner.bound, planner.room.fits, planner.seconds, 4 * asked.best)
+def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner") -> Plan:
+    found = search(planner.candidates, planner.bound, planner.room.fits, planner.seconds, 4 * wanted.best)
     if not found.best:
         raise ConfigError(f"{config}: {planner.room.why_nothing_fits()}")
-    chosen = _worth_telling(found.best)[: asked.best]
+    chosen = _worth_telling(found.best)[: wanted.best]
     proposals = sorted(map(planner.proposal, chosen), key=lambda each: each.step_seconds)
     return Plan(
         config=config,
         given=list(given),
-        devices=f"{asked.devices.count} {asked.devices.kind}",
+        devices=f"{wanted.devices.count} {wanted.devices.kind}",
         candidates=sum(len(each.variants) for each in planner.candidates),
         simulated=found.simulated,
         pruned=found.pruned,
         refused=found.refused,
         proposals=proposals,
-        records={str(record.folder): ratio for record, ratio in zip(planner.records, planner.ratios, strict=True)},
+        records={str(record.folder): ratio for record, ratio in zip(planner.records, planner.ratios, strict=False)},
         unknown=planner.room.unknown,
         seconds=time.perf_counter() - planner.began,
     )
@@ -164,7 +164,7 @@ def _ranks(candidate: Candidate) -> tuple[str, str, bool]:
 class Planner:
     """What tells the search of a candidate."""
 
-    asked: Asked
+    wanted: Wanted
     load: Load
     job: Job[RunConfig]
     records: Sequence[Record]
@@ -177,22 +177,21 @@ class Planner:
     demand: Demand = _NOTHING
 
     @classmethod
-    def of(cls, load: Load, asked: Asked, folder: Path) -> "Planner":
+    def of(cls, load: Load, wanted: Wanted, folder: Path) -> "Planner":
         """`folder`: for what simulations read. ConfigError where nothing tells what calls take."""
         began = time.perf_counter()
-        if not asked.records and (asked.rollout is None or asked.train is None):
-            raise ConfigError(
-                "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
-                "--rollout SECONDS and --train SECONDS, for the batch of a step"
-            )
-        job, records = load([]), [Record.read(folder) for folder in asked.records]
-        room = Room.of(load, asked.devices, asked.memory)
-        candidates = [*Space.of(job, asked.devices, asked.aheads, budgets=room.is_asked)]
-        planner = cls(asked, load, job, records, candidates, room, Rehearsal(job, folder), began)
-        for record in records:
-            own = load_job(record.folder / "config.toml", [f"steps={_steps(_COUNTED, _ahead(record))}"], RunConfig)
-            light, pace = planner.rehearsal.light(own), planner.fitted(own.resolved).pace
-            predicted = forecast_of(light, pace, seed=asked.seed, quiet=True).step_seconds_median
+        job = load([])
+        records = sources(job.config, wanted.records, wanted.rollout, wanted.train)
+        room = Room.of(load, wanted.devices, wanted.memory)
+        candidates = [*Space.of(job, wanted.devices, wanted.aheads, budgets=room.is_asked)]
+        if not candidates:
+            raise ConfigError(f"{job.source}: its backends cannot be divided over {wanted.devices.count} devices")
+        planner = cls(wanted, load, job, records, candidates, room, Rehearsal(job, folder), began)
+        for record in records if wanted.records else ():
+            own = load_job(record.folder / "config.toml", [], RunConfig)
+            light = planner.rehearsal.light(own, _steps(_COUNTED, _ahead(record)))
+            pace = planner.fitted(own.resolved).pace
+            predicted = forecast_of(light, pace, seed=wanted.seed, quiet=True).step_seconds_median
             planner.ratios.append(predicted / record.measured)
         first = candidates[0]
         forecast = planner.forecast(first, 0, _COUNTED, planner.fit(first, 0))
@@ -201,10 +200,7 @@ class Planner:
 
     def fitted(self, table: dict[str, object], guesses: Guesses = GUESSES) -> Fit:
         """What calls cost in a configuration."""
-        if self.records:
-            return fit(self.records, table, self.asked.devices.cores, guesses)
-        guessed = Pace.guessed(self.asked.rollout or 0.0, self.asked.train or 0.0, rows_of(self.job.config))
-        return fit([Record(Path(), {}, guessed, 0.0)], table, None, guesses)
+        return fit(self.records, table, self.wanted.devices.cores, guesses)
 
     def fit(self, candidate: Candidate, variant: int, guesses: Guesses = GUESSES) -> Fit:
         """What calls cost there."""
@@ -222,12 +218,12 @@ class Planner:
 
     def forecast(self, candidate: Candidate, variant: int, steps: int, fitted: Fit) -> Forecast:
         """What the simulator says."""
-        job = self.load([*candidate.overrides(variant), f"steps={_steps(steps, candidate.ahead)}"])
-        return forecast_of(self.rehearsal.light(job), fitted.pace, seed=self.asked.seed, quiet=True)
+        job = self.rehearsal.light(self.load(candidate.overrides(variant)), _steps(steps, candidate.ahead))
+        return forecast_of(job, fitted.pace, seed=self.wanted.seed, quiet=True)
 
     def proposal(self, found: Found[Candidate]) -> Proposal:
         """What is told of one of the best."""
-        it, variant, asked = found.candidate, found.variant, self.asked
+        it, variant, wanted = found.candidate, found.variant, self.wanted
         fitted = self.fit(it, variant)
         forecast = self.forecast(it, variant, _FINAL, fitted)
         seconds = [forecast.step_seconds]
@@ -247,8 +243,8 @@ class Planner:
             bound_by=next(iter(forecast.bound)),
             staleness=sum(age * count for age, count in enumerate(forecast.staleness)) / rows if rows else 0.0,
             needed_gib=self.room.needed(it, variant),
-            cost=asked.price * asked.devices.count * forecast.step_seconds / 3600 if asked.price else None,
-            guessed=list(fitted.guessed) or ([] if self.records else ["rollout and train"]),
+            cost=wanted.price * wanted.devices.count * forecast.step_seconds / 3600 if wanted.price else None,
+            guessed=list(fitted.guessed) or ([] if wanted.records else ["rollout and train"]),
         )
 
 

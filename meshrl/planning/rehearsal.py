@@ -29,8 +29,8 @@ class Rehearsal:
         if "evaluation" in type(job.config).model_fields:
             self._changes["evaluation"] = None
 
-    def light(self, job: Job[RunConfig]) -> Job[RunConfig]:
-        """A job of the configuration with these prompts."""
+    def light(self, job: Job[RunConfig], steps: int) -> Job[RunConfig]:
+        """A job of the configuration with these prompts, and so many steps, whatever its schedule says of them."""
         resolved = {key: value for key, value in job.resolved.items() if key != "evaluation"}
-        config = job.config.model_copy(update=self._changes)
+        config = job.config.model_copy(update={**self._changes, "steps": steps})
         return replace(job, config=config, run=job.run.model_copy(update={"log": []}), resolved=resolved)

@@ -42,12 +42,12 @@ class Layout:
     each: int
     """GPUs or cores of a rank."""
     axes: Mapping[str, int]
-    """The last one fastest; those of size 1 are left out, but for dp."""
+    """The last one fastest; dp, and those of more than one."""
 
     @property
     def rows(self) -> int:
         """How many shares the rows are divided into."""
-        return self.axes.get("dp", 1)
+        return self.axes["dp"]
 
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1)
@@ -174,8 +174,7 @@ class Space:
             if not axes and ranks > 1:
                 continue
             for sizes in _sizes(ranks, [axis for axis in axes if axis != "dp"]):
-                whole = {axis: sizes.get(axis, 1) for axis in axes}
-                kept = {axis: size for axis, size in whole.items() if size > 1}
+                kept = {axis: sizes[axis] for axis in axes if axis == "dp" or sizes[axis] > 1}
                 yield Layout(ranks, count // ranks, kept or {"dp": 1})
 
     def _candidate(self, trainer: Layout, sampler: Layout, ahead: int, *, shared: bool) -> Candidate:
@@ -225,10 +224,10 @@ class Space:
 
 
 def _parts(count: int) -> Iterator[int]:
-    """How many devices train: powers of two, and eighths of all; the rest draws."""
-    eighth = max(1, count // 8)
+    """How many devices train: powers of two, and sixteenths of all; the rest draws."""
+    part = max(1, count // 16)
     for each in range(1, count):
-        if each % eighth == 0 or each & (each - 1) == 0 or (count - each) & (count - each - 1) == 0:
+        if each % part == 0 or each & (each - 1) == 0 or (count - each) & (count - each - 1) == 0:
             yield each
 
 

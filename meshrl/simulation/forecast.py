@@ -75,6 +75,8 @@ class Forecast(msgspec.Struct, frozen=True):
     """The folder of the run that the times are from."""
     measured: float | None = None
     """The median step of that run."""
+    guessed: list[str] = []
+    """What the record does not tell of these ranks, and was taken for granted (`meshrl plan`)."""
     ratio: float | None = None
     """Its prediction, `step_seconds_median`, over `measured`: of use where both have the same configuration."""
 
@@ -96,6 +98,7 @@ class Forecast(msgspec.Struct, frozen=True):
             told.append(
                 (f"measured in {self.recorded}", f"{_shown(self.measured)}, predicted / measured {self.ratio:.3f}")
             )
+        told += [("guessed", guess) for guess in self.guessed]
         told.append((f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s"))
         return told
 
@@ -115,12 +118,14 @@ def simulate_job(
     `generate` and of `Policy.update` for a batch of a step. `folder`: where the simulated run's folder is kept.
     ConfigError where neither is given; DataError where the record lacks what the script asks for.
     """
-    pace, measured = pace_of(job, record, rollout, train)
-    forecast = forecast_of(job, pace, seed=seed, folder=folder)
-    if measured is None:
+    (source,) = sources(job.config, [record] if record else [], rollout, train)
+    fitted = fit([source], job.resolved)
+    forecast = forecast_of(job, fitted.pace, seed=seed, folder=folder)
+    if record is None:
         return forecast
-    ratio = forecast.step_seconds_median / measured
-    return msgspec.structs.replace(forecast, recorded=str(record), measured=measured, ratio=ratio)
+    ratio = forecast.step_seconds_median / source.measured
+    told: dict[str, object] = {"recorded": str(record), "measured": source.measured, "ratio": ratio}
+    return msgspec.structs.replace(forecast, **told, guessed=list(fitted.guessed))
 
 
 def forecast_of(
@@ -186,24 +191,24 @@ def _simulated(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
-def pace_of(
-    job: Job[RunConfig], record: Path | None, rollout: float | None, train: float | None
-) -> tuple[Pace, float | None]:
-    """What calls take and, of a record, the median of its steps."""
-    if record is None:
-        if rollout is None or train is None:
-            raise ConfigError(
-                "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
-                "--rollout SECONDS and --train SECONDS, for the batch of a step"
-            )
-        return Pace.guessed(rollout, train, rows_of(job.config)), None
-    if rollout is not None or train is not None:
-        raise ConfigError("--from says how long the calls take: leave --rollout and --train out")
-    read = Record.read(record)
-    return fit([read], job.resolved).pace, read.measured
+def sources(config: Config, folders: Sequence[Path], rollout: float | None, train: float | None) -> list[Record]:
+    """What tells how long calls take: runs by their folders, or a guess in the place of one.
+
+    ConfigError where there is neither, or both; DataError where a folder has no run of some steps.
+    """
+    if folders:
+        if rollout is not None or train is not None:
+            raise ConfigError("--from says how long the calls take: leave --rollout and --train out")
+        return [Record.read(folder) for folder in folders]
+    if rollout is None or train is None:
+        raise ConfigError(
+            "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
+            "--rollout SECONDS and --train SECONDS, for the batch of a step"
+        )
+    return [Record.guessed(Pace.guessed(rollout, train, _rows(config)))]
 
 
-def rows_of(config: Config) -> int | None:
+def _rows(config: Config) -> int | None:
     """Rows of a step's batch, where the configuration tells."""
     prompts, rows = getattr(config, "prompts", None), getattr(config, "rows", None)
     sampling = getattr(config, "sampling", None)

@@ -97,6 +97,11 @@ class Record:
         pace = Pace.recorded(events, number(_table(table, "sampling"), "n", 1), first, splits)
         return cls(folder, table, pace, float(np.median(windows[:, 1] - windows[:, 0])))
 
+    @classmethod
+    def guessed(cls, pace: Pace) -> Self:
+        """In the place of a record: what somebody guesses of one rank, whatever it computes with."""
+        return cls(Path(), {"run": {"meshes": {"main": {"gpus": 1}}}}, pace, 0.0)
+
 
 @dataclass(frozen=True)
 class Guesses:

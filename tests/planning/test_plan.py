@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshrl import cli
 from meshrl.errors import ConfigError, DataError
 from meshrl.events import Call, Event, Span, Step
-from meshrl.planning import Asked, Devices, Plan, make_plan
+from meshrl.planning import Devices, Plan, Wanted, make_plan
 from meshrl.planning.plan import Planner
 from meshrl.planning.search import search
 from meshrl.roles import Memory, ModelConfig, Term, Work
@@ -90,7 +90,7 @@ def _without_none(table: Mapping[str, object]) -> dict[str, object]:
 
 def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -> None:
     run = record(source, "recorded", draw=3.0, train=1.0)
-    made = make_plan(source, [], Asked(Devices(4, "cpus"), [run], price=9.0))
+    made = make_plan(source, [], Wanted(Devices(4, "cpus"), [run], price=9.0))
     best = made.proposals[0]
     assert best.name == "train 1, sample 3 (dp 3), ahead 1"  # 3 s over 3 replicas, beside 1 s
     assert best.step_seconds == pytest.approx(1.0, rel=0.02)
@@ -109,7 +109,7 @@ def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -
 
 def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
     runs = [record(source, "two", draw=1.0, train=1.0, cpus=2), record(source, "one", draw=1.9, train=1.9)]
-    made = make_plan(source, ["ahead=0"], Asked(Devices(2, "cpus"), runs, aheads=(0,)))
+    made = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), runs, aheads=(0,)))
     assert made.proposals[0].name == "one mesh: 1 of 2 cores, ahead 0"
     assert made.proposals[0].step_seconds == pytest.approx(2.0)
     assert [proposal.step_seconds for proposal in made.proposals[1:]] == [pytest.approx(3.8)]
@@ -117,7 +117,7 @@ def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
 
 def test_what_no_record_tells_is_marked_and_given_room(source: str) -> None:
     run = record(source, "two", draw=1.0, train=1.0, cpus=2)
-    apart, together = make_plan(source, [], Asked(Devices(2, "cpus"), [run])).proposals[:2]
+    apart, together = make_plan(source, [], Wanted(Devices(2, "cpus"), [run])).proposals[:2]
     assert together.guessed == []
     assert together.high == pytest.approx(together.low)
     assert [told.partition(":")[0] for told in apart.guessed] == ["Policy", "Sampler"]
@@ -137,7 +137,7 @@ def test_no_simulated_step_is_shorter_than_its_lower_bound(source: str, seed: in
             noise=1.0,
         )
     ]
-    asked = Asked(Devices(3, "cpus"), runs, aheads=(0, 1, 2, 4))
+    asked = Wanted(Devices(3, "cpus"), runs, aheads=(0, 1, 2, 4))
     planner = Planner.of(lambda further: load_job(Path(source), further, RunConfig), asked, tmp_path)
     assert len(planner.candidates) > 10
     for candidate in planner.candidates:
@@ -182,7 +182,7 @@ def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_i
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.run.memory.memory_of", of_memory(80.0))
-    made = make_plan(source, GPUS, Asked(Devices(4, "gpus"), rollout=8, train=8, memory=42.1))
+    made = make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=42.1))
     assert made.proposals
     assert made.refused > 0
     for each in made.proposals:
@@ -197,19 +197,19 @@ def test_where_nothing_fits_the_missing_memory_is_told(source: str, monkeypatch:
     with pytest.raises(
         ConfigError, match=r"nothing fits into memory: 11\.5 GiB more of each GPU are needed by .*tp = 2"
     ):
-        make_plan(source, GPUS, Asked(Devices(4, "gpus"), rollout=8, train=8, memory=30.0))
+        make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=30.0))
 
 
 def test_what_is_missing_is_told(source: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rollout SECONDS"):
-        make_plan(source, [], Asked(Devices(2, "cpus")))
+        make_plan(source, [], Wanted(Devices(2, "cpus")))
     with pytest.raises(ConfigError, match="a plan chooses it"):
-        make_plan(source, ["run.meshes.main.cpus=1"], Asked(Devices(2, "cpus"), rollout=1, train=1))
+        make_plan(source, ["run.meshes.main.cpus=1"], Wanted(Devices(2, "cpus"), rollout=1, train=1))
     with pytest.raises(ConfigError, match="the algorithm has no policy"):
-        make_plan("reward_model/quickstart", [], Asked(Devices(2, "cpus"), rollout=1, train=1))
+        make_plan("reward_model/quickstart", [], Wanted(Devices(2, "cpus"), rollout=1, train=1))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="nothing to simulate from"):
-        make_plan(source, [], Asked(Devices(2, "cpus"), [tmp_path / "empty"]))
+        make_plan(source, [], Wanted(Devices(2, "cpus"), [tmp_path / "empty"]))
 
 
 def test_the_command_prints_the_best_and_what_to_paste(source: str, capsys: pytest.CaptureFixture[str]) -> None:
