@@ -10,7 +10,7 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 # for others leave the cores to those that work.
 TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # What needs neither a process, a model nor the third-party packages of a backend.
-CORE := $(addprefix tests/,mesh data weights roles run report simulation testing rollout)
+CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing rollout)
 FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks \
 	test_architecture.py test_public_api.py)
 # Tests of the same bits, under each of these sets of a processor's instructions.
@@ -51,7 +51,7 @@ test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versi
 	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)
 
 test-cluster: setup  ## the tests on several hosts, made of namespaces: as root (docs/hosts.md)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs tests/cluster
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs -n 2 --dist loadfile tests/cluster
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu

@@ -38,12 +38,13 @@ ROOMS = {
     "run": "hub trackers mesh data engines losses tasks roles rewards rollout agents environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
     "simulation": "mesh data engines weights losses objectives roles run report",
+    "planning": "tasks rewards roles run simulation",
     "testing": (
         "deprecated mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation "
         "simulation"
     ),
     "launch": "roles run",
-    "cli": "engines tasks roles run report evaluation simulation launch",
+    "cli": "engines tasks roles run report evaluation simulation planning launch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
