@@ -51,7 +51,7 @@ test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versi
 	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)
 
 test-cluster: setup  ## the tests on several hosts, made of namespaces: as root (docs/hosts.md)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs tests/cluster
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs -n 2 --dist loadfile tests/cluster
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING
 from meshrl import deprecated
 
 if TYPE_CHECKING:
+    from meshrl.agents import Agent as Agent
+    from meshrl.agents import AgentConfig as AgentConfig
+    from meshrl.agents import Agents as Agents
+    from meshrl.agents import Gateway as Gateway
+    from meshrl.agents import GatewayConfig as GatewayConfig
+    from meshrl.agents import conversations as conversations
+    from meshrl.agents import read_chat as read_chat
     from meshrl.config import Config as Config
     from meshrl.data import Batch as Batch
     from meshrl.data import Metrics as Metrics
@@ -161,6 +168,7 @@ else:
     from types import ModuleType
 
     _NAMES = {
+        "agents": "Agent AgentConfig Agents Gateway GatewayConfig conversations read_chat",
         "config": "Config",
         "data": "Batch Metrics Ragged Source",
         "engines.local": "LocalEngine",

@@ -1,4 +1,4 @@
-"""The command line: run, launch, check, serve, eval, push, report, trace, audit, simulate, plan, memory, new, configs.
+"""The command line: its commands are in modules by what they are about, and `meshrl --help` lists them.
 
 `main` is the program; each module of commands adds its own to `app`.
 """

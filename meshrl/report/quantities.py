@@ -1,7 +1,7 @@
 """What the numbers of a run are: the unit of each, and the side whose colour it has."""
 
 import re
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 Hue: TypeAlias = Literal["rollout", "training", "scoring", "sync", "plain"]
 """A side of the run, as colours of the page tell them; plain is a number of no side."""
@@ -14,6 +14,12 @@ class Quantity(NamedTuple):
     """Empty where it has none, or nobody knows."""
     hue: Hue = "plain"
 
+
+FRONT: Final = (
+    *("reward", "eval/reward", "eval/greedy", "completion_tokens", "reference_kl", "kl", "entropy"),
+    *("loss", "clip_fraction", "staleness"),
+)
+"""The curves that stand in front, in this order: what tells of learning, then what tells of the updates."""
 
 _NATS = "nats, mean over tokens"
 _KNOWN = (

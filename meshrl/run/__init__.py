@@ -12,6 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.disk import write_whole
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
@@ -71,4 +72,5 @@ __all__ = [
     "tables_of",
     "train",
     "unseen",
+    "write_whole",
 ]

@@ -197,9 +197,9 @@ async def test_commands_that_fail(code: str, error: str) -> None:
     assert episode.reward == 0.0
 
 
-@pytest.mark.process
-async def test_a_command_that_is_not_there() -> None:
-    assert "FileNotFoundError" in str((await served(Agent(AgentConfig(command=("no-such-program",))))).error)
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
+        Agent(AgentConfig(command=("no-such-program",)))
 
 
 @pytest.mark.process
