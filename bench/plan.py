@@ -1,6 +1,6 @@
 """Predicted and measured steps of grpo/quickstart in many settings, and what `meshrl plan` proposes.
 
-    python bench/plan.py --json F [--rounds N] [--steps N]
+    python bench/plan.py --json F [--rounds N] [--steps N] [--parts steps,time] [--records FOLDER]
 
 Two runs are recorded: one mesh of both cores, and two meshes of one core each, one step ahead. From them the steps
 of each setting below are predicted, by the code of `meshrl simulate`, and each is run, in turns. The median step
@@ -86,15 +86,21 @@ GPUS: Final = 64
 def main() -> None:
     parser = arguments(__doc__, rounds=2)
     parser.add_argument("--steps", type=int, default=14, help="of each run")
-    parser.add_argument("--records", type=Path, help="keep the recorded runs here")
+    parser.add_argument("--records", type=Path, help="keep the runs here, and take the model from here if it is there")
+    parser.add_argument("--parts", default="steps,time", help="which parts (default: both)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.records or Path(temporary)
-        folder.mkdir(exist_ok=True)
-        model = folder / "warm/model"
-        if not model.is_dir():
-            warmed_up_model(folder)
-        report("plan", compare(folder, model, options.rounds, options.steps), options.json)
+    figures: list[Figure] = []
+    if "steps" in options.parts.split(","):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.records or Path(temporary)
+            model = folder / "warm/model"
+            if not model.is_dir():
+                folder.mkdir(exist_ok=True)
+                warmed_up_model(folder)
+            figures += compare(folder, model, options.rounds, options.steps)
+    if "time" in options.parts.split(","):
+        figures += planning()
+    report("plan", figures, options.json)
 
 
 def compare(folder: Path, model: Path, rounds: int, steps: int) -> list[Figure]:
@@ -123,7 +129,7 @@ def compare(folder: Path, model: Path, rounds: int, steps: int) -> list[Figure]:
             f"proposed ({first.name}), over the fastest", took["proposed"], "s", min(took[n] for n in SAME_ROWS), 1.05
         ),
     ]
-    return [*figures, *planning(records)]
+    return figures
 
 
 def predictions(records: Sequence[Record], common: Sequence[str], took: Mapping[str, float]) -> list[Figure]:
@@ -158,10 +164,10 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(float(np.sign((a - c) * (b - d))) for (a, b), (c, d) in pairs) / len(pairs)
 
 
-def planning(records: Sequence[Record]) -> list[Figure]:
+def planning() -> list[Figure]:
     """The time of a plan for many GPUs, by what an FSDP2 policy and vLLM's engines would take."""
     began = time.perf_counter()
-    backends = ["policy.backend=fsdp", "sampler.backend=vllm", f"policy.model={records[0].folder}/no-model"]
+    backends = ["policy.backend=fsdp", "sampler.backend=vllm"]
     made: Plan = make_plan(CONFIG, backends, Wanted(Devices(GPUS, "gpus"), rollout=3000, train=4000))
     took = time.perf_counter() - began
     return [
