@@ -2,10 +2,13 @@
 
 GRPO (arXiv:2402.03300) with whole episodes for completions: a row is an episode, its reward is what the program
 returns, its advantage is how much better that is than its group's. What is trained on are the conversations that the
-episode held, token for token as they were sampled.
+episode held, token for token as they were sampled. With `credit = "turns"` each answer of the model has an advantage
+of its own, by the rewards that the program gives turns.
 
     meshrl run agent/quickstart
 """
+
+from typing import Literal
 
 import meshrl as rl
 
@@ -21,6 +24,8 @@ class AgentConfig(rl.AlgorithmConfig):
     sampling: rl.GroupSampling = rl.GroupSampling()
     """`max_tokens` and `stop` are of an answer; `n` are a prompt's episodes."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
+    credit: Literal["episode", "turns"] = "episode"
+    """Whether all of an episode's answers have its advantage, or each that of the rewards from its turn on."""
     ahead: int = 0
     """How many publications of weights the episodes may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
@@ -45,8 +50,11 @@ async def agent(run: rl.Run, config: AgentConfig) -> None:
     ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)  # a row an episode
-            batch = batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
-            rows = rl.conversations(batch)  # a row a conversation
+            if config.credit == "turns":
+                advantages = rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups)
+            else:
+                advantages = rl.group_advantages(batch.rewards, batch.groups)
+            rows = rl.conversations(batch.assign(advantages=advantages))  # a row a conversation
             if config.loss.anchor == "trainer":
                 rows = await policy.logprobs(rows)
             if reference:

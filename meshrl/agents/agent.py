@@ -18,7 +18,7 @@ import contextvars
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ import httpx2
 import msgspec
 import numpy as np
 import openai
+from numpy.typing import NDArray
 
 from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Output, run
@@ -58,6 +59,8 @@ class Episode:
     """Answers of the model."""
     output: str
     """The last that a command wrote; nothing of a function, which prints where the script does."""
+    turn_rewards: NDArray[np.float32]
+    """Of each answer, in their order: what the program gave, or else `reward` at the last, float32[turns]."""
 
 
 class Agent:
@@ -85,11 +88,12 @@ class Agent:
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
         session, output = gateway.open(sampling), Output()
-        reward, error = 0.0, None
+        reward, error, turns = 0.0, None, None
         limit = asyncio.timeout(self._config.seconds)
         try:
             async with limit:
-                reward = reward_of(await self._call(gateway, session, row, output))
+                result = await self._call(gateway, session, row, output)
+                reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
         except RAISED as raised:  # somebody's program may raise anything; it is data
             unless_cancelled(raised)
             if session.failure is not None:
@@ -101,7 +105,8 @@ class Agent:
         finally:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
-        return Episode(told, reward, error, len(session.conversation), output.text)
+        answers = len(session.conversation)
+        return Episode(told, reward, error, answers, output.text, _by_turn(reward, turns, answers))
 
     async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         own = copy.deepcopy(dict(row))
@@ -126,6 +131,30 @@ def reward_of(result: object) -> float:
     if isinstance(result, bool | int | float | np.number):
         return finite(result)
     raise TypeError(f'an agent returns its reward, a number or {{"reward": number}}, and not {result!r:.80}')
+
+
+def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
+    """The rewards of turns that an agent's result says: a list, `turns`, with one for each answer; None without it.
+
+    ValueError where it has another number of them.
+    """
+    given = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != answers:
+        raise ValueError(
+            f"`turns` of the result is {given!r:.80}, and the model answered {answers} times: give a list of rewards, "
+            "one for each answer, in their order"
+        )
+    return [finite(reward) for reward in cast("Sequence[object]", given)]
+
+
+def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDArray[np.float32]:
+    """The rewards of so many turns; where none were given, the episode's falls on the last."""
+    given = [*[0.0] * (answers - 1), reward] if turns is None else turns
+    rewards = np.zeros(answers, np.float32)
+    rewards[: len(given)] = given[:answers]  # what is answered after the result is worth 0
+    return rewards
 
 
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
