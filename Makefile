@@ -19,6 +19,8 @@ CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx5
 unexport PYTHONDONTWRITEBYTECODE
 # Its theme's makers advertise their next one in each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
+# OpenAI's package for JavaScript, which agents are tested with where there is npm.
+NODE := tests/agents/node/node_modules/.package-lock.json
 BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
@@ -36,7 +38,7 @@ quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 mi
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
-test: setup  ## the tests
+test: setup $(if $(shell command -v npm),$(NODE))  ## the tests
 	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/vllm
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
@@ -112,6 +114,10 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	@touch $@
+
+# Without a network its tests are skipped.
+$(NODE): tests/agents/node/package-lock.json
+	-npm ci --silent --prefix $(<D)
 
 # torch first and alone, here too: what follows would bring another build of it.
 .peers/%/.done: bench/peers/requirements-%.txt
