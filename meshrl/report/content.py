@@ -254,8 +254,8 @@ def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) ->
 def _named(
     name: str, x: list[float], y: list[float | None], band: tuple[list[float], list[float]] | None = None
 ) -> Curve:
-    unit, hue = quantity(name)
-    return Curve(name, x, y, band, unit, hue)
+    known = quantity(name)
+    return Curve(name, x, y, band, known.unit, known.hue)
 
 
 def _gauges(events: Sequence[Gauge]) -> list[Curve]:

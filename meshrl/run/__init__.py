@@ -24,6 +24,7 @@ from meshrl.run.push import push
 from meshrl.run.restarts import run_job
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
+from meshrl.run.tables import tables_of
 from meshrl.run.train import Trained, train
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "serve",
     "shipped_configs",
     "table_of",
+    "tables_of",
     "train",
     "unseen",
     "write_whole",

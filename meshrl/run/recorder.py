@@ -89,6 +89,8 @@ class Recorder:
         self._extra: dict[str, object] = {}
         self._begins = self._recall()
         self._progress: Progress | None = None
+        self.shows_progress = True
+        """Whether somebody looks on."""
         with ExitStack() as opened:  # closed where one that follows fails
             self._metrics, self._samples, self._groups = (
                 opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
@@ -116,6 +118,8 @@ class Recorder:
     def begin(self, count: int, done: int = 0) -> None:
         """Show progress from here on, over `count` steps, of which so many are done."""
         self._end_progress()
+        if not self.shows_progress:
+            return
         from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
 
         self._progress = Progress(count, done)
