@@ -60,6 +60,6 @@ async def test_sessions_at_once_stream_and_call_tools() -> None:
         {"pieces": 4, "arguments": '{"numbers": [2, 3]}', "drawn": len(CALL) + 1, "content": "5"} for _ in sessions
     ]
     for session, each in zip(sessions, rows, strict=True):
-        assert session.url in each.objects("prompt")[0]
+        assert session.url in str(each.objects("prompt")[0])
         assert int(each.loss_mask[0].sum()) == len(CALL) + len("5") + 2
         assert len(each) == 1
