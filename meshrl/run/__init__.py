@@ -12,6 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.control import Command, ask, asked
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
@@ -24,12 +25,16 @@ from meshrl.run.restarts import run_job
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
 from meshrl.run.train import Trained, train
+from meshrl.run.watch import LOOKS, NOW, Now
 
 __all__ = [
+    "LOOKS",
+    "NOW",
     "AlgorithmConfig",
     "Asked",
     "Audit",
     "BackgroundMeasurements",
+    "Command",
     "EvaluationConfig",
     "Findings",
     "Fork",
@@ -38,6 +43,7 @@ __all__ = [
     "Measurement",
     "MemoryPlan",
     "MeshConfig",
+    "Now",
     "RankMemory",
     "RolloutConfig",
     "Run",
@@ -46,6 +52,8 @@ __all__ = [
     "Trained",
     "Verdict",
     "about",
+    "ask",
+    "asked",
     "audit_run",
     "copy_script",
     "examine",
