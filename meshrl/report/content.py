@@ -5,6 +5,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import cast
@@ -128,7 +129,7 @@ def make_content(record: Record) -> Content:
     steps = [event for event in events if isinstance(event, Step)]
     known = bool(lanes) and bool(steps)
     deliveries = [event for event in events if isinstance(event, Delivery)]
-    table = _table(record.config)
+    table, config = _read_config(record.config)
     curves = _curves(record.metrics, notes) + _curves(record.evaluations, notes)
     front = sorted(filter(_is_in_front, curves), key=lambda curve: _FIRST.index(curve.name))
     return Content(
@@ -155,7 +156,7 @@ def make_content(record: Record) -> Content:
         staleness=_staleness(deliveries),
         dropped=dict(sum((Counter(each.dropped) for each in deliveries), Counter())),
         samples=_samples(record.samples, notes),
-        config=tomli_w.dumps(_used(table)) if table else record.config,
+        config=config,
     )
 
 
@@ -164,12 +165,14 @@ def _told(restart: Restart) -> str:
     return f"A machine failed, and the run was begun again (restart {restart.number}): {first}."
 
 
-def _table(config: str) -> dict[str, object]:
-    """The configuration; an empty table where it cannot be read."""
+@lru_cache(maxsize=4)
+def _read_config(text: str) -> tuple[Mapping[str, object], str]:
+    """The configuration, an empty table where it cannot be read; and what the page shows of it."""
     try:
-        return tomllib.loads(config)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        return {}
+        return {}, text
+    return table, tomli_w.dumps(_used(table))
 
 
 def _used(table: Mapping[str, object]) -> dict[str, object]:
@@ -257,12 +260,18 @@ def _number(value: object) -> float:
 
 
 def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Curve:
-    groups = np.array_split(np.arange(len(x)), min(POINTS, len(x)))
+    if len(x) <= POINTS:
+        return _named(name, x.tolist(), [_digits(value) if math.isfinite(value) else None for value in y.tolist()])
+    groups = np.array_split(np.arange(len(x)), POINTS)
     means: list[float | None] = []
     for group in groups:
         there = y[group][np.isfinite(y[group])]
-        means.append(float(f"{there.mean():.6g}") if len(there) else None)
+        means.append(_digits(float(there.mean())) if len(there) else None)
     return _named(name, [float(x[group[0]]) for group in groups], means)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _named(

@@ -8,8 +8,10 @@ import msgspec
 from meshrl.report.content import make_content
 from meshrl.report.reading import Record
 
-_STYLES = ("theme.css", "style.css", "parts.css")
-_SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
+STYLES = ("theme.css", "style.css", "parts.css")
+"""Files of this folder: how the page looks."""
+SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
+"""The parts of the page; what puts them there is `whole.js`."""
 
 
 def render(record: Record) -> str:
@@ -17,18 +19,19 @@ def render(record: Record) -> str:
     data = msgspec.json.encode(make_content(record)).decode()
     parts = {
         "title": _escaped(record.name),
-        "style": _joined(_STYLES),
+        "style": joined(STYLES),
         # Text of the run that looks like a tag must not end the element that the data stands in.
         "data": data.replace("<", "\\u003c"),
-        "script": _joined(_SCRIPTS),
+        "script": joined([*SCRIPTS, "whole.js"]),
     }
-    page = _joined(["page.html"])
+    page = joined(["page.html"])
     pieces = page.split("{{")
     rest = [(name, tail) for name, _, tail in (piece.partition("}}") for piece in pieces[1:])]
     return pieces[0] + "".join(parts[name] + tail for name, tail in rest)
 
 
-def _joined(files: Sequence[str]) -> str:
+def joined(files: Sequence[str]) -> str:
+    """Files of this folder as one text."""
     return "\n".join((Path(__file__).parent / file).read_text("utf-8") for file in files)
 
 
