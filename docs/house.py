@@ -19,7 +19,7 @@ ROOMS = (
     ("rewards", "rollout"),
     ("agents", "environments"),
     ("run",),
-    ("deprecated", "evaluation", "launch", "simulation"),
+    ("deprecated", "evaluation", "launch", "simulation", "watch"),
     ("testing", "cli"),
 )
 """The rooms by level: each imports from levels below it alone."""
