@@ -9,6 +9,7 @@ plays episodes: a program's work on a task's row. `Agents` are a sampler of such
 from typing import TYPE_CHECKING, Final
 
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_chat
+from meshrl.agents.config import AgentConfig, load_agent
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Turn
 
 __all__ = [
@@ -29,11 +30,12 @@ __all__ = [
     "ToolCall",
     "Turn",
     "conversations",
+    "load_agent",
     "read_chat",
 ]
 
 if TYPE_CHECKING:
-    from meshrl.agents.agent import Agent, AgentConfig, Episode
+    from meshrl.agents.agent import Agent, Episode
     from meshrl.agents.gateway import Gateway, GatewayConfig, Session
     from meshrl.agents.sampler import Agents, conversations
 else:
@@ -42,7 +44,7 @@ else:
     from meshrl.errors import BackendError
 
     _MODULES: Final = {
-        "agent": "Agent AgentConfig Episode",
+        "agent": "Agent Episode",
         "gateway": "Gateway GatewayConfig Session",
         "sampler": "Agents conversations",
     }

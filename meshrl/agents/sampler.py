@@ -1,7 +1,7 @@
 """Agents as a sampler: its rows are whole episodes, and everything that takes a sampler takes it.
 
 agents = Agents(sampler, Agent(config.agent), gateway)
-async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
+async with agents.serving(), rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
     async for batch in stream:                                    # a row an episode
         advantages = group_advantages(batch.rewards, batch.groups)
         rows = conversations(batch.assign(advantages=advantages))  # a row a conversation of an episode
@@ -10,14 +10,15 @@ async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as str
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import cast
 
 import numpy as np
 
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
 from meshrl.weights import Weights
@@ -29,8 +30,9 @@ class Agents(Sampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
     A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    answers), `truncated` (whether one was cut short), and `episode`, whose rows `conversations` brings: it has no
-    `tokens` of its own, since an agent may hold several conversations.
+    answers), `turn_rewards` (ragged float32, one an answer), `truncated` (whether one was cut short), `completion` (its
+    text, for people), `versions` (of the tokens of its conversations, one after the other), and `episode`, whose rows
+    `conversations` brings: it has no `tokens` of its own, since an agent may hold several conversations.
 
     `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
     where the script does.
@@ -42,6 +44,18 @@ class Agents(Sampler):
         self._agent = agent
         self._gateway = gateway
         self._version = 0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Play while the block lasts: with a server where the agent needs one, and ending what is drawn after it."""
+        if self._agent.needs_server:
+            async with self._gateway.serving():
+                yield
+            return
+        try:
+            yield
+        finally:
+            await self._gateway.aclose()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Episodes as they end."""
@@ -88,18 +102,40 @@ class Agents(Sampler):
             reward_error=[each.error for each in episodes],
             oldest_version=np.array([oldest(each) for each in episodes], np.int32),
             turns=np.array([each.turns for each in episodes], np.int32),
+            turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
+            versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
+            completion=[_text(each.rows) for each in episodes],
             truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
             aborted=np.zeros(len(episodes), np.bool_),
             episode=[each.rows for each in episodes],
         )
 
 
+def _text(rows: Batch) -> str:
+    return "\n".join(map(str, rows.objects("completion"))) if len(rows) else ""
+
+
 def conversations(batch: Batch) -> Batch:
     """The rows of episodes, as `Conversation.rows` has them, each with the columns of its episode.
 
-    Needs `episode`, as `Agents` gives it. An episode in which the model was not asked has none.
+    A ragged column, such as `turn_rewards`, has one value a turn of the episode: it becomes one a token, of the turn
+    that the token is of, and 0 where it is not learnt. Needs `episode`, as `Agents` gives it. An episode in which the
+    model was not asked has no rows.
     """
     episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
     rows = Batch.concat(episodes)
     own = batch.drop(_EPISODE, *(name for name in rows.names if name in batch))
-    return own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes])).assign(**rows.columns)
+    if not len(rows):
+        return own.select(np.zeros(0, np.int64)).assign(**rows.columns)
+    own = own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes]))
+    spread = {name: _by_token(column, rows) for name, column in own.columns.items() if isinstance(column, Ragged)}
+    return own.assign(**rows.columns, **spread)
+
+
+def _by_token(column: Ragged, rows: Batch) -> Ragged:
+    """One value a turn of a row's episode as one a token."""
+    turn = rows.ragged("turn")
+    learnt = turn.values >= 0
+    values = np.zeros(len(turn.values), column.values.dtype)
+    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + turn.values)[learnt]]
+    return Ragged(values, turn.offsets)
