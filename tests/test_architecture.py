@@ -44,7 +44,8 @@ ROOMS = {
         "simulation"
     ),
     "launch": "roles run",
-    "cli": "engines tasks roles run report evaluation simulation planning launch",
+    "watch": "report run",
+    "cli": "engines tasks roles run report evaluation simulation planning launch watch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
