@@ -158,7 +158,7 @@ async def main() -> None:
                 metrics = await policy.update(batch, rl.ClippedLoss(clip=0.2))
                 await rl.publish(policy, stream)
                 await run.record(metrics, batch)
-        print(f"{batch.rewards.mean():.0%} of the last batch are sevens")
+                print(f"{batch.rewards.mean():.0%} are right")
 
 
 if __name__ == "__main__":

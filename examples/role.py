@@ -63,7 +63,8 @@ async def main() -> None:
             batch = batch.assign(rewards=-batch.row("unknown").astype(np.float32))
             batch = batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
             await run.record(await policy.update(batch, rl.ClippedLoss(clip=0.2)), batch)
-        print(f"{batch.row('unknown').sum()} unknown words in the last batch, {await lexicon.checked()} rows checked")
+            print(f"{batch.row('unknown').sum()} unknown words in {len(batch)} rows")
+        print(f"{await lexicon.checked()} rows checked")
 
 
 if __name__ == "__main__":
