@@ -64,7 +64,9 @@ def modules(folder: str) -> dict[str, Path]:
 
 CORE = {name: path for name, path in modules("meshrl").items() if name != "__init__"}
 SOURCES = [
-    path for folder in ("meshrl", "backends", "algorithms", "bench", "tests") for path in modules(folder).values()
+    path
+    for folder in ("meshrl", "backends", "algorithms", "bench", "examples", "tests")
+    for path in modules(folder).values()
 ]
 
 
