@@ -43,7 +43,7 @@ ROOMS = {
         "simulation"
     ),
     "launch": "roles run",
-    "cli": "engines tasks roles run report evaluation simulation launch",
+    "cli": "engines tasks roles agents run report evaluation simulation launch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
