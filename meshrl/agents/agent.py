@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Annotated, Final, Self, cast
 
 import httpx2
@@ -32,6 +34,7 @@ from pydantic import Field, model_validator
 
 from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Output, run
+from meshrl.agents.container import Container, Runtime, check_runtime
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.config import Config
 from meshrl.data import Batch
@@ -54,16 +57,26 @@ class AgentConfig(Config):
     command: tuple[str, ...] = ()
     """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
     the row as JSON in its input; the last line of its output is the reward."""
+    image: str = ""
+    """A container image, in which the command runs; without a command its own does."""
+    runtime: Runtime = "docker"
+    """What runs containers."""
     seconds: float = Field(default=600.0, gt=0)
     """The longest that it may take."""
+    retries: int = Field(default=0, ge=0)
+    """How often an episode is played again that fails, before its error is told."""
+    concurrency: int = Field(default=256, gt=0)
+    """Episodes at once; others wait."""
     output_mib: int = Field(default=16, gt=0)
     """The most that a command may write."""
+    outputs_kept: int = Field(default=1000, gt=0)
+    """Of how many commands the output is kept in the run's folder, the last ones."""
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
-        if bool(self.source) == bool(self.command):
+        if bool(self.source) == bool(self.command or self.image):
             raise ValueError(
-                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"]'
+                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"], or image'
             )
         return self
 
@@ -80,16 +93,26 @@ class Episode:
     """What it raised, or that it took too long."""
     turns: int
     """Answers of the model."""
+    tries: int
+    """How often it was played."""
     output: str
     """The last that a command wrote; nothing of a function, which prints where the script does."""
 
 
 class Agent:
-    """Plays episodes, any number at once."""
+    """Plays episodes, as many at once as are configured."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        """ConfigError where the function is not found, or is none."""
+    def __init__(self, config: AgentConfig, outputs: Path | None = None) -> None:
+        """`outputs`: a folder, such as `run.folder / "agents"`, where what commands write is kept, a file an episode.
+
+        ConfigError where the function is not found, or is none, and where there is an image, but nothing to run it.
+        """
+        if config.image:
+            check_runtime(config.runtime)
         self._config = config
+        self._outputs = outputs
+        self._numbers = count(_newest(outputs) + 1)
+        self._room = asyncio.Semaphore(config.concurrency)
         self._function = _load(config.source) if config.source else None
         self._errors = FirstErrors("an agent failed; its episode has reward 0")
 
@@ -103,7 +126,15 @@ class Agent:
             raise ConfigError(
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
-        session, output = gateway.open(sampling), Output()
+        async with self._room:
+            for tries in range(1, self._config.retries + 2):
+                episode = await self._play(gateway, row, sampling, tries)
+                if episode.error is None:
+                    break
+        return episode
+
+    async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
+        session, output = gateway.open(sampling), self._output()
         reward, error = 0.0, None
         limit = asyncio.timeout(self._config.seconds)
         try:
@@ -120,7 +151,16 @@ class Agent:
         finally:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
-        return Episode(told, reward, error, len(session.conversation), output.text)
+        return Episode(told, reward, error, len(session.conversation), tries, output.text)
+
+    def _output(self) -> Output:
+        """Where the output of the next command goes; that of an old one makes room."""
+        most = self._config.output_mib << 20
+        if self._outputs is None or self._function is not None:
+            return Output(most)
+        number = next(self._numbers)
+        _file(self._outputs, number - self._config.outputs_kept).unlink(missing_ok=True)
+        return Output(most, _file(self._outputs, number))
 
     async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         own = copy.deepcopy(dict(row))
@@ -135,7 +175,19 @@ class Agent:
             return await _in_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
         given = msgspec.json.encode(own, enc_hook=str)
-        return await run(self._config.command, given, environment, self._config.output_mib << 20, output)
+        config = self._config
+        container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
+        return await run(config.command, given, environment, output, container)
+
+
+def _file(outputs: Path, number: int) -> Path:
+    return outputs / f"{number:08d}.txt"
+
+
+def _newest(outputs: Path | None) -> int:
+    """The number of the last output that is there, of a run that goes on; 0 where there is none."""
+    files = outputs.glob("[0-9]" * 8 + ".txt") if outputs is not None else ()
+    return max((int(file.stem) for file in files), default=0)
 
 
 def reward_of(result: object) -> float:

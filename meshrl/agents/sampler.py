@@ -11,7 +11,7 @@ async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as str
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 
@@ -22,15 +22,19 @@ from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
 from meshrl.weights import Weights
 
-_EPISODE = "episode"
+_EPISODE: Final = "episode"
+_SEPARATOR: Final = "\n\n---\n\n"
+"""Between the texts of conversations."""
 
 
 class Agents(Sampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
     A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    answers), `truncated` (whether one was cut short), and `episode`, whose rows `conversations` brings: it has no
-    `tokens` of its own, since an agent may hold several conversations.
+    answers), `truncated` (whether one was cut short), `tries` (int32, how often it was played), `completion` (the texts
+    of its conversations, for people), and `episode`, whose rows `conversations` brings: it has no `tokens` of its own,
+    since an agent may hold several conversations. `conversation_count`, `token_count` and `completion_tokens`, int32,
+    say how many there are, of how many tokens, and how many of these the model wrote.
 
     `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
     where the script does.
@@ -88,10 +92,19 @@ class Agents(Sampler):
             reward_error=[each.error for each in episodes],
             oldest_version=np.array([oldest(each) for each in episodes], np.int32),
             turns=np.array([each.turns for each in episodes], np.int32),
+            tries=np.array([each.tries for each in episodes], np.int32),
+            conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
+            token_count=np.array([len(each.rows.tokens.values) for each in episodes], np.int32),
+            completion_tokens=np.array([each.rows.loss_mask.values.sum() for each in episodes], np.int32),
+            completion=[_SEPARATOR.join(_texts(each.rows)) for each in episodes],
             truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
             aborted=np.zeros(len(episodes), np.bool_),
             episode=[each.rows for each in episodes],
         )
+
+
+def _texts(rows: Batch) -> Sequence[str]:
+    return [str(text) for text in rows.objects("completion")] if len(rows) else []
 
 
 def conversations(batch: Batch) -> Batch:

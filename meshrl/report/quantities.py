@@ -27,6 +27,8 @@ _KNOWN = (
     (r"zero_std_groups", Quantity("share of groups whose completions all have one reward", "scoring")),
     (r"completion_tokens", Quantity("tokens, mean over completions", "rollout")),
     (r"turns", Quantity("turns, mean over episodes", "rollout")),
+    (r"conversations", Quantity("conversations, mean over episodes", "rollout")),
+    (r"tries", Quantity("times that an episode was played, mean", "rollout")),
     (r"(eval/)?truncated", Quantity("share of completions", "rollout")),
     (r"staleness", Quantity("versions behind, mean over rows", "sync")),
     (r"staleness_max", Quantity("versions behind", "sync")),

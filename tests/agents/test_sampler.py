@@ -20,6 +20,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
+from meshrl.run.batch_stats import statistics
 from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
 
 AGENT = """
@@ -62,6 +63,13 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert [error is not None for error in batch.objects("reward_error")] == [False] * 4 + [True] * 2
     assert batch.row("turns").tolist() == [3, 3, 0, 0, 1, 1]
     assert "tokens" not in batch
+    assert batch.row("tries").tolist() == [1] * 6
+    assert batch.row("conversation_count").tolist() == [2, 2, 0, 0, 1, 1]
+    assert batch.row("completion_tokens").tolist() == [9, 9, 0, 0, 3, 3]
+    assert str(batch.objects("completion")[0]).endswith("ok\n\n---\n\nok")
+    told = asyncio.run(statistics(batch))
+    assert (told["conversations"], told["completion_tokens"], told["turns"]) == (1.0, 4.0, 4 / 3)
+    assert told["tokens"] == sum(len(row) for row in conversations(batch).tokens)
     rows = conversations(batch.assign(advantages=np.arange(6, dtype=np.float32)))
     assert rows.groups.tolist() == [0, 0, 0, 0, 2, 2]
     assert rows.row("advantages").tolist() == [0, 0, 1, 1, 4, 5]
