@@ -33,7 +33,7 @@ ROOMS = {
     "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
-    "agents": "mesh data weights tasks roles rewards",
+    "agents": "mesh data weights tasks roles rewards rollout",
     "environments": "mesh data weights tasks roles rewards",
     "run": "hub trackers mesh data engines losses tasks roles rewards rollout environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",

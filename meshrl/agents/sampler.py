@@ -11,8 +11,9 @@ async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as str
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from meshrl.agents.agent import Agent, Episode
@@ -20,11 +21,44 @@ from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
+from meshrl.rollout import Schedule, schedule
 from meshrl.weights import Weights
 
 _EPISODE: Final = "episode"
 _SEPARATOR: Final = "\n\n---\n\n"
 """Between the texts of conversations."""
+
+
+class _Played(NamedTuple):
+    episode: Episode
+    oldest_version: int
+    """Of its tokens; where it has none, the one that would have drawn some."""
+
+
+class _Wire(msgspec.Struct, array_like=True):
+    """An episode as a run keeps it."""
+
+    oldest_version: int
+    reward: float
+    error: str | None
+    turns: int
+    tries: int
+    output: str
+    header: bytes
+    buffers: list[bytes]
+
+
+def _packed(played: _Played) -> bytes:
+    episode = played.episode
+    header, buffers = episode.rows.to_wire()
+    told = (episode.reward, episode.error, episode.turns, episode.tries, episode.output)
+    return msgspec.msgpack.encode(_Wire(played.oldest_version, *told, header, list(map(bytes, buffers))))
+
+
+def _unpacked(kept: bytes) -> _Played:
+    wire = msgspec.msgpack.decode(kept, type=_Wire)
+    rows = Batch.from_wire(wire.header, wire.buffers)
+    return _Played(Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output), wire.oldest_version)
 
 
 class Agents(Sampler):
@@ -50,7 +84,8 @@ class Agents(Sampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Episodes as they end."""
         asked = (await prompts.load()).repeat(sampling.n)
-        playing = {asyncio.create_task(self._play(asked, row, sampling)): row for row in range(len(asked))}
+        kept = None if sampling.beside or "groups" not in asked else schedule.get()
+        playing = {asyncio.create_task(self._episode(asked, row, sampling, kept)): row for row in range(len(asked))}
         if not playing:
             yield self._told(asked, ())
         try:
@@ -71,26 +106,38 @@ class Agents(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Of the sampler: exact where the agents ask in the same order, which no record tells."""
-        await self._sampler.replay(record)
+        """Of the sampler, where no episodes were kept: what they asked of it is not asked again."""
+        kept = schedule.get()
+        if kept is None or not kept.rows.replays:
+            await self._sampler.replay(record)
 
     async def abort(self) -> None:
         """ConfigError: what a program has done cannot be stopped and gone on with."""
         raise ConfigError('episodes of agents cannot be aborted: take swap = "in_flight" or "drain"')
 
-    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> Episode:
+    async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
+        """Play it, or take it as it was played in the run that is repeated."""
+        if kept is None:
+            return await self._play(asked, row, sampling)
+        group = int(asked.groups[row])
+        number = int((asked.groups[:row] == group).sum())
+        before = kept.rows.next(group, number)
+        played = await self._play(asked, row, sampling) if before is None else _unpacked(before)
+        kept.rows.keep(group, number, before or _packed(played))
+        return played
+
+    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> _Played:
         row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}
         told = {name: asked.objects(name)[number] for name in ("prompt", "answer") if name in asked}
-        return await self._agent.play(self._gateway, row | told, sampling)
+        episode = await self._agent.play(self._gateway, row | told, sampling)
+        return _Played(episode, int(episode.rows.row("oldest_version").min(initial=self._version)))
 
-    def _told(self, rows: Batch, episodes: Sequence[Episode]) -> Batch:
-        def oldest(episode: Episode) -> int:
-            return int(episode.rows.row("oldest_version").min(initial=self._version))
-
+    def _told(self, rows: Batch, played: Sequence[_Played]) -> Batch:
+        episodes = [each.episode for each in played]
         return rows.assign(
             rewards=np.array([each.reward for each in episodes], np.float32),
             reward_error=[each.error for each in episodes],
-            oldest_version=np.array([oldest(each) for each in episodes], np.int32),
+            oldest_version=np.array([each.oldest_version for each in played], np.int32),
             turns=np.array([each.turns for each in episodes], np.int32),
             tries=np.array([each.tries for each in episodes], np.int32),
             conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
