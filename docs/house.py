@@ -20,7 +20,8 @@ ROOMS = (
     ("agents", "environments"),
     ("run",),
     ("deprecated", "evaluation", "launch", "simulation"),
-    ("testing", "cli"),
+    ("planning", "testing"),
+    ("cli",),
 )
 """The rooms by level: each imports from levels below it alone."""
 

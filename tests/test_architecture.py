@@ -35,15 +35,16 @@ ROOMS = {
     "rollout": "mesh data weights tasks roles",
     "agents": "mesh data weights tasks roles rewards rollout",
     "environments": "mesh data weights tasks roles rewards",
-    "run": "hub trackers mesh data engines losses tasks roles rewards rollout environments",
+    "run": "hub trackers mesh data engines losses tasks roles rewards rollout agents environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
     "simulation": "mesh data engines weights losses objectives roles run report",
+    "planning": "tasks rewards roles run simulation",
     "testing": (
         "deprecated mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation "
         "simulation"
     ),
     "launch": "roles run",
-    "cli": "engines tasks roles agents run report evaluation simulation launch",
+    "cli": "engines tasks roles agents run report evaluation simulation planning launch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
@@ -233,6 +234,7 @@ NAMED = {
     "roles.config": {"torch"},  # a default value: who gives no backend has this one
     "rewards.function": {"function"},  # a default value; and the key of the table
     "agents.chat": {"function"},  # a word of the format in which models are offered tools
+    "agents.speller": {"function"},  # the same
     "agents.tool_calls": {"function"},  # the same
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table

@@ -139,7 +139,7 @@ def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = character_tokenizer(spec.characters, spec.max_tokens)
+    tokenizer = character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
     config = new_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

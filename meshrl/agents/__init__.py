@@ -10,6 +10,7 @@ what programs say to a served model, without training. These need
 from typing import TYPE_CHECKING, Final
 
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_chat
+from meshrl.agents.config import AgentConfig, load_agent
 from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
 
 __all__ = [
@@ -32,13 +33,14 @@ __all__ = [
     "Transcript",
     "Turn",
     "conversations",
+    "load_agent",
     "read_chat",
     "record",
     "recorded",
 ]
 
 if TYPE_CHECKING:
-    from meshrl.agents.agent import Agent, AgentConfig, Episode
+    from meshrl.agents.agent import Agent, Episode
     from meshrl.agents.gateway import Gateway, GatewayConfig, Session
     from meshrl.agents.recording import Recording, record, recorded
     from meshrl.agents.sampler import Agents, conversations
@@ -48,7 +50,7 @@ else:
     from meshrl.errors import BackendError
 
     _MODULES: Final = {
-        "agent": "Agent AgentConfig Episode",
+        "agent": "Agent Episode",
         "gateway": "Gateway GatewayConfig Session",
         "recording": "Recording record recorded",
         "sampler": "Agents conversations",

@@ -18,67 +18,34 @@ import contextvars
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Final, Self, cast
+from typing import Final, cast
 
 import httpx2
 import msgspec
 import numpy as np
 import openai
-from pydantic import Field, model_validator
+from numpy.typing import NDArray
 
 from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Output, run
-from meshrl.agents.container import Container, Runtime, check_runtime
+from meshrl.agents.config import AgentConfig, load_agent
+from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
-from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.rewards import finite
 from meshrl.roles import Sampling
 from meshrl.tasks import Row
-from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8
 """Of a request that the gateway has no room for, by the client that a function is given."""
-
-
-class AgentConfig(Config):
-    """Which program talks to the model: a function, or a command."""
-
-    source: Annotated[str, CODE] = ""
-    """`file.py:function` or `package.module:function`, async or plain: called with a client of the package openai and
-    the task's row, it returns the reward."""
-    command: tuple[str, ...] = ()
-    """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
-    the row as JSON in its input; the last line of its output is the reward."""
-    image: str = ""
-    """A container image, in which the command runs; without a command its own does."""
-    runtime: Runtime = "docker"
-    """What runs containers."""
-    seconds: float = Field(default=600.0, gt=0)
-    """The longest that it may take."""
-    retries: int = Field(default=0, ge=0)
-    """How often an episode is played again that fails, before its error is told."""
-    concurrency: int = Field(default=256, gt=0)
-    """Episodes at once; others wait."""
-    output_mib: int = Field(default=16, gt=0)
-    """The most that a command may write."""
-    outputs_kept: int = Field(default=1000, gt=0)
-    """Of how many commands the output is kept in the run's folder, the last ones."""
-
-    @model_validator(mode="after")
-    def _is_one_of_them(self) -> Self:
-        if bool(self.source) == bool(self.command or self.image):
-            raise ValueError(
-                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"], or image'
-            )
-        return self
 
 
 @dataclass(frozen=True)
@@ -97,6 +64,8 @@ class Episode:
     """How often it was played."""
     output: str
     """The last that a command wrote; nothing of a function, which prints where the script does."""
+    turn_rewards: NDArray[np.float32]
+    """Of each answer, in their order: what the program gave, or else `reward` at the last, float32[turns]."""
 
 
 class Agent:
@@ -105,16 +74,19 @@ class Agent:
     def __init__(self, config: AgentConfig, outputs: Path | None = None) -> None:
         """`outputs`: a folder, such as `run.folder / "agents"`, where what commands write is kept, a file an episode.
 
-        ConfigError where the function is not found, or is none, and where there is an image, but nothing to run it.
+        ConfigError where the function or the program is not found.
         """
-        if config.image:
-            check_runtime(config.runtime)
         self._config = config
         self._outputs = outputs
         self._numbers = count(_newest(outputs) + 1)
         self._room = asyncio.Semaphore(config.concurrency)
-        self._function = _load(config.source) if config.source else None
+        self._function = load_agent(config)
         self._errors = FirstErrors("an agent failed; its episode has reward 0")
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether it talks to a server: a plain function and a command do."""
+        return not inspect.iscoroutinefunction(self._function)
 
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
         """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
@@ -122,7 +94,7 @@ class Agent:
         A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. Where
         the sampler failed and the episode did too, what the sampler raised is raised. ConfigError without a server.
         """
-        if not (gateway.is_serving or inspect.iscoroutinefunction(self._function)):
+        if self.needs_server and not gateway.is_serving:
             raise ConfigError(
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
@@ -135,11 +107,12 @@ class Agent:
 
     async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
         session, output = gateway.open(sampling), self._output()
-        reward, error = 0.0, None
+        reward, error, turns = 0.0, None, None
         limit = asyncio.timeout(self._config.seconds)
         try:
             async with limit:
-                reward = reward_of(await self._call(gateway, session, row, output))
+                result = await self._call(gateway, session, row, output)
+                reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
         except RAISED as raised:  # somebody's program may raise anything; it is data
             unless_cancelled(raised)
             if session.failure is not None:
@@ -151,7 +124,8 @@ class Agent:
         finally:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
-        return Episode(told, reward, error, len(session.conversation), tries, output.text)
+        answers = len(session.conversation)
+        return Episode(told, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
 
     def _output(self) -> Output:
         """Where the output of the next command goes; that of an old one makes room."""
@@ -199,6 +173,30 @@ def reward_of(result: object) -> float:
     raise TypeError(f'an agent returns its reward, a number or {{"reward": number}}, and not {result!r:.80}')
 
 
+def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
+    """The rewards of turns that an agent's result says: a list, `turns`, with one for each answer; None without it.
+
+    ValueError where it has another number of them.
+    """
+    given = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != answers:
+        raise ValueError(
+            f"`turns` of the result is {given!r:.80}, and the model answered {answers} times: give a list of rewards, "
+            "one for each answer, in their order"
+        )
+    return [finite(reward) for reward in cast("Sequence[object]", given)]
+
+
+def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDArray[np.float32]:
+    """The rewards of so many turns; where none were given, the episode's falls on the last."""
+    given = [*[0.0] * (answers - 1), reward] if turns is None else turns
+    rewards = np.zeros(answers, np.float32)
+    rewards[: len(given)] = given[:answers]  # what is answered after the result is worth 0
+    return rewards
+
+
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
     with openai.OpenAI(base_url=session.url, api_key=session.token, max_retries=_RETRIES) as client:
         return function(client, row)
@@ -228,14 +226,3 @@ async def _in_thread(call: Callable[[], object]) -> object:
     if error is not None:
         raise error
     return result
-
-
-def _load(source: str) -> Callable[..., object]:
-    found = load_name("agent", source, (), inspect.isfunction)
-    if not callable(found):
-        raise ConfigError(f"agent {source!r}: is {found!r}, not a function")
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"agent {source!r}: is called with a client and a row, and does not fit: {error}") from error
-    return found

@@ -54,6 +54,8 @@ class Turn:
     added: Ints
     """The prompt's tokens after those."""
     drawn: Drawn
+    number: int
+    """Among the answers of the session, from 0 on."""
 
     def path(self) -> list["Turn"]:
         """The turns that lead to this one, the first first, and this one."""
@@ -149,7 +151,7 @@ class Conversation:
                 f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "
                 f"{drawn.temperature:g}: draw all turns of a conversation at one"
             )
-        turn = Turn(prompt.before, prompt.added, drawn)
+        turn = Turn(prompt.before, prompt.added, drawn, len(self))
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
             self._told[key_after(prompt.asked, said)] = turn
         elif isinstance(said, str) and isinstance(prompt.asked, str):
@@ -187,6 +189,7 @@ class Conversation:
         """A row for each turn that no other went on after, in their order: all of its ids from the first prompt on.
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
+        `turn` (int32, of each token that is learnt the number of its answer in the session, from 0 on; -1 elsewhere),
         `oldest_version`, `temperature`, `truncated`. What was sampled is learnt, each token in one row: a turn that
         several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1,
         in the others.
@@ -234,6 +237,7 @@ class Conversation:
             loss_mask=Ragged.of([row.learnt for row in rows], np.bool_),
             sampler_logprobs=Ragged.of([row.logprobs for row in rows], np.float32, source=Source("sampler")),
             versions=Ragged.of([row.versions for row in rows], np.int32),
+            turn=Ragged.of([row.turn for row in rows], np.int32),
             oldest_version=np.array([row.versions[row.learnt].min() for row in rows], np.int32),
             temperature=np.array([row.last.temperature for row in rows], np.float32),
             truncated=np.array([row.last.truncated for row in rows], np.bool_),
@@ -248,6 +252,7 @@ class _Row:
     learnt: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     versions: Ints
+    turn: Ints
     begins: int
     """The length of its first prompt."""
     last: Drawn
@@ -257,6 +262,7 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
     """The row of a path; its turns are learned then."""
     tokens, versions = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     learnt, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
+    numbers = [np.empty(0, np.int32)]
     for turn in path:
         new, drawn = turn not in learned, turn.drawn
         given, wrote = len(turn.added), len(drawn.tokens)
@@ -264,12 +270,14 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         learnt += [np.zeros(given, np.bool_), np.full(wrote, new)]
         logprobs += [np.zeros(given, np.float32), drawn.logprobs if new else np.zeros(wrote, np.float32)]
         versions += [np.full(given, -1, np.int32), drawn.versions if new else np.full(wrote, -1, np.int32)]
+        numbers += [np.full(given, -1, np.int32), np.full(wrote, turn.number if new else -1, np.int32)]
     learned.update(path)
     return _Row(
         np.concatenate(tokens),
         np.concatenate(learnt),
         np.concatenate(logprobs),
         np.concatenate(versions),
+        np.concatenate(numbers),
         begins=len(path[0].added),
         last=path[-1].drawn,
     )

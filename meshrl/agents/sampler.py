@@ -1,7 +1,7 @@
 """Agents as a sampler: its rows are whole episodes, and everything that takes a sampler takes it.
 
 agents = Agents(sampler, Agent(config.agent), gateway)
-async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
+async with agents.serving(), rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
     async for batch in stream:                                    # a row an episode
         advantages = group_advantages(batch.rewards, batch.groups)
         rows = conversations(batch.assign(advantages=advantages))  # a row a conversation of an episode
@@ -10,7 +10,8 @@ async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as str
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, cast
 
 import msgspec
@@ -18,15 +19,13 @@ import numpy as np
 
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
 from meshrl.rollout import Schedule, schedule
 from meshrl.weights import Weights
 
 _EPISODE: Final = "episode"
-_SEPARATOR: Final = "\n\n---\n\n"
-"""Between the texts of conversations."""
 
 
 class _Played(NamedTuple):
@@ -44,6 +43,7 @@ class _Wire(msgspec.Struct, array_like=True):
     turns: int
     tries: int
     output: str
+    turn_rewards: list[float]
     header: bytes
     buffers: list[bytes]
 
@@ -51,24 +51,26 @@ class _Wire(msgspec.Struct, array_like=True):
 def _packed(played: _Played) -> bytes:
     episode = played.episode
     header, buffers = episode.rows.to_wire()
-    told = (episode.reward, episode.error, episode.turns, episode.tries, episode.output)
+    told = (episode.reward, episode.error, episode.turns, episode.tries, episode.output, episode.turn_rewards.tolist())
     return msgspec.msgpack.encode(_Wire(played.oldest_version, *told, header, list(map(bytes, buffers))))
 
 
 def _unpacked(kept: bytes) -> _Played:
     wire = msgspec.msgpack.decode(kept, type=_Wire)
     rows = Batch.from_wire(wire.header, wire.buffers)
-    return _Played(Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output), wire.oldest_version)
+    turn_rewards = np.array(wire.turn_rewards, np.float32)
+    episode = Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output, turn_rewards)
+    return _Played(episode, wire.oldest_version)
 
 
 class Agents(Sampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
     A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    answers), `truncated` (whether one was cut short), `tries` (int32, how often it was played), `completion` (the texts
-    of its conversations, for people), and `episode`, whose rows `conversations` brings: it has no `tokens` of its own,
-    since an agent may hold several conversations. `conversation_count`, `token_count` and `completion_tokens`, int32,
-    say how many there are, of how many tokens, and how many of these the model wrote.
+    answers), `turn_rewards` (ragged float32, one an answer), `truncated` (whether one was cut short), `tries` (int32,
+    how often it was played), `completion` (its text, for people), `versions` (of the tokens of its conversations, one
+    after the other), `conversation_count` (int32), and `episode`, whose rows `conversations` brings: it has no `tokens`
+    of its own, since an agent may hold several conversations.
 
     `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
     where the script does.
@@ -80,6 +82,18 @@ class Agents(Sampler):
         self._agent = agent
         self._gateway = gateway
         self._version = 0
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Play while the block lasts: with a server where the agent needs one, and ending what is drawn after it."""
+        if self._agent.needs_server:
+            async with self._gateway.serving():
+                yield
+            return
+        try:
+            yield
+        finally:
+            await self._gateway.aclose()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Episodes as they end."""
@@ -141,25 +155,40 @@ class Agents(Sampler):
             turns=np.array([each.turns for each in episodes], np.int32),
             tries=np.array([each.tries for each in episodes], np.int32),
             conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
-            token_count=np.array([len(each.rows.tokens.values) for each in episodes], np.int32),
-            completion_tokens=np.array([each.rows.loss_mask.values.sum() for each in episodes], np.int32),
-            completion=[_SEPARATOR.join(_texts(each.rows)) for each in episodes],
+            turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
+            versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
+            completion=[_text(each.rows) for each in episodes],
             truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
             aborted=np.zeros(len(episodes), np.bool_),
             episode=[each.rows for each in episodes],
         )
 
 
-def _texts(rows: Batch) -> Sequence[str]:
-    return [str(text) for text in rows.objects("completion")] if len(rows) else []
+def _text(rows: Batch) -> str:
+    return "\n".join(map(str, rows.objects("completion"))) if len(rows) else ""
 
 
 def conversations(batch: Batch) -> Batch:
     """The rows of episodes, as `Conversation.rows` has them, each with the columns of its episode.
 
-    Needs `episode`, as `Agents` gives it. An episode in which the model was not asked has none.
+    A ragged column, such as `turn_rewards`, has one value a turn of the episode: it becomes one a token, of the turn
+    that the token is of, and 0 where it is not learnt. Needs `episode`, as `Agents` gives it. An episode in which the
+    model was not asked has no rows.
     """
     episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
     rows = Batch.concat(episodes)
     own = batch.drop(_EPISODE, *(name for name in rows.names if name in batch))
-    return own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes])).assign(**rows.columns)
+    if not len(rows):
+        return own.select(np.zeros(0, np.int64)).assign(**rows.columns)
+    own = own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes]))
+    spread = {name: _by_token(column, rows) for name, column in own.columns.items() if isinstance(column, Ragged)}
+    return own.assign(**rows.columns, **spread)
+
+
+def _by_token(column: Ragged, rows: Batch) -> Ragged:
+    """One value a turn of a row's episode as one a token."""
+    turn = rows.ragged("turn")
+    learnt = turn.values >= 0
+    values = np.zeros(len(turn.values), column.values.dtype)
+    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + turn.values)[learnt]]
+    return Ragged(values, turn.offsets)

@@ -1,7 +1,6 @@
 """What the page shows, as one plain value that becomes its JSON."""
 
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import tomli_w
 from meshrl.events import Delivery, Gauge, Restart, Step, Swap
 from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
 from meshrl.report.lanes import RANKS, Lane, Names, make_lanes, rounded
-from meshrl.report.quantities import quantity
+from meshrl.report.quantities import FRONT, quantity
 from meshrl.report.reading import Line, Record
 
 POINTS = 1000
@@ -30,11 +29,6 @@ SAMPLES = 300
 TEXT = 4000
 """The most characters of a text of a sample."""
 
-_FIRST = (
-    *("reward", "eval/reward", "eval/greedy", "completion_tokens", "reference_kl", "kl", "entropy"),
-    *("loss", "clip_fraction", "staleness"),
-)
-"""The curves that stand in front, in this order: what tells of learning, then what tells of the updates."""
 _NO_CURVES = {"step", "seconds"}
 
 
@@ -128,9 +122,9 @@ def make_content(record: Record) -> Content:
     steps = [event for event in events if isinstance(event, Step)]
     known = bool(lanes) and bool(steps)
     deliveries = [event for event in events if isinstance(event, Delivery)]
-    table = _table(record.config)
+    table = record.table
     curves = _curves(record.metrics, notes) + _curves(record.evaluations, notes)
-    front = sorted(filter(_is_in_front, curves), key=lambda curve: _FIRST.index(curve.name))
+    front = sorted(filter(_is_in_front, curves), key=lambda curve: FRONT.index(curve.name))
     return Content(
         name=record.name,
         status=str(record.summary.get("status", "not ended")),
@@ -164,14 +158,6 @@ def _told(restart: Restart) -> str:
     return f"A machine failed, and the run was begun again (restart {restart.number}): {first}."
 
 
-def _table(config: str) -> dict[str, object]:
-    """The configuration; an empty table where it cannot be read."""
-    try:
-        return tomllib.loads(config)
-    except tomllib.TOMLDecodeError:
-        return {}
-
-
 def _used(table: Mapping[str, object]) -> dict[str, object]:
     """What a table says that matters: no empty tables, and of a role none of another backend's."""
     others = entry_points(group="meshrl.backends").names - {table.get("backend")} if "backend" in table else set[str]()
@@ -191,7 +177,7 @@ def _units(names: Sequence[str]) -> dict[str, str]:
 def _is_in_front(curve: Curve) -> bool:
     """Whether people look at it first, and it changes."""
     there = [value for value in curve.y if value is not None]
-    return curve.name in _FIRST and (len(there) < 2 or len(set(there)) > 1)
+    return curve.name in FRONT and (len(there) < 2 or len(set(there)) > 1)
 
 
 def _so_far(record: Record) -> Line:
@@ -268,8 +254,8 @@ def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) ->
 def _named(
     name: str, x: list[float], y: list[float | None], band: tuple[list[float], list[float]] | None = None
 ) -> Curve:
-    unit, hue = quantity(name)
-    return Curve(name, x, y, band, unit, hue)
+    known = quantity(name)
+    return Curve(name, x, y, band, known.unit, known.hue)
 
 
 def _gauges(events: Sequence[Gauge]) -> list[Curve]:

@@ -35,9 +35,9 @@ class Curve:
         """The largest magnitude."""
         return float(np.abs(self.values).max())
 
-    def smooth(self) -> NDArray[np.float64]:
-        """float64[points]: each point as the mean of as many around it as an end has."""
-        kernel = np.ones(min(self._end, len(self.values)))
+    def smooth(self, part: int = _PART) -> NDArray[np.float64]:
+        """float64[points]: each point as the mean of so-many-th of the curve around it, five points at least."""
+        kernel = np.ones(min(max(_LEAST, len(self.values) // part), len(self.values)))
         weights = np.convolve(np.ones(len(self.values)), kernel, "same")
         return np.convolve(self.values, kernel, "same") / weights
 

@@ -5,22 +5,33 @@ from pathlib import Path
 
 import msgspec
 
-from meshrl.report.content import make_content
+from meshrl.report.comparison import Comparison
+from meshrl.report.content import Content, make_content
 from meshrl.report.reading import Record
 
 _STYLES = ("theme.css", "style.css", "parts.css")
 _SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
+_COMPARED = ("draw.js", "axes.js", "charts.js", "compare.js")
 
 
 def render(record: Record) -> str:
     """The page of a run."""
-    data = msgspec.json.encode(make_content(record)).decode()
+    return _page(record.name, make_content(record), _STYLES, _SCRIPTS)
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page of a comparison of runs."""
+    return _page(" · ".join(comparison.groups), comparison, (*_STYLES, "compare.css"), _COMPARED)
+
+
+def _page(title: str, content: Content | Comparison, styles: Sequence[str], scripts: Sequence[str]) -> str:
+    data = msgspec.json.encode(content).decode()
     parts = {
-        "title": _escaped(record.name),
-        "style": _joined(_STYLES),
+        "title": _escaped(title),
+        "style": _joined(styles),
         # Text of the run that looks like a tag must not end the element that the data stands in.
         "data": data.replace("<", "\\u003c"),
-        "script": _joined(_SCRIPTS),
+        "script": _joined(scripts),
     }
     page = _joined(["page.html"])
     pieces = page.split("{{")

@@ -29,6 +29,7 @@ from meshrl.roles.memory import Memory, Term, Work, memory_of
 from meshrl.roles.registry import (
     BackendOptions,
     Models,
+    axes_of,
     backends,
     backends_with,
     class_for,
@@ -76,6 +77,7 @@ __all__ = [
     "TeacherConfig",
     "Term",
     "Work",
+    "axes_of",
     "backends",
     "backends_with",
     "check_axes",

@@ -12,6 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.disk import write_whole
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
@@ -23,6 +24,7 @@ from meshrl.run.push import push
 from meshrl.run.restarts import run_job
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
+from meshrl.run.tables import tables_of
 from meshrl.run.train import Trained, train
 
 __all__ = [
@@ -67,6 +69,8 @@ __all__ = [
     "serve",
     "shipped_configs",
     "table_of",
+    "tables_of",
     "train",
     "unseen",
+    "write_whole",
 ]

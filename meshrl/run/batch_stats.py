@@ -10,8 +10,6 @@ from meshrl.losses import effective_sample_size
 
 _MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
 """Columns of which the mean is told, and by what name."""
-_EPISODES: Final = ("token_count", "completion_tokens")
-"""Of rows that hold whole episodes, and no tokens of their own."""
 
 
 def corrected(metrics: Metrics) -> dict[str, float]:
@@ -39,15 +37,14 @@ async def statistics(batch: Batch) -> dict[str, float]:
     DataError where the reward raised on each of its rows: nothing can be learned of them.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
-    watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *_EPISODES, *rewards)
+    watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *rewards)
     if names := [name for name in watched if name in batch]:
         batch = await batch.load(*names)
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
-    elif all(name in batch for name in _EPISODES) and len(batch):
-        found["tokens"] = float(batch.row("token_count").sum())
-        found["completion_tokens"] = float(batch.row("completion_tokens").mean())
+    elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # of episodes, with no other tokens
+        found["completion_tokens"] = float((batch.versions.values >= 0).sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())
         found |= _signal(batch)

@@ -182,6 +182,15 @@ def checkpoint_until(run: Path, step: int) -> Path | None:
     return next((path for path in found if steps_of(path) <= step), None)
 
 
+def deal_anew(checkpoint: Path) -> None:
+    """Have a run that goes on from here deal its prompts from the beginning, in the order of whichever seed it has."""
+    saved = _read(checkpoint)
+    data = msgspec.structs.replace(saved.data, closed=len(saved.data.deals))
+    part = checkpoint.parent / f".{_RUN}.part"  # not in the checkpoint, whose files are known
+    part.write_bytes(_signed(msgspec.json.encode(msgspec.structs.replace(saved, data=data))))
+    part.replace(checkpoint / _RUN)
+
+
 def steps_of(checkpoint: Path) -> int:
     """After how many steps a checkpoint was written, by its name."""
     return int(checkpoint.name.removeprefix("step-"))

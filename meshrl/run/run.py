@@ -306,7 +306,7 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.recorder.folder / "events.jsonl")
+        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self.recorder.events)
         self._step_began = self.recorder.began = self._events.began
         self._outer = sink.get()
         sink.set(self._events)

@@ -56,6 +56,15 @@ def test_the_reward_goes_to_the_episodes_rows(agent: Callable[..., Agent]) -> No
     assert episode.rows.objects("completion") == ("3", "2")
 
 
+def test_a_result_with_rewards_of_turns(agent: Callable[..., Agent]) -> None:
+    episode = played(agent(ASK * 2 + 'return {"reward": 1, "turns": [0.25, -0.5]}'), "3", "2")
+    assert (episode.reward, episode.turn_rewards.tolist()) == (1.0, [0.25, -0.5])
+    assert played(agent(ASK * 2 + "return 0.5"), "3", "2").turn_rewards.tolist() == [0.0, 0.5]
+    wrong = played(agent(ASK * 2 + 'return {"reward": 1, "turns": [1]}'), "3", "2")
+    assert "the model answered 2 times" in str(wrong.error)
+    assert (wrong.reward, wrong.turn_rewards.tolist()) == (0.0, [0.0, 0.0])
+
+
 def test_a_result_with_a_reward(agent: Callable[..., Agent]) -> None:
     assert played(agent('return {"reward": 0.5, "tries": 2}')).reward == 0.5
     assert len(played(agent("return 1")).rows) == 0
@@ -198,9 +207,9 @@ async def test_commands_that_fail(code: str, error: str) -> None:
     assert episode.reward == 0.0
 
 
-@pytest.mark.process
-async def test_a_command_that_is_not_there() -> None:
-    assert "FileNotFoundError" in str((await served(Agent(AgentConfig(command=("no-such-program",))))).error)
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
+        Agent(AgentConfig(command=("no-such-program",)))
 
 
 @pytest.mark.process
