@@ -44,7 +44,7 @@ async def statistics(batch: Batch) -> dict[str, float]:
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
     elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # of episodes, with no other tokens
-        found["completion_tokens"] = float((batch.versions.values >= 0).sum()) / len(batch)
+        found["completion_tokens"] = float((np.asarray(batch.versions.values, np.int32) >= 0).sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())
         found |= _signal(batch)
