@@ -12,6 +12,8 @@ from typing import Literal
 
 import meshrl as rl
 
+Credit = Literal["episode", "turns"]
+
 
 class AgentConfig(rl.AlgorithmConfig):
     task: rl.TaskConfig
@@ -24,13 +26,19 @@ class AgentConfig(rl.AlgorithmConfig):
     sampling: rl.GroupSampling = rl.GroupSampling()
     """`max_tokens` and `stop` are of an answer; `n` are a prompt's episodes."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
-    credit: Literal["episode", "turns"] = "episode"
+    credit: Credit = "episode"
     """Whether all of an episode's answers have its advantage, or each that of the rewards from its turn on."""
     ahead: int = 0
     """How many publications of weights the episodes may be behind; above 0 they go on while the policy trains."""
     prompts: int = 64
     """Prompts a step; each has `sampling.n` episodes."""
     steps: int = 400
+
+
+def credited(batch: rl.Batch, credit: Credit) -> rl.Batch:
+    if credit == "turns":
+        return batch.assign(advantages=rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups))
+    return batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
 
 
 async def agent(run: rl.Run, config: AgentConfig) -> None:
@@ -50,11 +58,7 @@ async def agent(run: rl.Run, config: AgentConfig) -> None:
     ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)  # a row an episode
-            if config.credit == "turns":
-                advantages = rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups)
-            else:
-                advantages = rl.group_advantages(batch.rewards, batch.groups)
-            rows = rl.conversations(batch.assign(advantages=advantages))  # a row a conversation
+            rows = rl.conversations(credited(batch, config.credit))  # a row a conversation
             if config.loss.anchor == "trainer":
                 rows = await policy.logprobs(rows)
             if reference:

@@ -188,7 +188,8 @@ def conversations(batch: Batch) -> Batch:
 def _by_token(column: Ragged, rows: Batch) -> Ragged:
     """One value a turn of a row's episode as one a token."""
     turn = rows.ragged("turn")
-    learnt = turn.values >= 0
-    values = np.zeros(len(turn.values), column.values.dtype)
-    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + turn.values)[learnt]]
+    numbers = np.asarray(turn.values, np.int64)
+    learnt = numbers >= 0
+    values = np.zeros(len(numbers), column.values.dtype)
+    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + numbers)[learnt]]
     return Ragged(values, turn.offsets)

@@ -62,8 +62,10 @@ def _show(made: Plan) -> None:
     """The best, by number; what each is, and what to paste; and how far all that is to be believed."""
     told = list(enumerate(made.proposals, start=1))
     gib, cost = (any(getattr(each, name) is not None for _, each in told) for name in ("needed_gib", "cost"))
+    table = Table(box=None, header_style="bold")
     heads = ["", "steps a minute", "between", "efficiency", "bound by", "staleness"]
-    table = Table(*heads, *(["GiB"] if gib else []), *(["cost a step"] if cost else []), box=None, header_style="bold")
+    for head in (*heads, *(["GiB"] if gib else []), *(["cost a step"] if cost else [])):
+        table.add_column(head, no_wrap=True)
     for number, each in told:
         cells = [f"{number}", f"{each.steps_per_minute:,.3g}{'*' if each.guessed else ''}"]
         cells += [f"{each.low:,.3g} to {each.high:,.3g}", f"{each.efficiency:.2f}", each.bound_by]
