@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.events import Call, Span, Step
+from meshrl.events import Call, Event, Span, Step
 from meshrl.simulation import Guesses, Record, fit
 from meshrl.simulation.pace import Pace, Work
 
@@ -69,7 +69,7 @@ def test_a_pipeline_fills_and_drains() -> None:
 
 
 def test_ranks_that_share_rows_have_all_of_them() -> None:
-    events = [Step(0, 0.0, 4.0), Step(1, 4.0, 8.0), Call(1, "FsdpPolicy", "update", 0.0, 1.0, 8)]
+    events: list[Event] = [Step(0, 0.0, 4.0), Step(1, 4.0, 8.0), Call(1, "FsdpPolicy", "update", 0.0, 1.0, 8)]
     spans = [Span(1, "main", rank, "FsdpPolicy", "update", 0.0, 1.0) for rank in range(4)]
     (work,) = Pace.recorded([*events, *spans], n=2, splits={"Policy": 2}).works["Policy", "update"]
     assert work.rows == 4
