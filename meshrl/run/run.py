@@ -20,6 +20,7 @@ from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_kept_rows, read_sche
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.control import Control
 from meshrl.run.disk import of_the_disk
 from meshrl.run.engine import engine_of
 from meshrl.run.folder import rescheduled, told_anew, was_cut_short
@@ -121,6 +122,7 @@ class Run:
             if config.resume and (anew := told_anew(folder, config.checkpoint_every)):
                 log.warning(anew)
         self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
+        self._control = Control(lambda: self.recorder.folder)
 
     @property
     def folder(self) -> Path:
@@ -214,8 +216,10 @@ class Run:
         every = self.config.checkpoint_every
         if step == first:
             self._begin_loop(loop, first, count)
-        elif after and every and self._done % every == 0:
-            await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
+        elif after:
+            if every and self._done % every == 0:
+                await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
+            await self._control.obey(partial(self._checkpoint, loop, step, wait=True) if every else None)
         await self._beside.turn(self._done)
         self._begin_step(step)
 
@@ -314,7 +318,7 @@ class Run:
             self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed, self._kept_rows)
         schedule.set(self._schedule)
         data_cursor.set(self._cursor)
-        self._watch = Watch(self.config.slow_after)
+        self._watch = Watch(self.config.slow_after, self._events, lambda: self.recorder.folder, self._lock.check)
         return self
 
     async def __aexit__(
