@@ -142,7 +142,8 @@ class Drawing:
             return
         new = slice(asked.prompt, None)
         temperature, truncated = float(batch.row("temperature")[row]), bool(batch.row("truncated")[row])
-        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated)
+        experts = np.array(batch.ragged("experts")[row], np.int16) if "experts" in batch else None
+        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts)
         asked.done.set_result(Answer(found, str(batch.objects("completion")[row])))
 
 
