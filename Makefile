@@ -17,10 +17,14 @@ FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses ob
 CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx512)
 # Modules that are compiled again in each process cost more than the files.
 unexport PYTHONDONTWRITEBYTECODE
+# Its theme's makers advertise their next one in each build.
+MKDOCS := NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
+# OpenAI's package for JavaScript, which agents are tested with where there is npm.
+NODE := tests/agents/node/node_modules/.package-lock.json
 BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-index test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,8 +38,11 @@ quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 mi
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
-test: setup  ## the tests
-	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/vllm
+test: setup $(if $(shell command -v npm),$(NODE))  ## the tests
+	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/packaging/index --ignore tests/vllm
+
+test-index: setup  ## what pip's index gives: the wheel on each Python that is here, and packages for each extra
+	$(BIN)/pytest -rs tests/packaging/index
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
 	$(TESTS) tests/attack
@@ -73,7 +80,16 @@ lint: setup  ## formatting, lint, both type checkers
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-check: lint test test-attack test-bits test-lowest test-vllm test-sglang  ## all of it: what CI runs
+docs: .venv-docs/.done  ## the site, into site/: no warning, no broken link
+	$(MKDOCS) build --strict --quiet
+
+docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, made anew when a page changes
+	$(MKDOCS) serve
+
+prose: .venv-docs/.done  ## the English of the pages: proselint, the words of docs/prose.toml, and how readable each page is
+	.venv-docs/bin/python docs/prose.py
+
+check: lint prose docs test test-attack test-bits test-lowest test-index test-vllm test-sglang  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
@@ -90,7 +106,7 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(BIN)/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-.venv-lowest/.done: requirements-lowest.txt pyproject.toml
+.venv-lowest/.done .venv-docs/.done: .venv-%/.done: requirements-%.txt pyproject.toml
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	$(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
@@ -101,6 +117,10 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	@touch $@
+
+# Without a network its tests are skipped.
+$(NODE): tests/agents/node/package-lock.json
+	-npm ci --silent --prefix $(<D)
 
 # torch first and alone, here too: what follows would bring another build of it.
 .peers/%/.done: bench/peers/requirements-%.txt

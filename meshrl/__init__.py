@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from meshrl.objectives import score_columns as score_columns
     from meshrl.objectives import score_metrics as score_metrics
     from meshrl.objectives import step_score_metrics as step_score_metrics
+    from meshrl.objectives import turn_advantages as turn_advantages
     from meshrl.objectives import whiten as whiten
     from meshrl.objectives import with_labels as with_labels
     from meshrl.rewards import RewardConfig as RewardConfig
@@ -191,7 +192,7 @@ else:
             "Gae batch_advantages best_and_worst gae group_advantages kl_columns kl_metrics leave_one_out "
             "log_ratios minibatches optimal_advantages pair_margins pair_metrics penalised_rewards "
             "preference_columns reference_point rescaled_advantages rewards_to_go score_columns score_metrics "
-            "step_score_metrics whiten with_labels"
+            "step_score_metrics turn_advantages whiten with_labels"
         ),
         "rewards": "RewardConfig from_trl overlong_penalty",
         "roles": (

@@ -142,6 +142,7 @@ PUBLIC = [
     "rollouts",
     "stop",
     "train",
+    "turn_advantages",
     "whiten",
     "PairSampling",
     "answer_pairs",

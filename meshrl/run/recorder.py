@@ -15,7 +15,7 @@ import tomli_w
 from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError, described
-from meshrl.events import clock
+from meshrl.events import Event, clock
 from meshrl.run.disk import write_whole
 from meshrl.run.folder import beginning, cut, take
 from meshrl.tasks import StepAccount
@@ -160,6 +160,10 @@ class Recorder:
         for row in rows:
             _line(self._samples, {"step": step, **row})
         self._trackers.samples(step, rows)
+
+    def events(self, events: Sequence[Event], began: float) -> None:
+        """Tell trackers what happened, which events.jsonl has; `began`: as `Tracker.events` has it."""
+        self._trackers.events(events, began)
 
     def sizes(self) -> Mapping[str, int]:
         """The bytes of the files that grow, which the disk has from here on."""

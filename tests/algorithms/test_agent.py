@@ -49,13 +49,21 @@ def solve(tmp_path: Path) -> str:
     return f"{tmp_path / 'one_answer.py'}:solve"
 
 
+@pytest.mark.parametrize("credit", ["episode", "turns"])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_it_learns_and_is_judged_in_virtual_time(solve: str, ahead: int) -> None:
+def test_it_learns_and_is_judged_in_virtual_time(solve: str, ahead: int, credit: str) -> None:
     async def main() -> tuple[FakeRun, FakePolicy]:
         policy = delayed(FakePolicy, update=2.0)(PolicyConfig(model="none"))
         run = FakeRun(policy, delayed(Learning, generate=1.0)())
         table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "agent": {"source": solve}}
-        chosen = {"ahead": ahead, "prompts": 4, "steps": 12, "sampling": {"n": 4}, "evaluation": {"every": 6}}
+        chosen = {
+            "credit": credit,
+            "ahead": ahead,
+            "prompts": 4,
+            "steps": 12,
+            "sampling": {"n": 4},
+            "evaluation": {"every": 6},
+        }
         task = Task(train=rows(10, 40), held_out=rows(60, 6))
         with patch.object(Task, "load", lambda _: task), patch.object(FakePolicy, "save"):
             await AGENT.function(run, validate(AGENT.schema, {**table, **chosen}, "test"))

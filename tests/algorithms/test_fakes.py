@@ -8,6 +8,7 @@ import pytest
 from meshrl import Run, RunConfig
 from meshrl.config import validate
 from meshrl.mesh import INLINE_BYTES
+from meshrl.report.quantities import quantity
 from meshrl.user_code import import_file
 
 BOTH_WAYS = pytest.mark.parametrize("inline_bytes", [INLINE_BYTES, 0], ids=["by value", "by reference"])
@@ -29,6 +30,8 @@ async def run_script(name: str, folder: Path, inline_bytes: int = INLINE_BYTES, 
     resolved = validate(schema, {"task": task, "policy": fake, "sampler": fake, **config}, "test")
     async with Run(RunConfig(folder=str(folder), name=name, inline_bytes=inline_bytes)) as run:
         await vars(module)[name](run, resolved)
+    recorded = (folder / name / "metrics.jsonl").read_text("utf-8").splitlines()
+    assert [number for number in json.loads(recorded[-1]) if not quantity(number).meaning] == []
     summary: dict[str, object] = json.loads((folder / name / "summary.json").read_bytes())
     return summary
 

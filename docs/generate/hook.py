@@ -1,0 +1,141 @@
+"""What mkdocs asks while it builds the site: the navigation, the pages that are made of the code, and links to sources.
+
+docs/README.md is the list of pages and the navigation. A link from a page to a file outside docs/ works on a code host
+as it stands; in the site it leads to a page that shows the file.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import api
+import command_line
+import configuration
+import events
+import metrics
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SOURCES = "sources"
+"""The folder of the site with the files that pages link to."""
+_LINK = re.compile(r"(?<=\]\()(?P<path>[^)#:\s]+)(?=[)#])")
+_LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".yml": "yaml", ".yaml": "yaml", ".json": "json"}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The navigation: the sections of docs/README.md, and the generated pages in that of the reference."""
+    config.nav = [{"Home": "README.md"}, *navigation((DOCS / "README.md").read_text("utf-8"))]
+    return config
+
+
+def navigation(text: str) -> list[dict[str, Any]]:
+    """The sections of a list of pages, those of level 3 inside those of level 2, each with its links."""
+    sections: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        if heading := re.match(r"(##|###) (.*)", line):
+            entries = []
+            if heading[1] == "##":
+                sections.append({heading[2]: entries})
+            else:
+                next(iter(sections[-1].values())).append({heading[2]: entries})
+        elif (link := re.match(r"- \[(.*?)\]\(([^)#:]+\.md)(?:#[^)]*)?\)", line)) and sections:
+            entries.append({link[1].replace("`", ""): _place(DOCS / link[2])})
+    made: list[dict[str, Any]] = [{title: path} for title, path in MADE.items()]
+    rooms = {"Python API": [api.INDEX, *({room: api.page_of(room)} for room in api.rooms())]}
+    for section in sections:
+        if "Reference" in section:
+            section["Reference"] = [*made, *section["Reference"], rooms]
+        if "Explanation" in section:
+            section["Explanation"].append(
+                {"Decisions": [{_title(path): f"decisions/{path.name}"} for path in _decisions()]}
+            )
+    return [section for section in sections if next(iter(section.values()))]
+
+
+MADE = {
+    "Configuration": configuration.CONFIGURATION,
+    "Keys of each algorithm": configuration.ALGORITHMS,
+    "Options of each backend": configuration.BACKENDS,
+    "Command line": command_line.PAGE,
+    "Metrics": metrics.PAGE,
+    "Events": events.PAGE,
+}
+"""The pages of the reference that are made of the code, by their titles."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The pages that are made of the code, and those that show files of the repository."""
+    made = {**configuration.pages(), **command_line.pages(), **api.pages(), **metrics.pages(), **events.pages()}
+    asked = [path for file in files if file.src_uri.endswith(".md") for path in _outside(DOCS / file.src_uri)]
+    while asked:
+        path = asked.pop()
+        if (page := _page_of(path)) not in made:
+            made[page] = _shown(path)
+            asked += _outside(path) if path.suffix == ".md" else []
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 -- mkdocs'
+    """A page whose links to files outside docs/ lead to the pages that show them."""
+    path = DOCS / page.file.src_uri
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
+        made = "".join(f"- [{title}]({place})\n" for title, place in {**MADE, "Python API": api.INDEX}.items())
+        markdown = markdown.replace("<!-- made -->\n\n", made)
+    return _relinked(markdown, path, page.file.src_uri) if path.is_file() else markdown
+
+
+def _outside(page: Path) -> list[Path]:
+    """The files and folders outside docs/ that a page links to."""
+    found = ((page.parent / link["path"]).resolve() for link in _LINK.finditer(page.read_text("utf-8")))
+    return [path for path in found if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS)]
+
+
+def _place(path: Path) -> str:
+    """Where the site has a file or folder of the repository."""
+    path = path.resolve()
+    return path.relative_to(DOCS).as_posix() if path.is_relative_to(DOCS) else _page_of(path)
+
+
+def _page_of(path: Path) -> str:
+    return f"{SOURCES}/{path.relative_to(ROOT).as_posix().removesuffix('.md')}.md"
+
+
+def _relinked(text: str, path: Path, page: str) -> str:
+    """A page's text, whose links are of the site and not of the repository. Others, such as broken ones, stay."""
+
+    def of_the_site(link: re.Match[str]) -> str:
+        target = (path.parent / link["path"]).resolve()
+        if not target.exists() or not target.is_relative_to(ROOT):
+            return link["path"]
+        return posixpath.relpath(_place(target), posixpath.dirname(page))
+
+    return _LINK.sub(of_the_site, text)
+
+
+def _shown(path: Path) -> str:
+    """A file or a folder of the repository as a page."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        return f"# {name}/\n\n" + "".join(
+            f"- `{each.name}`\n" for each in sorted(path.iterdir()) if each.name[0] not in "._"
+        )
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        return _relinked(text, path, _page_of(path))
+    return f"# {name}\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}\n````\n"
+
+
+def _decisions() -> list[Path]:
+    return sorted((DOCS / "decisions").glob("*.md"))
+
+
+def _title(path: Path) -> str:
+    return path.read_text("utf-8").partition("\n")[0].removeprefix("# ").replace("`", "")

@@ -1,0 +1,142 @@
+"""The English of the pages: checks it, and measures how readable each page is.
+
+python docs/prose.py           # proselint, and the words of docs/prose.toml; exit status 1 where one finds something
+python docs/prose.py --table   # writes docs/readability.md: the figures of now, beside those of before
+"""
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from proselint.checks import __register__
+from proselint.registry import CheckRegistry
+from proselint.tools import LintFile
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+TABLE = DOCS / "readability.md"
+RULES = tomllib.loads((DOCS / "prose.toml").read_text("utf-8"))
+LONG = 30
+"""Words from which on a sentence is long."""
+_HEAD = """# How readable the pages are
+
+`python docs/prose.py --table` writes this table. Code counts as one word, and a long sentence has more than 30. Reading
+ease is Flesch's: higher for shorter words and sentences, about 60 for plain English, 30 for academic prose. The turns
+to rewrite are those that `docs/prose.toml` lists under `later`. An arrow leads from a page's first figure to today's.
+
+| Page | Words | Words a sentence | Long sentences, % | Reading ease | Turns to rewrite |
+|---|---|---|---|---|---|
+"""
+
+
+class Figures(NamedTuple):
+    """How readable a page is."""
+
+    words: int
+    sentence: float
+    """Words of one, on average."""
+    long: float
+    """Per cent of the sentences."""
+    ease: float
+    later: int
+
+
+def pages() -> list[Path]:
+    """The pages that people read: not the table itself."""
+    own = (path for path in DOCS.rglob("*.md") if path != TABLE)
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(own)]
+
+
+def prose(text: str, headings: str = r"\1.") -> str:
+    r"""A page's text, each line where it was, without code blocks, tables, targets of links and marks.
+
+    A piece of code is a word that is like no other. `headings`: what takes the place of one, `\1` being its text.
+    """
+    numbers = count()
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    text = re.sub(r"^ *(```+).*?^ *\1 *$", blank, text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
+    text = re.sub(r"^    .*$|^ *\|.*$", blank, text, flags=re.MULTILINE)
+    text = re.sub(r"(`+)(?:.+?)\1", lambda _: f"c{next(numbers)}", text, flags=re.DOTALL)
+    text = re.sub(r"^#+ (.*)$", headings, text, flags=re.MULTILINE)
+    return re.sub(r"\]\([^)]*\)|!\[|\[|\*\*", "", text)
+
+
+def found(page: Path) -> Iterator[str]:
+    """What is wrong with a page, each thing in one line."""
+    text = prose(page.read_text("utf-8"))
+    name = page.relative_to(ROOT)
+    for check, (line, _) in LintFile(source=page, content=text).lint():
+        if not check.check_path.startswith(tuple(RULES["proselint"])):
+            yield f"{name}:{line}: {' '.join(check.message.split())} ({check.check_path})"
+    for pattern, instead in RULES["words"].items():
+        for match in re.finditer(pattern, text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{name}:{line}: {match[0]!r}: {instead} (docs/prose.toml)"
+
+
+def figures(page: Path) -> Figures:
+    """How readable a page is."""
+    text = prose(page.read_text("utf-8"), headings="")
+    blocks = re.split(r"\n\s*\n|\n\s*(?=[-*] |\d+\. )", text)
+    sentences = [words for block in blocks for part in re.split(r"[.!?](?=\s|$)", block) if (words := _words(part))]
+    words = [word for sentence in sentences for word in sentence]
+    mean = len(words) / len(sentences)
+    ease = 206.835 - 1.015 * mean - 84.6 * sum(map(_syllables, words)) / len(words)
+    long = 100 * sum(len(sentence) > LONG for sentence in sentences) / len(sentences)
+    later = sum(len(re.findall(pattern, text)) for pattern in RULES["later"])
+    return Figures(len(words), round(mean, 1), round(long), round(ease), later)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[A-Za-z][\w'-]*", text)
+
+
+def _syllables(word: str) -> int:
+    """Groups of vowels, without an `e` that nobody hears."""
+    word = word.lower()
+    groups = len(re.findall(r"[aeiouy]+", word))
+    silent = word.endswith("e") and not word.endswith(("le", "ee")) and groups > 1
+    return max(1, groups - silent)
+
+
+def table() -> str:
+    """The table of all pages; what it has of before stays."""
+    before = dict(_first_figures()) if TABLE.is_file() else {}
+    rows: list[str] = []
+    for page in pages():
+        name, now = page.relative_to(ROOT).as_posix(), figures(page)
+        then = before.get(name, [f"{value:g}" for value in now])
+        cells = [
+            first if first == f"{value:g}" else f"{first} → {value:g}" for first, value in zip(then, now, strict=True)
+        ]
+        rows.append(f"| `{name}` | {' | '.join(cells)} |\n")
+    return _HEAD + "".join(rows)
+
+
+def _first_figures() -> Iterator[tuple[str, list[str]]]:
+    for line in TABLE.read_text("utf-8").splitlines():
+        if row := re.match(r"\| `(.+?)` \| (.*) \|$", line):
+            yield row[1], [cell.partition(" → ")[0] for cell in row[2].split(" | ")]
+
+
+def main() -> None:
+    """Check the pages, or write the table."""
+    if sys.argv[1:] == ["--table"]:
+        TABLE.write_text(table(), "utf-8")
+        return
+    CheckRegistry().register_many(__register__)
+    mistakes = [mistake for page in pages() for mistake in found(page)]
+    print("\n".join(mistakes) or f"prose: nothing found in {len(pages())} pages")
+    sys.exit(bool(mistakes))
+
+
+if __name__ == "__main__":
+    main()
