@@ -1,9 +1,5 @@
 // The page from top to bottom.
 
-function section(title, lead, ...inside) {
-  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
-}
-
 function header() {
   const { summary, efficiency } = data;
   const tone = { finished: "good", failed: "bad" }[data.status] ?? "soft";

@@ -8,10 +8,6 @@ function groupColour(group) {
   return `var(--group-${(group % GROUP_COLOURS) + 1})`;
 }
 
-function section(title, lead, ...inside) {
-  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
-}
-
 /** A group by its colour and its name, or a run of it by the run's. */
 function groupName(group, name = data.groups[group]) {
   const stroke = { stroke: groupColour(group), "stroke-width": 2.5, "stroke-dasharray": DASHES[group % DASHES.length] };

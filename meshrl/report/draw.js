@@ -12,6 +12,10 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
+function section(title, lead, ...inside) {
+  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
+}
+
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
