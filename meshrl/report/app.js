@@ -348,10 +348,3 @@ const SECTIONS = [
   samplesSection,
   configSection,
 ];
-
-let pending = null;
-addEventListener("resize", () => {
-  cancelAnimationFrame(pending);
-  pending = requestAnimationFrame(paintAll);
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);

@@ -242,17 +242,13 @@ function completionOf({ text, reward, step }, group) {
   );
 }
 
-document
-  .getElementById("page")
-  .replaceChildren(
-    ...[header, settingsSection, differenceSection, runsSection, curvesSection, splitSection, samplesSection]
-      .map((part) => part())
-      .filter(Boolean),
-  );
-paintAll();
-let pending = null;
-addEventListener("resize", () => {
-  cancelAnimationFrame(pending);
-  pending = requestAnimationFrame(paintAll);
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);
+/** The page from top to bottom; a section that has nothing to show is null. */
+const SECTIONS = [
+  header,
+  settingsSection,
+  differenceSection,
+  runsSection,
+  curvesSection,
+  splitSection,
+  samplesSection,
+];

@@ -133,6 +133,13 @@ function paintAll() {
   for (const paint of painters) paint();
 }
 
+let pending = null;
+addEventListener("resize", () => {
+  cancelAnimationFrame(pending);
+  pending = requestAnimationFrame(paintAll);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);
+
 function legend(entries) {
   return make(
     "ul",
