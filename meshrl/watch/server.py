@@ -26,9 +26,9 @@ from meshrl.watch.patches import SAME, difference
 
 HOST: Final = "127.0.0.1"
 PORT: Final = 6007
-LOOKS: Final = 0.2
+LOOKS: Final = 0.1
 """Seconds between two looks at the run's files, where somebody looks at the page."""
-_IDLE: Final = 5
+_IDLE: Final = 3
 """A look that takes long is followed by so many times as long without one."""
 _BROWSERS: Final = 32
 """The most that may look at once."""
