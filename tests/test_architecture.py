@@ -33,7 +33,7 @@ ROOMS = {
     "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
-    "agents": "mesh data weights tasks roles rewards",
+    "agents": "mesh data weights tasks roles rewards rollout",
     "environments": "mesh data weights tasks roles rewards",
     "run": "hub trackers mesh data engines losses tasks roles rewards rollout agents environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
@@ -44,7 +44,8 @@ ROOMS = {
         "simulation"
     ),
     "launch": "roles run",
-    "cli": "engines tasks roles run report evaluation simulation planning launch",
+    "watch": "report run",
+    "cli": "engines tasks roles agents run report evaluation simulation planning launch watch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 

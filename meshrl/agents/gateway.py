@@ -37,7 +37,7 @@ from meshrl.agents.requests import Request as Asked
 from meshrl.agents.tool_calls import message_of
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.errors import DataError, MeshrlError, described
+from meshrl.errors import ConfigError, DataError, MeshrlError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
@@ -118,10 +118,16 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[Self]:
-        """Listen on the configured address while the block lasts, once; a session's `url` has its port."""
+        """Listen on the configured address while the block lasts, once; a session's `url` has its port.
+
+        ConfigError where that cannot be listened on.
+        """
         config, inside = self.config, self._base
         family, host = (socket.AF_INET6, f"[{config.host}]") if ":" in config.host else (socket.AF_INET, config.host)
-        listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        try:
+            listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        except OSError as error:
+            raise ConfigError(f"{config.host}, port {config.port}: {error.strerror}: take another port") from error
         self._base = f"http://{host}:{listening.getsockname()[1]}"
         server = _Server(
             uvicorn.Config(

@@ -37,7 +37,6 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
     given = settings(config, overrides)
     if (gpus is None) == (cpus is None):
         raise ConfigError("what is there to divide? Give --gpus N, or --cpus N, one of the two")
-    ahead = next((int(value) for key, _, value in (each.partition("=") for each in given) if key == "ahead"), None)
     made = make_plan(
         config,
         given,
@@ -48,7 +47,6 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
             train=train,
             memory=memory,
             price=price,
-            aheads=(0, 1, 2) if ahead is None else (ahead,),
             best=best,
             seed=seed,
         ),

@@ -7,22 +7,31 @@ pages, `make_trace` the trace.
 
 from meshrl.report.analysis import idleness, overlap
 from meshrl.report.comparison import Comparison, compare
+from meshrl.report.content import Content, make_content
 from meshrl.report.diagnosis import STEPS, Finding, diagnose
 from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
-from meshrl.report.page import render, render_comparison
-from meshrl.report.reading import find_run, read_events, read_numbers, read_run
+from meshrl.report.page import SCRIPTS, STYLES, joined, render, render_comparison
+from meshrl.report.reading import FILES, Line, Record, find_run, read_events, read_numbers, read_run
 from meshrl.report.trace import make_trace
 
 __all__ = [
+    "FILES",
+    "SCRIPTS",
     "STEPS",
+    "STYLES",
     "Comparison",
+    "Content",
     "Finding",
     "Intervals",
+    "Line",
+    "Record",
     "alone",
     "compare",
     "diagnose",
     "find_run",
     "idleness",
+    "joined",
+    "make_content",
     "make_trace",
     "overlap",
     "read_events",

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import cast
@@ -160,13 +161,19 @@ def _told(restart: Restart) -> str:
 
 def _used(table: Mapping[str, object]) -> dict[str, object]:
     """What a table says that matters: no empty tables, and of a role none of another backend's."""
-    others = entry_points(group="meshrl.backends").names - {table.get("backend")} if "backend" in table else set[str]()
+    others = _backends() - {table.get("backend")} if "backend" in table else set[str]()
     found: dict[str, object] = {}
     for key, value in table.items():
         kept = _used(cast("Mapping[str, object]", value)) if isinstance(value, dict) else value
         if kept != {} and key not in others:
             found[key] = kept
     return found
+
+
+@lru_cache(maxsize=1)
+def _backends() -> frozenset[str]:
+    """Those that are installed, by name: looking for them takes long."""
+    return frozenset(entry_points(group="meshrl.backends").names)
 
 
 def _units(names: Sequence[str]) -> dict[str, str]:
@@ -243,12 +250,18 @@ def _number(value: object) -> float:
 
 
 def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Curve:
-    groups = np.array_split(np.arange(len(x)), min(POINTS, len(x)))
+    if len(x) <= POINTS:
+        return _named(name, x.tolist(), [_digits(value) if math.isfinite(value) else None for value in y.tolist()])
+    groups = np.array_split(np.arange(len(x)), POINTS)
     means: list[float | None] = []
     for group in groups:
         there = y[group][np.isfinite(y[group])]
-        means.append(float(f"{there.mean():.6g}") if len(there) else None)
+        means.append(_digits(float(there.mean())) if len(there) else None)
     return _named(name, [float(x[group[0]]) for group in groups], means)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _named(

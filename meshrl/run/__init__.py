@@ -12,6 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.control import Command, ask, asked
 from meshrl.run.disk import write_whole
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
@@ -26,12 +27,16 @@ from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
 from meshrl.run.tables import tables_of
 from meshrl.run.train import Trained, train
+from meshrl.run.watch import LOOKS, NOW, Now
 
 __all__ = [
+    "LOOKS",
+    "NOW",
     "AlgorithmConfig",
     "Asked",
     "Audit",
     "BackgroundMeasurements",
+    "Command",
     "EvaluationConfig",
     "Findings",
     "Fork",
@@ -40,6 +45,7 @@ __all__ = [
     "Measurement",
     "MemoryPlan",
     "MeshConfig",
+    "Now",
     "RankMemory",
     "RolloutConfig",
     "Run",
@@ -48,6 +54,8 @@ __all__ = [
     "Trained",
     "Verdict",
     "about",
+    "ask",
+    "asked",
     "audit_run",
     "copy_script",
     "examine",

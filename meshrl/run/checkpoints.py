@@ -95,11 +95,14 @@ class Checkpoints:
     async def write(self, saved: Saved, *, wait: bool) -> None:
         """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are as they were.
 
-        Without `wait` it returns when the actors have copied their states; `settle` tells how it ended.
+        Nothing is written where there is one of as many steps, as where one is asked for twice. Without `wait` it
+        returns when the actors have copied their states; `settle` tells how it ended.
         """
         await self.settle()
         self._check()
         name = f"step-{saved.done:06}"
+        if (self._folder / name).is_dir():
+            return
         part = self._folder / f".{name}-{secrets.token_hex(4)}"
         part.mkdir(parents=True)
         try:
