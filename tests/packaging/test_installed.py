@@ -12,12 +12,18 @@ FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake")
 
 pytestmark = pytest.mark.process
 
-OF_EXTRAS = ("meshrl.agents.", "meshrl.engines.ray", "meshrl.testing.conformance", "meshrl.trackers.otlp")
+OF_EXTRAS = (
+    "meshrl.agents.",
+    "meshrl.engines.ray",
+    "meshrl.testing.conformance",
+    "meshrl.trackers.otlp",
+    "meshrl.watch.",
+)
 """Modules that an extra is needed for. `meshrl.agents` itself loads them when they are asked for."""
 
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
-import meshrl
+import meshrl.errors
 
 def walk(path, prefix):
     for module in pkgutil.iter_modules(path, prefix):
@@ -29,7 +35,10 @@ def walk(path, prefix):
 
 walk(meshrl.__path__, "meshrl.")
 for name in meshrl.__all__:
-    getattr(meshrl, name)
+    try:
+        getattr(meshrl, name)
+    except meshrl.errors.BackendError as error:
+        assert "pip install 'meshrl[agents]'" in str(error), error
 print(sum(name.startswith("meshrl.") for name in sys.modules))
 """
 
@@ -61,7 +70,7 @@ def test_the_command_line_finds_the_shipped_configurations(meshrl: Meshrl) -> No
         assert path.relative_to(ROOT / "configs").with_suffix("").as_posix() in told
 
 
-def test_each_module_and_public_name_is_there_without_an_extra(meshrl: Meshrl) -> None:
+def test_each_module_and_public_name_is_there_without_an_extra_or_names_it(meshrl: Meshrl) -> None:
     done = meshrl("-c", IMPORT_ALL, program="python")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 150
