@@ -24,7 +24,7 @@ NODE := tests/agents/node/node_modules/.package-lock.json
 BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-index test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,7 +39,10 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
 test: setup $(if $(shell command -v npm),$(NODE))  ## the tests
-	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/vllm
+	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/packaging/index --ignore tests/vllm
+
+test-index: setup  ## what pip's index gives: the wheel on each Python that is here, and packages for each extra
+	$(BIN)/pytest -rs tests/packaging/index
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
 	$(TESTS) tests/attack
@@ -86,7 +89,7 @@ docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, made anew wh
 prose: .venv-docs/.done  ## the English of the pages: proselint, the words of docs/prose.toml, and how readable each page is
 	.venv-docs/bin/python docs/prose.py
 
-check: lint prose docs test test-attack test-bits test-lowest test-vllm test-sglang  ## all of it: what CI runs
+check: lint prose docs test test-attack test-bits test-lowest test-index test-vllm test-sglang  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results

@@ -12,6 +12,8 @@ from typing import Literal
 
 import meshrl as rl
 
+Credit = Literal["episode", "turns"]
+
 
 class AgentConfig(rl.AlgorithmConfig):
     task: rl.TaskConfig
@@ -24,7 +26,7 @@ class AgentConfig(rl.AlgorithmConfig):
     sampling: rl.GroupSampling = rl.GroupSampling()
     """`max_tokens` and `stop` are of an answer; `n` are a prompt's episodes."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
-    credit: Literal["episode", "turns"] = "episode"
+    credit: Credit = "episode"
     """Whether all of an episode's answers have its advantage, or each that of the rewards from its turn on."""
     ahead: int = 0
     """How many publications of weights the episodes may be behind; above 0 they go on while the policy trains."""
@@ -33,13 +35,19 @@ class AgentConfig(rl.AlgorithmConfig):
     steps: int = 400
 
 
+def credited(batch: rl.Batch, credit: Credit) -> rl.Batch:
+    if credit == "turns":
+        return batch.assign(advantages=rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups))
+    return batch.assign(advantages=rl.group_advantages(batch.rewards, batch.groups))
+
+
 async def agent(run: rl.Run, config: AgentConfig) -> None:
     task = rl.Task.load(config.task)
     policy = await run.spawn(rl.Policy, config.policy)
     sampler = await run.spawn(rl.Sampler, config.sampler)
     reference = await run.spawn(rl.Reference, config.reference) if config.loss.kl else None
     gateway = rl.Gateway(sampler, rl.read_chat(config.sampler), config.gateway)
-    agents = rl.Agents(sampler, rl.Agent(config.agent), gateway)
+    agents = rl.Agents(sampler, rl.Agent(config.agent, run.folder / "agents"), gateway)
 
     await rl.publish(policy, agents)
     prompts = task.batches(config.prompts, run.seed)
@@ -50,11 +58,7 @@ async def agent(run: rl.Run, config: AgentConfig) -> None:
     ):
         async for _ in run.steps(config.steps):
             batch = await anext(stream)  # a row an episode
-            if config.credit == "turns":
-                advantages = rl.turn_advantages(batch.ragged("turn_rewards"), batch.groups)
-            else:
-                advantages = rl.group_advantages(batch.rewards, batch.groups)
-            rows = rl.conversations(batch.assign(advantages=advantages))  # a row a conversation
+            rows = rl.conversations(credited(batch, config.credit))  # a row a conversation
             if config.loss.anchor == "trainer":
                 rows = await policy.logprobs(rows)
             if reference:

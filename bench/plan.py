@@ -1,12 +1,14 @@
 """Predicted and measured steps of grpo/quickstart in many settings, and what `meshrl plan` proposes.
 
-    python bench/plan.py --json F [--rounds N] [--steps N] [--parts steps,time] [--records FOLDER]
+    python bench/plan.py --json F [--rounds N] [--steps N] [--parts steps,time] [--keep FOLDER]
 
-Two runs are recorded: one mesh of both cores, and two meshes of one core each, one step ahead. From them the steps
-of each setting below are predicted, by the code of `meshrl simulate`, and each is run, in turns. The median step
-after those that fill the pipeline counts. "Noise" is how far the rounds of one setting are apart. Then the proposal
-of `meshrl plan` for two cores, from the first record alone, is run against the fastest setting with the same rows.
-Last, the time in which a plan for 64 GPUs is made.
+In each round two runs are recorded, one mesh of both cores, and two meshes of one core each, one step ahead; and
+each setting below is run, and what `meshrl plan` proposes for two cores from the first record of the first round.
+From a round's records the steps of each setting are predicted, by the code of `meshrl simulate`. The median step of
+a run counts, after those that fill the pipeline, and the median of the rounds. "Noise" is how far the rounds of one
+setting are apart. With --keep rounds that were run before count too: on a machine that is seldom quiet, one at a
+time; --rounds 0 reads them.
+Part `time`: the time in which a plan for 64 GPUs is made.
 """
 
 import math
@@ -16,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -34,10 +36,9 @@ from bench.harness import (
     figure,
     median,
     report,
-    take_turns,
     within,
 )
-from meshrl.planning import Devices, Plan, Wanted, make_plan
+from meshrl.planning import Devices, Plan, Proposal, Wanted, make_plan
 from meshrl.report import read_events
 from meshrl.run import RunConfig, find_config, load_job
 from meshrl.simulation import Record, fit, forecast_of
@@ -52,6 +53,7 @@ APART: Final = (
 )
 TOGETHER: Final = "one mesh"
 AHEAD: Final = "two meshes, ahead=1"
+PROPOSED: Final = "proposed"
 SETTINGS: Final[Mapping[str, Sequence[str]]] = {
     TOGETHER: (),
     "one mesh, processes": ("run.engine=processes",),
@@ -86,70 +88,100 @@ GPUS: Final = 64
 def main() -> None:
     parser = arguments(__doc__, rounds=2)
     parser.add_argument("--steps", type=int, default=14, help="of each run")
-    parser.add_argument("--records", type=Path, help="keep the runs here, and take the model from here if it is there")
+    parser.add_argument("--keep", type=Path, help="keep the runs here, and the model")
     parser.add_argument("--parts", default="steps,time", help="which parts (default: both)")
     options = parser.parse_args()
     figures: list[Figure] = []
     if "steps" in options.parts.split(","):
         with tempfile.TemporaryDirectory() as temporary:
-            folder = options.records or Path(temporary)
-            model = folder / "warm/model"
-            if not model.is_dir():
-                folder.mkdir(exist_ok=True)
-                warmed_up_model(folder)
-            figures += compare(folder, model, options.rounds, options.steps)
+            figures += compare(options.keep or Path(temporary), options.rounds, options.steps)
     if "time" in options.parts.split(","):
         figures += planning()
     report("plan", figures, options.json)
 
 
-def compare(folder: Path, model: Path, rounds: int, steps: int) -> list[Figure]:
-    """Record, predict, run, and plan."""
-    common = [f"policy.model={model}", "policy.optimizer.schedule=constant", "evaluation=false"]
-    names = {"together": TOGETHER, "apart": AHEAD}
-    records = [
-        Record.read(run(folder, name, [*common, *SETTINGS[setting], f"steps={RECORDED}"]))
-        for name, setting in names.items()
-    ]
-    proposed = make_plan(CONFIG, common, Wanted(Devices(CORES, "cpus"), [records[0].folder]))
-    first = proposed.proposals[0]
-    turns = {
-        name: partial(measured, folder, [*common, *settings, f"steps={steps}"])
-        for name, settings in {**SETTINGS, "proposed": first.overrides}.items()
-    }
-    found = take_turns(turns, rounds)
-    took = {name: median(values) for name, values in found.items()}
-    figures = [*predictions(records, common, took)]
-    noise = [abs(math.log(one / other)) for values in found.values() for one, other in combinations(values, 2)]
-    if noise:
-        figures.append(figure("noise: a setting run twice, median difference", median(noise), "of a step"))
-    figures += [
-        figure("proposed, predicted", first.step_seconds, "s"),
-        within(
-            f"proposed ({first.name}), over the fastest", took["proposed"], "s", min(took[n] for n in SAME_ROWS), 1.05
-        ),
-    ]
-    return figures
-
-
-def predictions(records: Sequence[Record], common: Sequence[str], took: Mapping[str, float]) -> list[Figure]:
-    """Each setting as predicted from both records, and how good these are; and how good those from the first alone."""
+def compare(folder: Path, rounds: int, steps: int) -> list[Figure]:
+    """Run so many rounds more, and tell of all."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "warm/model").is_dir():
+        warmed_up_model(folder)
+    common = [f"policy.model={folder / 'warm/model'}", "policy.optimizer.schedule=constant", "evaluation=false"]
+    there = len([*folder.glob("*-done")])
+    for number in range(there, there + rounds):
+        run_round(folder, number, common, steps)
+        (folder / f"{number}-done").touch()
+    every = [Round(folder, number, common) for number in range(there + rounds)]
+    took = {name: median([each.took(name) for each in every]) for name in (*SETTINGS, PROPOSED)}
     figures: list[Figure] = []
-    for told, some in (("two records", records), ("one record", records[:1])):
-        predicted = {name: predict(some, [*common, *settings]) for name, settings in SETTINGS.items()}
-        if some is records:
-            figures += [figure(f"{name}, predicted", predicted[name], "s", took[name]) for name in SETTINGS]
-        errors = [abs(predicted[name] / took[name] - 1) for name in SETTINGS]
-        order = kendall([predicted[name] for name in SETTINGS], [took[name] for name in SETTINGS])
-        middle = f"median error, {told}", median(errors), "of a step"
-        both = f"Kendall's rank correlation, {told}", order, "of 1"
-        figures += [
-            at_most(*middle, 0.1) if some is records else figure(*middle),
-            figure(f"error of nine in ten, {told}", float(np.quantile(errors, 0.9)), "of a step"),
-            figure(f"largest error, {told}", max(errors), "of a step"),
-            at_least(*both, peer=1.0, target=0.9) if some is records else figure(*both),
-        ]
+    for told, count in (("two records", 2), ("one record", 1)):
+        by_round = [each.predicted(count) for each in every]
+        figures += judged(told, {name: median([each[name] for each in by_round]) for name in SETTINGS}, took)
+    for told, names in (("a setting", SETTINGS), ("the proposal", [PROPOSED])):
+        pairs = [pair for name in names for pair in combinations([each.took(name) for each in every], 2)]
+        if pairs:
+            apart = median([abs(math.log(one / other)) for one, other in pairs])
+            figures.append(figure(f"noise: {told} in two rounds", apart, "of a step"))
+    first = proposal(folder, common)
+    fastest = min(took[name] for name in SAME_ROWS)
+    figures.append(figure("proposed, predicted", first.step_seconds, "s", took[PROPOSED]))
+    figures.append(within(f"proposed ({first.name}), over the fastest", took[PROPOSED], "s", fastest, 1.05))
     return figures
+
+
+def run_round(folder: Path, number: int, common: Sequence[str], steps: int) -> None:
+    """Each run once; the order reverses from round to round, but for the first record, from which the plan is."""
+    for name in (TOGETHER, AHEAD):
+        run(folder, f"{number}-record-{slug(name)}", [*common, *SETTINGS[name], f"steps={RECORDED}"])
+    names = [*SETTINGS, PROPOSED]
+    for name in names if number % 2 == 0 else reversed(names):
+        settings = SETTINGS[name] if name in SETTINGS else proposal(folder, common).overrides
+        run(folder, f"{number}-{slug(name)}", [*common, *settings, f"steps={steps}"])
+
+
+def proposal(folder: Path, common: Sequence[str]) -> Proposal:
+    """The best that a plan finds, from the first record of the first round."""
+    record = folder / f"0-record-{slug(TOGETHER)}"
+    return make_plan(CONFIG, common, Wanted(Devices(CORES, "cpus"), [record])).proposals[0]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The runs of one round."""
+
+    folder: Path
+    number: int
+    common: Sequence[str]
+
+    def took(self, name: str) -> float:
+        """The median step of a setting, in seconds."""
+        notes: list[str] = []
+        windows = step_windows(
+            read_events(self.folder / f"{self.number}-{slug(name)}" / "events.jsonl", notes), FILLING
+        )
+        assert not notes, notes
+        return float(np.median(windows[:, 1] - windows[:, 0]))
+
+    def predicted(self, count: int) -> dict[str, float]:
+        """The median step of each setting, in seconds, by so many records."""
+        folders = [self.folder / f"{self.number}-record-{slug(name)}" for name in (TOGETHER, AHEAD)]
+        records = [Record.read(each) for each in folders[:count]]
+        return {name: predict(records, [*self.common, *settings]) for name, settings in SETTINGS.items()}
+
+
+def judged(told: str, predicted: Mapping[str, float], took: Mapping[str, float]) -> list[Figure]:
+    """Each setting as predicted from both records, and how good these are; of those from one, how good they are."""
+    errors = [abs(predicted[name] / took[name] - 1) for name in SETTINGS]
+    order = kendall([predicted[name] for name in SETTINGS], [took[name] for name in SETTINGS])
+    middle = f"median error, {told}", median(errors), "of a step"
+    both = f"Kendall's rank correlation, {told}", order, "of 1"
+    is_judged = told == "two records"
+    return [
+        *(figure(f"{name}, predicted", predicted[name], "s", took[name]) for name in SETTINGS if is_judged),
+        at_most(*middle, 0.1) if is_judged else figure(*middle),
+        figure(f"error of nine in ten, {told}", float(np.quantile(errors, 0.9)), "of a step"),
+        figure(f"largest error, {told}", max(errors), "of a step"),
+        at_least(*both, peer=1.0, target=0.9) if is_judged else figure(*both),
+    ]
 
 
 def predict(records: Sequence[Record], overrides: Sequence[str]) -> float:
@@ -178,13 +210,9 @@ def planning() -> list[Figure]:
     ]
 
 
-def measured(folder: Path, overrides: Sequence[str]) -> float:
-    """Run a setting: its median step, in seconds."""
-    done = run(folder, f"run-{time.monotonic_ns()}", overrides)
-    notes: list[str] = []
-    windows = step_windows(read_events(done / "events.jsonl", notes), FILLING)
-    assert not notes, notes
-    return float(np.median(windows[:, 1] - windows[:, 0]))
+def slug(name: str) -> str:
+    """A name as a folder has it."""
+    return "-".join(name.replace("=", " ").replace(",", "").split())
 
 
 def run(folder: Path, name: str, overrides: Sequence[str]) -> Path:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Final, cast
 
 import httpx2
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Output, run
 from meshrl.agents.config import AgentConfig, load_agent
+from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
@@ -57,6 +60,8 @@ class Episode:
     """What it raised, or that it took too long."""
     turns: int
     """Answers of the model."""
+    tries: int
+    """How often it was played."""
     output: str
     """The last that a command wrote; nothing of a function, which prints where the script does."""
     turn_rewards: NDArray[np.float32]
@@ -64,11 +69,17 @@ class Episode:
 
 
 class Agent:
-    """Plays episodes, any number at once."""
+    """Plays episodes, as many at once as are configured."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        """ConfigError where the function or the program is not found."""
+    def __init__(self, config: AgentConfig, outputs: Path | None = None) -> None:
+        """`outputs`: a folder, such as `run.folder / "agents"`, where what commands write is kept, a file an episode.
+
+        ConfigError where the function or the program is not found.
+        """
         self._config = config
+        self._outputs = outputs
+        self._numbers = count(_newest(outputs) + 1)
+        self._room = asyncio.Semaphore(config.concurrency)
         self._function = load_agent(config)
         self._errors = FirstErrors("an agent failed; its episode has reward 0")
 
@@ -87,7 +98,16 @@ class Agent:
             raise ConfigError(
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
-        session, output = gateway.open(sampling), Output()
+        async with self._room:
+            tries = 0
+            while True:
+                tries += 1
+                episode = await self._play(gateway, row, sampling, tries)
+                if episode.error is None or tries > self._config.retries:
+                    return episode
+
+    async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
+        session, output = gateway.open(sampling), self._output()
         reward, error, turns = 0.0, None, None
         limit = asyncio.timeout(self._config.seconds)
         try:
@@ -106,7 +126,16 @@ class Agent:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
         answers = len(session.conversation)
-        return Episode(told, reward, error, answers, output.text, _by_turn(reward, turns, answers))
+        return Episode(told, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
+
+    def _output(self) -> Output:
+        """Where the output of the next command goes; that of an old one makes room."""
+        most = self._config.output_mib << 20
+        if self._outputs is None or self._function is not None:
+            return Output(most)
+        number = next(self._numbers)
+        _file(self._outputs, number - self._config.outputs_kept).unlink(missing_ok=True)
+        return Output(most, _file(self._outputs, number))
 
     async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         own = copy.deepcopy(dict(row))
@@ -121,7 +150,19 @@ class Agent:
             return await _in_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
         given = msgspec.json.encode(own, enc_hook=str)
-        return await run(self._config.command, given, environment, self._config.output_mib << 20, output)
+        config = self._config
+        container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
+        return await run(config.command, given, environment, output, container)
+
+
+def _file(outputs: Path, number: int) -> Path:
+    return outputs / f"{number:08d}.txt"
+
+
+def _newest(outputs: Path | None) -> int:
+    """The number of the last output that is there, of a run that goes on; 0 where there is none."""
+    files = outputs.glob("[0-9]" * 8 + ".txt") if outputs is not None else ()
+    return max((int(file.stem) for file in files), default=0)
 
 
 def reward_of(result: object) -> float:

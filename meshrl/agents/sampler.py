@@ -12,8 +12,9 @@ async with agents.serving(), rollouts(agents, prompts, config.sampling, ahead=co
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import Final, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from meshrl.agents.agent import Agent, Episode
@@ -21,18 +22,55 @@ from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
+from meshrl.rollout import Schedule, schedule
 from meshrl.weights import Weights
 
-_EPISODE = "episode"
+_EPISODE: Final = "episode"
+
+
+class _Played(NamedTuple):
+    episode: Episode
+    oldest_version: int
+    """Of its tokens; where it has none, the one that would have drawn some."""
+
+
+class _Wire(msgspec.Struct, array_like=True):
+    """An episode as a run keeps it."""
+
+    oldest_version: int
+    reward: float
+    error: str | None
+    turns: int
+    tries: int
+    output: str
+    turn_rewards: list[float]
+    header: bytes
+    buffers: list[bytes]
+
+
+def _packed(played: _Played) -> bytes:
+    episode = played.episode
+    header, buffers = episode.rows.to_wire()
+    told = (episode.reward, episode.error, episode.turns, episode.tries, episode.output, episode.turn_rewards.tolist())
+    return msgspec.msgpack.encode(_Wire(played.oldest_version, *told, header, list(map(bytes, buffers))))
+
+
+def _unpacked(kept: bytes) -> _Played:
+    wire = msgspec.msgpack.decode(kept, type=_Wire)
+    rows = Batch.from_wire(wire.header, wire.buffers)
+    turn_rewards = np.array(wire.turn_rewards, np.float32)
+    episode = Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output, turn_rewards)
+    return _Played(episode, wire.oldest_version)
 
 
 class Agents(Sampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
     A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    answers), `turn_rewards` (ragged float32, one an answer), `truncated` (whether one was cut short), `completion` (its
-    text, for people), `versions` (of the tokens of its conversations, one after the other), and `episode`, whose rows
-    `conversations` brings: it has no `tokens` of its own, since an agent may hold several conversations.
+    answers), `turn_rewards` (ragged float32, one an answer), `truncated` (whether one was cut short), `tries` (int32,
+    how often it was played), `completion` (its text, for people), `versions` (of the tokens of its conversations, one
+    after the other), `conversation_count` (int32), and `episode`, whose rows `conversations` brings: it has no `tokens`
+    of its own, since an agent may hold several conversations.
 
     `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
     where the script does.
@@ -60,7 +98,8 @@ class Agents(Sampler):
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Episodes as they end."""
         asked = (await prompts.load()).repeat(sampling.n)
-        playing = {asyncio.create_task(self._play(asked, row, sampling)): row for row in range(len(asked))}
+        kept = None if sampling.beside or "groups" not in asked else schedule.get()
+        playing = {asyncio.create_task(self._episode(asked, row, sampling, kept)): row for row in range(len(asked))}
         if not playing:
             yield self._told(asked, ())
         try:
@@ -81,27 +120,41 @@ class Agents(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Of the sampler: exact where the agents ask in the same order, which no record tells."""
-        await self._sampler.replay(record)
+        """Of the sampler, where no episodes were kept: what they asked of it is not asked again."""
+        kept = schedule.get()
+        if kept is None or not kept.rows.replays:
+            await self._sampler.replay(record)
 
     async def abort(self) -> None:
         """ConfigError: what a program has done cannot be stopped and gone on with."""
         raise ConfigError('episodes of agents cannot be aborted: take swap = "in_flight" or "drain"')
 
-    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> Episode:
+    async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
+        """Play it, or take it as it was played in the run that is repeated."""
+        if kept is None:
+            return await self._play(asked, row, sampling)
+        group = int(asked.groups[row])
+        number = int((asked.groups[:row] == group).sum())
+        before = kept.rows.next(group, number)
+        played = await self._play(asked, row, sampling) if before is None else _unpacked(before)
+        kept.rows.keep(group, number, before or _packed(played))
+        return played
+
+    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> _Played:
         row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}
         told = {name: asked.objects(name)[number] for name in ("prompt", "answer") if name in asked}
-        return await self._agent.play(self._gateway, row | told, sampling)
+        episode = await self._agent.play(self._gateway, row | told, sampling)
+        return _Played(episode, int(episode.rows.row("oldest_version").min(initial=self._version)))
 
-    def _told(self, rows: Batch, episodes: Sequence[Episode]) -> Batch:
-        def oldest(episode: Episode) -> int:
-            return int(episode.rows.row("oldest_version").min(initial=self._version))
-
+    def _told(self, rows: Batch, played: Sequence[_Played]) -> Batch:
+        episodes = [each.episode for each in played]
         return rows.assign(
             rewards=np.array([each.reward for each in episodes], np.float32),
             reward_error=[each.error for each in episodes],
-            oldest_version=np.array([oldest(each) for each in episodes], np.int32),
+            oldest_version=np.array([each.oldest_version for each in played], np.int32),
             turns=np.array([each.turns for each in episodes], np.int32),
+            tries=np.array([each.tries for each in episodes], np.int32),
+            conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
             turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
             versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
             completion=[_text(each.rows) for each in episodes],
@@ -135,7 +188,8 @@ def conversations(batch: Batch) -> Batch:
 def _by_token(column: Ragged, rows: Batch) -> Ragged:
     """One value a turn of a row's episode as one a token."""
     turn = rows.ragged("turn")
-    learnt = turn.values >= 0
-    values = np.zeros(len(turn.values), column.values.dtype)
-    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + turn.values)[learnt]]
+    numbers = np.asarray(turn.values, np.int64)
+    learnt = numbers >= 0
+    values = np.zeros(len(numbers), column.values.dtype)
+    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + numbers)[learnt]]
     return Ragged(values, turn.offsets)

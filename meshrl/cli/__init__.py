@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshrl.cli import configurations, launching, memory, planning, results, watching
+from meshrl.cli import configurations, launching, memory, planning, recording, results, watching
 from meshrl.cli.application import app
 from meshrl.cli.terminal import log_to_stderr, show_error
 from meshrl.errors import MeshrlError
 
-__all__ = ["app", "configurations", "launching", "main", "memory", "planning", "results", "watching"]
+__all__ = ["app", "configurations", "launching", "main", "memory", "planning", "recording", "results", "watching"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

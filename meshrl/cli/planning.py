@@ -37,7 +37,6 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
     given = settings(config, overrides)
     if (gpus is None) == (cpus is None):
         raise ConfigError("what is there to divide? Give --gpus N, or --cpus N, one of the two")
-    ahead = next((int(value) for key, _, value in (each.partition("=") for each in given) if key == "ahead"), None)
     made = make_plan(
         config,
         given,
@@ -48,7 +47,6 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
             train=train,
             memory=memory,
             price=price,
-            aheads=(0, 1, 2) if ahead is None else (ahead,),
             best=best,
             seed=seed,
         ),
@@ -62,8 +60,10 @@ def _show(made: Plan) -> None:
     """The best, by number; what each is, and what to paste; and how far all that is to be believed."""
     told = list(enumerate(made.proposals, start=1))
     gib, cost = (any(getattr(each, name) is not None for _, each in told) for name in ("needed_gib", "cost"))
+    table = Table(box=None, header_style="bold")
     heads = ["", "steps a minute", "between", "efficiency", "bound by", "staleness"]
-    table = Table(*heads, *(["GiB"] if gib else []), *(["cost a step"] if cost else []), box=None, header_style="bold")
+    for head in (*heads, *(["GiB"] if gib else []), *(["cost a step"] if cost else [])):
+        table.add_column(head, no_wrap=True)
     for number, each in told:
         cells = [f"{number}", f"{each.steps_per_minute:,.3g}{'*' if each.guessed else ''}"]
         cells += [f"{each.low:,.3g} to {each.high:,.3g}", f"{each.efficiency:.2f}", each.bound_by]

@@ -9,7 +9,7 @@ import structlog
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from meshrl.errors import MeshrlError, RankFailed, described
 from meshrl.log import processors
@@ -48,7 +48,8 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def show_comparison(found: Comparison) -> None:
     """Tell what is different between groups of runs, and what it came to."""
-    table = Table("", *map(escape, found.groups), box=None, header_style="bold")
+    groups = (Column(escape(name), overflow="fold") for name in found.groups)
+    table = Table(Column(no_wrap=True), *groups, box=None, header_style="bold")
     for key, values in found.settings.items():
         table.add_row(key, *(escape(value) if value is not None else "-" for value in values))
     for measure in found.measures:

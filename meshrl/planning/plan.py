@@ -16,7 +16,7 @@ from meshrl.planning.rehearsal import Rehearsal
 from meshrl.planning.search import Demand, Found, lower_bound, search
 from meshrl.planning.space import Candidate, Devices, Space
 from meshrl.run import Job, RunConfig, find_config, load_job
-from meshrl.simulation import GUESSES, WARM_UP, Fit, Forecast, Guesses, Record, fit, forecast_of, sources
+from meshrl.simulation import GUESSES, WARM_UP, Fit, Forecast, Guesses, Record, ahead_of, fit, forecast_of, sources
 
 Load: TypeAlias = Callable[[Sequence[str]], Job[RunConfig]]
 """The job of the configuration with further overrides."""
@@ -49,7 +49,7 @@ class Wanted:
     price: float | None = None
     """Of a GPU, or a core, an hour."""
     aheads: Sequence[int] = (0, 1, 2)
-    """How far ahead rollouts may be, of meshes apart."""
+    """How far ahead rollouts may be, of meshes apart, where no override says it."""
     best: int = 5
     """How many are told."""
     seed: int = 0
@@ -113,7 +113,7 @@ def make_plan(config: str, given: Sequence[str], wanted: Wanted) -> Plan:
     policy or a sampler; DataError where a record lacks what the script asks for.
     """
     with tempfile.TemporaryDirectory(prefix="meshrl-") as folder:
-        return _made(config, given, wanted, Planner.of(_loading(config, given), wanted, Path(folder)))
+        return _made(config, given, wanted, Planner.of(config, given, wanted, Path(folder)))
 
 
 def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner") -> Plan:
@@ -139,11 +139,15 @@ def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner")
 
 def _loading(config: str, given: Sequence[str]) -> Load:
     """ConfigError where what is given is a plan's to choose."""
-    for key in (each.partition("=")[0].strip() for each in given):
+    for key in map(_key, given):
         if key in _CHOSEN or key.startswith("run.meshes"):
             raise ConfigError(f"{key}: a plan chooses it: leave it out, or see with `meshrl simulate` what it gives")
     source = find_config(config)
     return lambda further: load_job(source, [*given, *further], RunConfig)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def _worth_telling(best: Sequence[Found[Candidate]]) -> list[Found[Candidate]]:
@@ -177,19 +181,21 @@ class Planner:
     demand: Demand = _NOTHING
 
     @classmethod
-    def of(cls, load: Load, wanted: Wanted, folder: Path) -> "Planner":
+    def of(cls, config: str, given: Sequence[str], wanted: Wanted, folder: Path) -> "Planner":
         """`folder`: for what simulations read. ConfigError where nothing tells what calls take."""
         began = time.perf_counter()
+        load = _loading(config, given)
         job = load([])
         records = sources(job.config, wanted.records, wanted.rollout, wanted.train)
         room = Room.of(load, wanted.devices, wanted.memory)
-        candidates = [*Space.of(job, wanted.devices, wanted.aheads, budgets=room.is_asked)]
+        aheads = [ahead_of(job.config)] if any(_key(each) == "ahead" for each in given) else wanted.aheads
+        candidates = [*Space.of(job, wanted.devices, aheads, budgets=room.is_asked)]
         if not candidates:
             raise ConfigError(f"{job.source}: its backends cannot be divided over {wanted.devices.count} devices")
         planner = cls(wanted, load, job, records, candidates, room, Rehearsal(job, folder), began)
         for record in records if wanted.records else ():
             own = load_job(record.folder / "config.toml", [], RunConfig)
-            light = planner.rehearsal.light(own, _steps(_COUNTED, _ahead(record)))
+            light = planner.rehearsal.light(own, _steps(_COUNTED, ahead_of(own.config)))
             pace = planner.fitted(own.resolved).pace
             predicted = forecast_of(light, pace, seed=wanted.seed, quiet=True).step_seconds_median
             planner.ratios.append(predicted / record.measured)
@@ -251,8 +257,3 @@ class Planner:
 def _steps(counted: int, ahead: int) -> int:
     """With those that fill the pipeline, and the last one, which do not count."""
     return counted + ahead + WARM_UP + 1
-
-
-def _ahead(record: Record) -> int:
-    ahead = record.table.get("ahead")
-    return ahead if isinstance(ahead, int) else 0

@@ -23,7 +23,7 @@ class Rehearsal:
         if isinstance(task, TaskConfig):
             rows = Task.load(task).train.objects("row")[:_PROMPTS]
             file = folder / "prompts.jsonl"
-            file.write_bytes(msgspec.json.Encoder().encode_lines(list(rows)))
+            file.write_bytes(msgspec.json.Encoder(enc_hook=str).encode_lines(list(rows)))
             short: dict[str, object] = {"source": str(file), "options": {}, "longest": None, "held_out": 0}
             self._changes["task"] = task.model_copy(update=short)
         if "evaluation" in type(job.config).model_fields:

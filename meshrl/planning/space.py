@@ -116,7 +116,7 @@ class Space:
     engine: str | None
     """What the configuration asks for; None where it leaves that to meshrl."""
     aheads: Sequence[int] | None
-    """Of meshes apart; on one mesh nothing is drawn ahead. None where the script draws nothing ahead."""
+    """Of meshes apart; one mesh, which gains nothing by it, takes the least. None where the script is never ahead."""
     budgets: bool
     """Whether slots and micro-batch budgets are tried, as memory is known."""
 
@@ -158,7 +158,7 @@ class Space:
         for trainer in self._layouts("Policy", self.policy.backend, self._count):
             for sampler in self._layouts("Sampler", self.sampler.backend, self._count):
                 if (trainer.ranks, trainer.each) == (sampler.ranks, sampler.each):
-                    yield self._candidate(trainer, sampler, 0, shared=True)
+                    yield self._candidate(trainer, sampler, min(self.aheads or (0,)), shared=True)
 
     def _apart(self) -> Iterator[Candidate]:
         for trains in _parts(self._count):

@@ -221,14 +221,21 @@ def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], Values]:
     return steps[-last:], rewards[:, -last:]
 
 
-def _held_out(group: Group, kind: str) -> tuple[list[object], Values] | None:
-    """The held-out prompts, and their rewards, float64[runs, prompts], of the runs that kept the same ones."""
+def _held_out(group: Group, kind: str) -> tuple[Mapping[str, int], Values] | None:
+    """The held-out prompts by place, and their rewards, float64[runs, prompts], of runs that kept the same ones."""
     runs = [run.held_out for run in group.runs if run.held_out]
     if not runs:
         return None
-    prompts = [line.get("prompt") for line in runs[0]]
-    alike = [lines for lines in runs if [line.get("prompt") for line in lines] == prompts]
-    return prompts, np.array([[_reward(line.get(kind)) for line in lines] for lines in alike], np.float64)
+    prompts = [str(line.get("prompt")) for line in runs[0]]
+    alike = [lines for lines in runs if [str(line.get("prompt")) for line in lines] == prompts]
+    rewards = np.array([[_reward(line.get(kind)) for line in lines] for lines in alike], np.float64)
+    return {prompt: place for place, prompt in enumerate(prompts)}, rewards
+
+
+def _of(held_out: tuple[Mapping[str, int], Values], prompts: Sequence[str]) -> Values:
+    """The rewards of these prompts."""
+    places, rewards = held_out
+    return rewards[:, [places[prompt] for prompt in prompts]]
 
 
 def _reward(value: object) -> float:
@@ -256,12 +263,13 @@ def _differences(base: Group, other: Group, seed: int, notes: list[str]) -> list
         first, second = _held_out(base, kind), _held_out(other, kind)
         if first is None or second is None:
             continue
-        if first[0] != second[0]:
+        both = [prompt for prompt in first[0] if prompt in second[0]]
+        if len(both) < _LEAST:
             notes.append(f"{base.name} and {other.name} held out other prompts, which are not compared.")
             break
-        values = first[1], second[1]
+        values = _of(first, both), _of(second, both)
         if all(np.isfinite(each).all() for each in values):
-            over = f"{len(first[0])} prompts"
+            over = f"{len(both)} prompts"
             found.append(_difference(name, (base, other), values, seed, over, paired=True))
     (steps, rewards), (others, theirs) = _end(base), _end(other)
     if min(rewards.shape[1], theirs.shape[1]) >= _LEAST:
@@ -297,7 +305,7 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
                 before = of[number]
                 if before is None or (made.step is not None and made.step > (before.step or 0)):
                     of[number] = made
-    shared = [Sample(prompt, held, made) for (held, prompt), made in found.items() if sum(map(bool, made)) > 1]
+    shared = [Sample(_cut(prompt), held, made) for (held, prompt), made in found.items() if sum(map(bool, made)) > 1]
     held_out = sorted((each for each in shared if each.held_out), key=_apart, reverse=True)[: _PROMPTS // 2]
     trained = sorted((each for each in shared if not each.held_out), key=_newest, reverse=True)
     return [*held_out, *trained[: _PROMPTS - len(held_out)]]
@@ -313,11 +321,14 @@ def _newest(sample: Sample) -> int:
     return max((each.step or 0 for each in sample.completions if each), default=0)
 
 
+def _cut(text: str) -> str:
+    return f"{text[:TEXT]} … ({len(text):,} characters)" if len(text) > TEXT else text
+
+
 def _completion(line: Line, reward: str) -> Completion:
     text, step, value = str(line.get("completion", "")), line.get("step"), line.get(reward)
-    shown = f"{text[:TEXT]} … ({len(text):,} characters)" if len(text) > TEXT else text
     return Completion(
-        shown,
+        _cut(text),
         float(value) if isinstance(value, int | float) else None,
         step if isinstance(step, int) else None,
     )

@@ -47,6 +47,8 @@ QUANTITIES: Final[dict[str, Quantity]] = {
     "completion_tokens": Quantity("tokens, mean over completions", "rollout", "The length of a completion."),
     "truncated": Quantity("share of completions", "rollout", "Completions that reached the most tokens they may have."),
     "turns": Quantity("turns, mean over episodes", "rollout", "How often the model spoke in an episode."),
+    "conversations": Quantity("conversations, mean over episodes", "rollout", "How many an agent held in an episode."),
+    "tries": Quantity("mean over episodes", "rollout", "How often an episode was played, with `agent.retries`."),
     "staleness": Quantity(
         "versions behind, mean over rows",
         "sync",

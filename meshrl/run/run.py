@@ -16,7 +16,7 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited
 from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
-from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
+from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
@@ -110,6 +110,7 @@ class Run:
         trackers = Trackers(config.trackers, config.project)
         # Before the recorder makes room for the folder, which may be the same.
         self._replayed = read_schedule(Path(config.replay)) if config.replay else None
+        self._kept_rows = read_kept_rows(Path(config.replay)) if config.replay else None
         self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume, check)
         self._saved = self._checkpoints.saved
         if self._saved:
@@ -314,7 +315,7 @@ class Run:
         self._outer = sink.get()
         sink.set(self._events)
         if self.config.deterministic or self.config.replay:
-            self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed)
+            self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed, self._kept_rows)
         schedule.set(self._schedule)
         data_cursor.set(self._cursor)
         self._watch = Watch(self.config.slow_after, self._events, lambda: self.recorder.folder, self._lock.check)

@@ -5,7 +5,7 @@ and the forecast of `meshrl simulate` from the pace of a run that has been, fitt
 """
 
 from meshrl.simulation.clock import Deadlock, LeftRunning, VirtualLoop, simulate
-from meshrl.simulation.forecast import Forecast, forecast_of, simulate_job, sources
+from meshrl.simulation.forecast import Forecast, ahead_of, forecast_of, simulate_job, sources
 from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
 from meshrl.simulation.pace import Pace, lowest_cost
@@ -27,6 +27,7 @@ __all__ = [
     "Recorded",
     "State",
     "VirtualLoop",
+    "ahead_of",
     "crashing",
     "delayed",
     "fit",

@@ -147,7 +147,7 @@ def forecast_of(
 
         with _rare_collections(), log.silenced() if quiet else nullcontext():
             events = read_events(simulate(main) / "events.jsonl", [])
-    forecast = _forecast(str(job.source), events, _ahead(job.config))
+    forecast = _forecast(str(job.source), events, ahead_of(job.config))
     return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began)
 
 
@@ -221,7 +221,8 @@ def _is_update(call: Call) -> bool:
     return call.endpoint == "update" and call.actor.endswith("Policy")
 
 
-def _ahead(config: Config) -> int:
+def ahead_of(config: Config) -> int:
+    """How far ahead a configuration's rollouts may be; 0 where the script has none that are."""
     ahead = getattr(config, "ahead", 0)
     return ahead if isinstance(ahead, int) else 0
 

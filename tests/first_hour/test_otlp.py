@@ -13,13 +13,15 @@ from typing import cast
 import msgspec
 import pytest
 
+from meshrl import events
 from meshrl.config import validate
 from meshrl.errors import ConfigError
 from meshrl.run import RunConfig
+from meshrl.trackers import TrackedRun, make_tracker
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 pytestmark = pytest.mark.process
 FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake", "run.log=[]")
@@ -128,6 +130,34 @@ def test_each_step_is_a_trace_of_its_waits_and_calls_down_to_ranks(tmp_path: Pat
     assert sum(" waits for " in name for name in names) == kinds.count("wait") > 0
     assert sum("." in name and " on " not in name for name in names) == kinds.count("call")
     assert sum("." in name and " on " in name for name in names) == kinds.count("span")
+
+
+def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
+    tmp_path: Path, collector: Collector
+) -> None:
+    """A stream ends in a later step than what ran for it."""
+    tracker = make_tracker("otlp")
+    table = {"run": {"otlp": collector.address + "/"}}
+    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    ran, called = ("Sampler", "generate", 0.5, 1.5), ("Sampler", "generate", 0.25, 2.5)
+    tracker.events([events.Span(1, "rollout", 3, *ran), events.Step(0, 0.0, 2.0)], 1000.0)
+    tracker.events([events.Call(1, *called, rows=8, error="ValueError"), events.Step(1, 2.0, 3.0)], 1000.0)
+    tracker.end({"status": "finished"}, None)
+    steps = {span.name: span for span in collector.spans if not span.parent_span_id}
+    assert {name: span.trace_id.hex()[16:] for name, span in steps.items()} == {
+        "step 0": f"{1:016x}",
+        "step 1": f"{2:016x}",
+    }
+    call, on_rank = (
+        next(span for span in collector.spans if span.name == f"Sampler.generate{of}") for of in ("", " on rollout")
+    )
+    assert (call.parent_span_id, on_rank.parent_span_id) == (steps["step 1"].span_id, call.span_id)
+    assert (call.start_time_unix_nano, call.end_time_unix_nano) == (1000_250_000_000, 1002_500_000_000)
+    assert (call.status.code, call.status.message) == (Status.STATUS_CODE_ERROR, "ValueError")
+    about = {
+        each.key: each.value.int_value or each.value.string_value for each in (*call.attributes, *on_rank.attributes)
+    }
+    assert about == {"meshrl.rows": 8, "meshrl.mesh": "rollout", "meshrl.rank": 3}
 
 
 def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_the_run_nothing(

@@ -109,7 +109,7 @@ def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -
 
 def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
     runs = [record(source, "two", draw=1.0, train=1.0, cpus=2), record(source, "one", draw=1.9, train=1.9)]
-    made = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), runs, aheads=(0,)))
+    made = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), runs))
     assert made.proposals[0].name == "one mesh: 1 of 2 cores, ahead 0"
     assert made.proposals[0].step_seconds == pytest.approx(2.0)
     assert [proposal.step_seconds for proposal in made.proposals[1:]] == [pytest.approx(3.8)]
@@ -138,7 +138,7 @@ def test_no_simulated_step_is_shorter_than_its_lower_bound(source: str, seed: in
         )
     ]
     asked = Wanted(Devices(3, "cpus"), runs, aheads=(0, 1, 2, 4))
-    planner = Planner.of(lambda further: load_job(Path(source), further, RunConfig), asked, tmp_path)
+    planner = Planner.of(source, [], asked, tmp_path)
     assert len(planner.candidates) > 10
     for candidate in planner.candidates:
         assert planner.bound(candidate) <= planner.seconds(candidate, 0) * (1 + 1e-9), candidate.name

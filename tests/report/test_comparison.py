@@ -142,11 +142,13 @@ def test_what_cannot_be_compared_is_refused_by_its_name(tmp_path: Path) -> None:
             compared(*folders)
 
 
-def test_held_out_prompts_that_are_others_are_not_compared(tmp_path: Path) -> None:
+def test_held_out_prompts_are_compared_where_both_have_them(tmp_path: Path) -> None:
     base, fewer = a_run(tmp_path / "base"), a_run(tmp_path / "fewer", lr=1e-4, held_out=100)
-    found = compared(base, fewer)
+    assert compared(base, fewer).differences[0].over == "100 prompts"
+    none = a_run(tmp_path / "none", lr=1e-4, held_out=2)
+    found = compared(base, none)
     assert [each.measure for each in found.differences] == ["reward in the last 10 steps"]
-    assert "base and fewer held out other prompts, which are not compared." in found.notes
+    assert "base and none held out other prompts, which are not compared." in found.notes
 
 
 def test_the_command_writes_a_page_and_the_same_for_programs(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.events import Call, Span, Step
+from meshrl.events import Call, Event, Span, Step
 from meshrl.simulation import Guesses, Record, fit
 from meshrl.simulation.pace import Pace, Work
 
@@ -44,7 +44,7 @@ def test_two_records_with_different_cores_tell_what_cores_bring() -> None:
 def test_one_record_leaves_what_cores_bring_to_a_guess_that_is_told() -> None:
     found = fit([record({"cpus": 2}, 1.0)], table({"cpus": 1}), guesses=Guesses(cores=1.0))
     assert found.pace.works["Policy", "update"][0].seconds == [2.0]
-    assert found.guessed == ["Policy: a rank of 1 cores at 1"]
+    assert found.guessed == ["Policy: cores ** 1, from ranks of 2 to ranks of 1"]
     assert seconds([record({}, 1.0)], {"cpus": 1}, cores=1) == 1.0  # it had all that the machine has
     assert seconds([record({}, 1.0)], {"cpus": 1}) == 1.0  # nobody knows what it had
 
@@ -69,7 +69,7 @@ def test_a_pipeline_fills_and_drains() -> None:
 
 
 def test_ranks_that_share_rows_have_all_of_them() -> None:
-    events = [Step(0, 0.0, 4.0), Step(1, 4.0, 8.0), Call(1, "FsdpPolicy", "update", 0.0, 1.0, 8)]
+    events: list[Event] = [Step(0, 0.0, 4.0), Step(1, 4.0, 8.0), Call(1, "FsdpPolicy", "update", 0.0, 1.0, 8)]
     spans = [Span(1, "main", rank, "FsdpPolicy", "update", 0.0, 1.0) for rank in range(4)]
     (work,) = Pace.recorded([*events, *spans], n=2, splits={"Policy": 2}).works["Policy", "update"]
     assert work.rows == 4
