@@ -82,6 +82,11 @@ class Live:
         file = self._small[NOW]
         return _read(file.content, Now) if file.age < SILENT else None
 
+    def is_under_way(self) -> bool:
+        """Whether the run lives, by a look of its own: nobody may have looked for long."""
+        file = _Small(self.folder / NOW)
+        return file.read() and file.age < SILENT
+
     @property
     def status(self) -> str:
         """How far the run is: not begun, running, paused, silent, not ended, or how it ended."""

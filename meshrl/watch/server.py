@@ -119,8 +119,8 @@ class Watcher:
 
     def ask(self, command: Command) -> None:
         """Ask something of the run; ConfigError where none is under way."""
-        if self._live.now is None:
-            raise ConfigError(f"{self._live.folder}: no run is under way there: it is {self._live.status}")
+        if not self._live.is_under_way():
+            raise ConfigError(f"no run is under way in {self._live.folder}: it has ended, was killed, or did not begin")
         ask(self._live.folder, command)
 
     async def _follow(self) -> None:
