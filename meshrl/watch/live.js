@@ -81,7 +81,7 @@ function controlSection() {
   return make(
     "section",
     { class: "control", "aria-label": "Control" },
-    asked.includes("pause") ? button("Go on", "resume") : button("Pause", "pause"),
+    asked.includes("pause") ? button("Resume", "resume") : button("Pause", "pause"),
     keep,
     button("Stop", "stop", `Stop the run after this step? ${ends}`),
     answer,

@@ -15,7 +15,7 @@ import msgspec
 from meshrl.config import Table
 from meshrl.events import Delivery, Event, Gauge, Restart, Step
 from meshrl.report import FILES, Line, Record, make_content
-from meshrl.run import LOOKS, NOW, Now, asked, table_of
+from meshrl.run import LOOKS, NOW, PAUSED, Now, asked, table_of
 from meshrl.watch.tail import Tail
 from meshrl.watch.thinned import POINTS, Thinned
 
@@ -91,7 +91,7 @@ class Live:
     def status(self) -> str:
         """How far the run is: not begun, running, paused, silent, not ended, or how it ended."""
         if now := self.now:
-            return "paused" if any(each.what == "leave to go on" for each in now.waits) else "running"
+            return "paused" if any(each.what == PAUSED for each in now.waits) else "running"
         summary, alive = self._small["summary.json"], self._small[NOW]
         if alive.content and alive.changed > summary.changed:
             return "silent"
