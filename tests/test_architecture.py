@@ -238,6 +238,7 @@ NAMED = {
     "rewards.function": {"function"},  # a default value; and the key of the table
     "agents.chat": {"function"},  # a word of the format in which models are offered tools
     "agents.speller": {"function"},  # the same
+    "agents.responses": {"function"},  # the same
     "agents.tool_calls": {"function"},  # the same
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table

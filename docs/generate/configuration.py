@@ -140,7 +140,7 @@ def _keys(table: type[Config]) -> str:
     parts: list[str] = []
     for name, field in table.model_fields.items():
         place = f"{table.__name__}.{name}".lower()
-        meaning = textwrap.indent(_meaning(table, name) or "See its type.", "    ").lstrip()
+        meaning = textwrap.indent(_meaning(table, name), "    ").lstrip()
         parts.append(f"`{name}`{{ #{place} }} <small>{_typed(field)}; {_default(field)}</small>\n:   {meaning}\n\n")
     return "".join(parts)
 
@@ -202,7 +202,9 @@ def _toml(value: object) -> str:
 def _meaning(table: type[Config], name: str) -> str:
     """What is written below a key, or beside it, where it was declared."""
     said = (_meanings(base).get(name) for base in table.__mro__ if name in vars(base).get("__annotations__", {}))
-    return next((each for each in said if each), "")
+    field = table.model_fields[name].annotation
+    below = [_said(each).partition("\n\n")[0] for each, _ in _configs_in(field)]
+    return next((each for each in (*said, *below) if each), "As its name says.")
 
 
 @cache

@@ -99,11 +99,12 @@ class Agent:
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
         async with self._room:
-            for tries in range(1, self._config.retries + 2):
+            tries = 0
+            while True:
+                tries += 1
                 episode = await self._play(gateway, row, sampling, tries)
-                if episode.error is None:
-                    break
-        return episode
+                if episode.error is None or tries > self._config.retries:
+                    return episode
 
     async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
         session, output = gateway.open(sampling), self._output()

@@ -2,14 +2,15 @@
 
 import inspect
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from meshrl.agents.container import Runtime, check_runtime
 from meshrl.config import Config
 from meshrl.errors import ConfigError
+from meshrl.tasks import verifiers
 from meshrl.user_code import CODE, load_name
 
 
@@ -18,7 +19,9 @@ class AgentConfig(Config):
 
     source: Annotated[str, CODE] = ""
     """`file.py:function` or `package.module:function`, async or plain: called with a client of the package openai and
-    the task's row, it returns the reward."""
+    the task's row, it returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
+    options: Mapping[str, JsonValue] = Field(default={})
+    """Of verifiers: what the environment is loaded with, as of the task."""
     command: tuple[str, ...] = ()
     """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
     the row as JSON in its input; the last line of its output is the reward."""
@@ -60,6 +63,9 @@ def load_agent(config: AgentConfig) -> Callable[..., object] | None:
         if shutil.which(program) is None:
             raise ConfigError(f"agent.command: there is no program {program!r} here: install it, or give its path")
         return None
+    kind, _, name = source.partition(":")
+    if kind == verifiers.NAME:
+        return verifiers.load_agent(name, config.options)
     found = load_name("agent", source, (), inspect.isfunction)
     if not callable(found):
         raise ConfigError(f"agent {source!r}: is {found!r}, not a function")

@@ -43,6 +43,8 @@ class Drawn:
     """What its logits were divided by; the policy divides by it too."""
     truncated: bool = False
     """Whether it was cut short."""
+    experts: NDArray[np.int16] | None = None
+    """With `sampler.record_experts`, of the prompt's tokens and of these: int16[all, layers, experts of a token]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,8 @@ class Conversation:
                 f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "
                 f"{drawn.temperature:g}: draw all turns of a conversation at one"
             )
+        if drawn.experts is not None:  # the turns before have those of their own
+            drawn = replace(drawn, experts=drawn.experts[len(prompt.tokens) - len(prompt.added) :])
         turn = Turn(prompt.before, prompt.added, drawn, len(self))
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
             self._told[key_after(prompt.asked, said)] = turn
@@ -190,7 +194,8 @@ class Conversation:
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
         `turn` (int32, of each token that is learnt the number of its answer in the session, from 0 on; -1 elsewhere),
-        `oldest_version`, `temperature`, `truncated`. What was sampled is learnt, each token in one row: a turn that
+        `oldest_version`, `temperature`, `truncated`; with `sampler.record_experts` the `experts` that read each token
+        when its turn was drawn. What was sampled is learnt, each token in one row: a turn that
         several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1,
         in the others.
         """
@@ -230,7 +235,10 @@ class Conversation:
 
     def _batch(self, rows: Sequence["_Row"]) -> Batch:
         begins = [(row.tokens[: row.begins].tolist(), row.tokens[row.begins :].tolist()) for row in rows]
+        experts = [row.experts for row in rows if row.experts is not None]
+        routed = {"experts": Ragged.of(experts, np.int16, source=Source("sampler"))} if experts else {}
         return Batch.of(
+            **routed,
             prompt=[self._chat.decode(prompt) for prompt, _ in begins],
             completion=[self._chat.decode(rest) for _, rest in begins],
             tokens=Ragged.of([row.tokens for row in rows], np.int32),
@@ -253,6 +261,7 @@ class _Row:
     logprobs: NDArray[np.float32]
     versions: Ints
     turn: Ints
+    experts: NDArray[np.int16] | None
     begins: int
     """The length of its first prompt."""
     last: Drawn
@@ -271,6 +280,7 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         logprobs += [np.zeros(given, np.float32), drawn.logprobs if new else np.zeros(wrote, np.float32)]
         versions += [np.full(given, -1, np.int32), drawn.versions if new else np.full(wrote, -1, np.int32)]
         numbers += [np.full(given, -1, np.int32), np.full(wrote, turn.number if new else -1, np.int32)]
+    experts = [turn.drawn.experts for turn in path if turn.drawn.experts is not None]
     learned.update(path)
     return _Row(
         np.concatenate(tokens),
@@ -278,6 +288,7 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         np.concatenate(logprobs),
         np.concatenate(versions),
         np.concatenate(numbers),
+        np.concatenate(experts) if experts else None,
         begins=len(path[0].added),
         last=path[-1].drawn,
     )

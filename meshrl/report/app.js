@@ -1,9 +1,5 @@
 // The page from top to bottom.
 
-function section(title, lead, ...inside) {
-  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
-}
-
 function header() {
   const { summary, efficiency } = data;
   const tone = { finished: "good", running: "good", failed: "bad", silent: "bad" }[data.status] ?? "soft";
@@ -352,10 +348,3 @@ const SECTIONS = [
   samplesSection,
   configSection,
 ];
-
-let pending = null;
-addEventListener("resize", () => {
-  cancelAnimationFrame(pending);
-  pending = requestAnimationFrame(paintAll);
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);

@@ -8,10 +8,6 @@ function groupColour(group) {
   return `var(--group-${(group % GROUP_COLOURS) + 1})`;
 }
 
-function section(title, lead, ...inside) {
-  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
-}
-
 /** A group by its colour and its name, or a run of it by the run's. */
 function groupName(group, name = data.groups[group]) {
   const stroke = { stroke: groupColour(group), "stroke-width": 2.5, "stroke-dasharray": DASHES[group % DASHES.length] };
@@ -246,17 +242,13 @@ function completionOf({ text, reward, step }, group) {
   );
 }
 
-document
-  .getElementById("page")
-  .replaceChildren(
-    ...[header, settingsSection, differenceSection, runsSection, curvesSection, splitSection, samplesSection]
-      .map((part) => part())
-      .filter(Boolean),
-  );
-paintAll();
-let pending = null;
-addEventListener("resize", () => {
-  cancelAnimationFrame(pending);
-  pending = requestAnimationFrame(paintAll);
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);
+/** The page from top to bottom; a section that has nothing to show is null. */
+const SECTIONS = [
+  header,
+  settingsSection,
+  differenceSection,
+  runsSection,
+  curvesSection,
+  splitSection,
+  samplesSection,
+];

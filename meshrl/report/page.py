@@ -13,7 +13,7 @@ STYLES = ("theme.css", "style.css", "parts.css")
 """Files of this folder: how the page looks."""
 SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
 """The parts of the page; what puts them there is `whole.js`."""
-_COMPARED = ("draw.js", "axes.js", "charts.js", "compare.js")
+_COMPARED = ("draw.js", "axes.js", "charts.js", "compare.js", "whole.js")
 
 
 def render(record: Record) -> str:

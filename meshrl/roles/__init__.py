@@ -24,7 +24,7 @@ from meshrl.roles.config import (
     options_of,
     with_options,
 )
-from meshrl.roles.generate_calls import GenerateCalls, places_of
+from meshrl.roles.generate_calls import GenerateCall, GenerateCalls, places_of
 from meshrl.roles.memory import Memory, Term, Work, memory_of
 from meshrl.roles.registry import (
     BackendOptions,
@@ -39,7 +39,7 @@ from meshrl.roles.registry import (
     packages_of,
     place_of,
 )
-from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, PairSampling, Sampling
+from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, JoinedSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
 from meshrl.roles.tokens import check_teacher, count_tokens
 
@@ -49,8 +49,10 @@ __all__ = [
     "BackendOptions",
     "Critic",
     "CriticConfig",
+    "GenerateCall",
     "GenerateCalls",
     "GroupSampling",
+    "JoinedSampling",
     "LoraConfig",
     "Memory",
     "ModelConfig",

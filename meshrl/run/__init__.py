@@ -12,7 +12,7 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
-from meshrl.run.control import Command, ask, asked
+from meshrl.run.control import PAUSED, Command, ask, asked
 from meshrl.run.disk import write_whole
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
@@ -32,6 +32,7 @@ from meshrl.run.watch import LOOKS, NOW, Now
 __all__ = [
     "LOOKS",
     "NOW",
+    "PAUSED",
     "AlgorithmConfig",
     "Asked",
     "Audit",

@@ -11,6 +11,8 @@ from meshrl.events import waiting
 
 Command: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
 
+PAUSED: Final = "the end of a pause"
+"""What a script waits for that is paused."""
 _FOLDER: Final = "control"
 _LOOKS: Final = 0.2
 """Seconds between two looks of a run that is paused."""
@@ -51,8 +53,8 @@ class Control:
         if not self._folder.is_dir():
             return
         if self._is_asked("pause"):
-            log.info(f"paused: remove {self._folder / 'pause'} to go on")
-            with waiting("script", "leave to go on", "the run was paused"):
+            log.info(f"paused: remove {self._folder / 'pause'} to resume")
+            with waiting("script", PAUSED, f"{self._folder / 'pause'} is there"):
                 while self._is_asked("pause") and not self._is_asked("stop"):
                     await self._keep(checkpoint)
                     await asyncio.sleep(_LOOKS)

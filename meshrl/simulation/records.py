@@ -151,7 +151,7 @@ def fit(records: Sequence[Record], table: Table, cores: int | None = None, guess
                 exponent = guesses.cores if learned is None else learned
                 factor *= (had.cpus / wanted.cpus) ** exponent
                 if learned is None:
-                    told[f"{role}: a rank of {wanted.cpus} cores at {exponent:.2g}"] = None
+                    told[f"{role}: cores ** {exponent:.2g}, from ranks of {had.cpus} to ranks of {wanted.cpus}"] = None
             works[key] = [replace(work, seconds=[each * factor for each in work.seconds]) for work in pace.works[key]]
     return Fit(replace(records[chosen["Policy"]].pace, works=works), list(told))
 

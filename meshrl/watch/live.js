@@ -15,7 +15,7 @@ function nowSection() {
   const calls = now.calls.map(({ where, ranks, seconds: length }) => told(where, ranks, length, sideOf(where)));
   return section(
     "Now",
-    `${seconds(now.at)} after the start. How fast the newest steps were, which calls run, and who waits for whom.`,
+    `${seconds(now.at)} after its process began. How fast the newest steps were, which calls run, and who waits for whom.`,
     make(
       "div",
       { class: "card now" },
@@ -81,7 +81,7 @@ function controlSection() {
   return make(
     "section",
     { class: "control", "aria-label": "Control" },
-    asked.includes("pause") ? button("Go on", "resume") : button("Pause", "pause"),
+    asked.includes("pause") ? button("Resume", "resume") : button("Pause", "pause"),
     keep,
     button("Stop", "stop", `Stop the run after this step? ${ends}`),
     answer,

@@ -15,7 +15,7 @@ import msgspec
 from meshrl.config import Table
 from meshrl.events import Delivery, Event, Gauge, Restart, Step
 from meshrl.report import FILES, Line, Record, make_content
-from meshrl.run import LOOKS, NOW, Now, asked, table_of
+from meshrl.run import LOOKS, NOW, PAUSED, Now, asked, table_of
 from meshrl.watch.tail import Tail
 from meshrl.watch.thinned import POINTS, Thinned
 
@@ -55,6 +55,8 @@ class Live:
         self._tails = {name: Tail(folder / name) for name in self._read}
         self._small = {name: _Small(folder / name) for name in ("config.toml", "summary.json", NOW)}
         self._told: tuple[str, list[str]] = "", []
+        self._page: dict[str, object] | None = None
+        """What the report shows; None where something was read since."""
 
     def look(self) -> tuple[bool, bool]:
         """Read what is new. Whether anything is, and whether more is there to be read at once."""
@@ -64,13 +66,14 @@ class Live:
                 grown = tail.read()
                 if grown.lines or grown.anew:
                     self._read[name](grown.lines, grown.anew)
-                    changed = True
+                    self._page, changed = None, True
                 more |= grown.more
-        for small in self._small.values():
-            changed |= small.read()
+        for name, small in self._small.items():
+            if small.read():
+                self._page, changed = self._page if name == NOW else None, True
         told = self.status, asked(self.folder)
-        changed |= told != self._told
-        self._told = told
+        if told != self._told:
+            self._page, self._told, changed = None, told, True
         return changed, more
 
     @property
@@ -79,11 +82,16 @@ class Live:
         file = self._small[NOW]
         return _read(file.content, Now) if file.age < SILENT else None
 
+    def is_under_way(self) -> bool:
+        """Whether the run lives, by a look of its own: nobody may have looked for long."""
+        file = _Small(self.folder / NOW)
+        return file.read() and file.age < SILENT
+
     @property
     def status(self) -> str:
         """How far the run is: not begun, running, paused, silent, not ended, or how it ended."""
         if now := self.now:
-            return "paused" if any(each.what == "leave to go on" for each in now.waits) else "running"
+            return "paused" if any(each.what == PAUSED for each in now.waits) else "running"
         summary, alive = self._small["summary.json"], self._small[NOW]
         if alive.content and alive.changed > summary.changed:
             return "silent"
@@ -97,7 +105,21 @@ class Live:
 
     def content(self) -> dict[str, object]:
         """What the page shows, as plain values: the report's, and what is so now."""
-        status, config = self.status, self._small["config.toml"].content.decode("utf-8", "replace")
+        config = self._small["config.toml"].content.decode("utf-8", "replace")
+        if self._page is None:
+            self._page = self._report(config)
+        table = _table(config)
+        return {
+            **self._page,
+            "now": msgspec.to_builtins(self.now),
+            "pace": self._pace(),
+            "ahead": table.get("ahead"),
+            "asked": asked(self.folder),
+            "keeps": bool(table_of(table, "run").get("checkpoint_every")),
+        }
+
+    def _report(self, config: str) -> dict[str, object]:
+        status = self.status
         ended = status in {"finished", "interrupted", "failed"}
         summary = self._summary if ended else self._so_far()
         record = Record(
@@ -110,18 +132,8 @@ class Live:
             self._notes(status),
             self._evaluations.lines,
         )
-        table = _table(config)
         page: dict[str, object] = msgspec.to_builtins(make_content(record))
-        return {
-            **page,
-            "staleness": self._events.behind(),
-            "dropped": dict(self._events.dropped),
-            "now": msgspec.to_builtins(self.now),
-            "pace": self._pace(),
-            "ahead": table.get("ahead"),
-            "asked": asked(self.folder),
-            "keeps": bool(table_of(table, "run").get("checkpoint_every")),
-        }
+        return {**page, "staleness": self._events.behind(), "dropped": dict(self._events.dropped)}
 
     def _so_far(self) -> Line:
         """What a summary would say."""

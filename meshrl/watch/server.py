@@ -26,9 +26,9 @@ from meshrl.watch.patches import SAME, difference
 
 HOST: Final = "127.0.0.1"
 PORT: Final = 6007
-LOOKS: Final = 0.2
+LOOKS: Final = 0.1
 """Seconds between two looks at the run's files, where somebody looks at the page."""
-_IDLE: Final = 5
+_IDLE: Final = 3
 """A look that takes long is followed by so many times as long without one."""
 _BROWSERS: Final = 32
 """The most that may look at once."""
@@ -119,8 +119,8 @@ class Watcher:
 
     def ask(self, command: Command) -> None:
         """Ask something of the run; ConfigError where none is under way."""
-        if self._live.now is None:
-            raise ConfigError(f"{self._live.folder}: no run is under way there: it is {self._live.status}")
+        if not self._live.is_under_way():
+            raise ConfigError(f"no run is under way in {self._live.folder}: it has ended, was killed, or did not begin")
         ask(self._live.folder, command)
 
     async def _follow(self) -> None:

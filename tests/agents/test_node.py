@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def says(prompt: str) -> str:
-    return "5" if CALL in prompt else CALL
+    return "that" if "what?" in prompt else "5" if CALL in prompt else CALL
 
 
 async def test_the_agent_that_the_page_shows(tmp_path: Path) -> None:
@@ -56,10 +56,8 @@ async def test_sessions_at_once_stream_and_call_tools() -> None:
         assert node.returncode == 0
         rows = [gateway.close(session) for session in sessions]
     told: Any = json.loads(output)
-    assert told == [
-        {"pieces": 4, "arguments": '{"numbers": [2, 3]}', "drawn": len(CALL) + 1, "content": "5"} for _ in sessions
-    ]
-    for session, each in zip(sessions, rows, strict=True):
-        assert session.url in str(each.objects("prompt")[0])
-        assert int(each.loss_mask[0].sum()) == len(CALL) + len("5") + 2
-        assert len(each) == 1
+    each = {"pieces": 4, "arguments": '{"numbers": [2, 3]}', "drawn": len(CALL) + 1, "content": "5", "response": "that"}
+    assert told == [each] * 16
+    for session, held in zip(sessions, rows, strict=True):
+        assert session.url in str(held.objects("prompt")[0])
+        assert [int(mask.sum()) for mask in held.loss_mask] == [len(CALL) + len("5") + 2, len("that") + 1]

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.data import Metrics
 from meshrl.events import Pending, waiting
-from meshrl.run import NOW, Command, Now, Run, RunConfig, ask, asked
+from meshrl.run import NOW, PAUSED, Command, Now, Run, RunConfig, ask, asked
 
 Act = Callable[[Run], Awaitable[None]]
 
@@ -78,7 +78,7 @@ def test_a_run_that_is_paused_waits_until_it_is_told_to_go_on(tmp_path: Path) ->
 
     async def pause(run: Run) -> None:
         async def go_on() -> None:
-            await until(lambda: any(each.what == "leave to go on" for each in Pending.table.values()))
+            await until(lambda: any(each.what == PAUSED for each in Pending.table.values()))
             ask(run.folder, "checkpoint")
             await until(lambda: asked(run.folder) == ["pause"])
             steps.append((run.folder / "metrics.jsonl").read_bytes().count(b"\n"))

@@ -44,7 +44,7 @@ def test_two_records_with_different_cores_tell_what_cores_bring() -> None:
 def test_one_record_leaves_what_cores_bring_to_a_guess_that_is_told() -> None:
     found = fit([record({"cpus": 2}, 1.0)], table({"cpus": 1}), guesses=Guesses(cores=1.0))
     assert found.pace.works["Policy", "update"][0].seconds == [2.0]
-    assert found.guessed == ["Policy: a rank of 1 cores at 1"]
+    assert found.guessed == ["Policy: cores ** 1, from ranks of 2 to ranks of 1"]
     assert seconds([record({}, 1.0)], {"cpus": 1}, cores=1) == 1.0  # it had all that the machine has
     assert seconds([record({}, 1.0)], {"cpus": 1}) == 1.0  # nobody knows what it had
 

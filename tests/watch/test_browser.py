@@ -140,9 +140,9 @@ async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run:
         assert page.url == watcher.address.partition("#")[0]
         await expect(page.get_by_role("button", name="Checkpoint now")).to_be_disabled()
         await page.get_by_role("button", name="Pause").press("Enter")
-        await expect(page.get_by_role("button", name="Go on")).to_be_visible()
+        await expect(page.get_by_role("button", name="Resume")).to_be_visible()
         assert (run / "control" / "pause").is_file()
-        await page.get_by_role("button", name="Go on").click()
+        await page.get_by_role("button", name="Resume").click()
         await expect(page.get_by_role("button", name="Pause")).to_be_visible()
         page.on("dialog", lambda dialog: dialog.accept())
         await page.get_by_role("button", name="Stop").click()
