@@ -281,7 +281,8 @@ async def test_episodes_are_judged_by_their_own_rewards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_each_page_that_samples_has_it(name: str) -> None:
     page = SCRIPTS[name].read_text("utf-8")
-    measured = "rl.held_out(run, sampler, " in page or "rl.evaluate_during(run, config.evaluation, sampler, " in page
+    ways = ("held_out(run, sampler, ", "held_out(run, agents, ", "evaluate_during(run, config.evaluation, sampler, ")
+    measured = any(f"rl.{way}" in page for way in ways)
     assert measured == ("run.spawn(rl.Sampler, " in page)
 
 
