@@ -19,7 +19,7 @@ import meshrl as rl
 from meshrl import Batch, Metrics, Ragged, Sampling, Weights
 from meshrl.data import Source, is_ragged
 from meshrl.losses import Loss, check_predicts, check_sources, token_weights
-from meshrl.mesh import Array
+from meshrl.mesh import Array, current_rank
 from meshrl.roles import GenerateCalls
 
 
@@ -77,7 +77,7 @@ class DigitSampler(rl.Sampler):
 
     def __init__(self, config: rl.SamplerConfig) -> None:
         self.logits, self.version = np.zeros(10, np.float32), 0
-        self.random = np.random.default_rng(config.seed)
+        self.random = np.random.default_rng([config.seed, current_rank().index])
         self.calls = GenerateCalls()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
@@ -159,6 +159,8 @@ async def main() -> None:
                 await rl.publish(policy, stream)
                 await run.record(metrics, batch)
                 print(f"{batch.rewards.mean():.0%} are right")
+        answers = await rl.rollout(sampler, next(prompts), rl.Sampling(temperature=0.0))
+        print(f"greedy answers: {sorted({str(text) for text in answers.objects('completion')})}")
 
 
 if __name__ == "__main__":

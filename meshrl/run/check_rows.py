@@ -33,11 +33,11 @@ def find_row_mistakes(
     lacking: list[str] = []
     prompts: list[_Prompt] = []
     most = _most(task)
-    for where, row in islice(read_rows(task, None if _is_file(task) else most), most):
+    for number, (where, row) in enumerate(islice(read_rows(task, None if _is_file(task) else most), most)):
         try:
             prompts.append(_Prompt(where, fill_prompt(task, row, where)))
             fill(task.answer, row, f"{where}: answer")
-            dialogue(task, row, where)
+            dialogue(task, number, row, where)
         except DataError as error:
             lacking.append(str(error))
     if lacking:

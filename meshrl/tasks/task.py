@@ -30,7 +30,7 @@ class _Filled(NamedTuple):
 class Task:
     """Prompts to train on and to judge by. Columns: `prompt`, `answer`, `row` (the source's own row).
 
-    And `messages`, lists of `{"role": ..., "content": ...}`, where `TaskConfig.messages` has templates of them.
+    And `messages`, lists of `{"role": ..., "content": ...}`, where `TaskConfig.dialogues` has templates of them.
     """
 
     train: Batch
@@ -66,7 +66,8 @@ class Task:
         for where, row in found:
             prompt = fill_prompt(config, row, where)
             if prompt not in every:
-                every[prompt] = _Filled(row, fill(config.answer, row, f"{where}: answer"), dialogue(config, row, where))
+                answer = fill(config.answer, row, f"{where}: answer")
+                every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
         rows = short_enough(config, every, quiet=quiet)
         # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
         places = {prompt: _place(prompt) for prompt in rows}
@@ -135,11 +136,13 @@ def first_row(config: TaskConfig) -> tuple[str, str, Row]:
     return fill_prompt(config, row, where), fill(config.answer, row, f"{where}: answer"), row
 
 
-def dialogue(config: TaskConfig, row: Mapping[str, object], where: str) -> list[Mapping[str, str]]:
-    """A row's messages; DataError where a template does not fit."""
+def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: str) -> list[Mapping[str, str]]:
+    """The messages of the row with this number; DataError where a template does not fit."""
+    if not config.dialogues:
+        return []
     return [
-        {"role": each.role, "content": fill(each.content, row, f"{where}: message {number}")}
-        for number, each in enumerate(config.messages)
+        {"role": each.role, "content": fill(each.content, row, f"{where}: message {at}")}
+        for at, each in enumerate(config.dialogues[number % len(config.dialogues)])
     ]
 
 

@@ -75,20 +75,15 @@ def test_blank_lines_are_skipped_and_the_answer_may_be_null(tmp_path: Path) -> N
     assert task.train.objects("answer") == ("", "2")
 
 
-def test_a_dialogue_of_templates(write: Write) -> None:
-    turns = [
-        {"role": "user", "content": "{question}"},
-        {"role": "assistant", "content": '{{"n": {metadata[n]}}}'},
-        {"role": "tool", "content": "{answer}"},
-    ]
-    config = TaskConfig.model_validate({"source": write(*sums(2)), "held_out": 0, "messages": turns})
+def test_dialogues_of_templates(write: Write) -> None:
+    tells = [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": '{{"n": {metadata[n]}}}'}]
+    asks = [{"role": "user", "content": "{answer}"}, {"role": "tool", "content": "?"}]
+    config = TaskConfig.model_validate({"source": write(*sums(3)), "held_out": 0, "dialogues": [tells, asks]})
     texts = [[message["content"] for message in row] for row in messages_of(Task.load(config))]
-    assert texts == [["0+1=", '{"n": 0}', "1"], ["1+1=", '{"n": 1}', "2"]]
-    wrong = TaskConfig.model_validate(
-        {"source": write(*sums(2)), "messages": [{"role": "user", "content": "{questions}"}]}
-    )
+    assert texts == [["0+1=", '{"n": 0}'], ["2", "?"], ["2+1=", '{"n": 2}']]
+    wrong = [[{"role": "user", "content": "{questions}"}]]
     with pytest.raises(DataError, match=r"line 1: message 0: the template '{questions}' needs 'questions'"):
-        Task.load(wrong)
+        Task.load(TaskConfig.model_validate({"source": write(*sums(2)), "dialogues": wrong}))
 
 
 def messages_of(task: Task) -> list[list[dict[str, str]]]:
