@@ -138,7 +138,7 @@ class EventLog:
 
     def __init__(self, path: Path, most: int = 1 << 28) -> None:
         """`most`: bytes of both files."""
-        self.began = clock()
+        self.began: float = clock()
         """The start of the run, on the event loop's clock."""
         self._path = path
         self._room = self._most = most // 2
