@@ -10,7 +10,7 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 # for others leave the cores to those that work.
 TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # What needs neither a process, a model nor the third-party packages of a backend.
-CORE := $(addprefix tests/,mesh data weights roles run report simulation testing rollout)
+CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing rollout)
 FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks \
 	test_architecture.py test_public_api.py)
 # Tests of the same bits, under each of these sets of a processor's instructions.
@@ -19,10 +19,12 @@ CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx5
 unexport PYTHONDONTWRITEBYTECODE
 # Its theme's makers advertise their next one in each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs
+# OpenAI's package for JavaScript, which agents are tested with where there is npm.
+NODE := tests/agents/node/node_modules/.package-lock.json
 BENCHMARKS := $(filter-out bench/faults.py bench/harness.py, $(wildcard bench/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart smollm2 test test-fast test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint docs docs-serve prose check bench peers
+.PHONY: help setup quickstart smollm2 test test-fast test-index test-attack test-bits test-lowest test-cluster test-gpu test-contracts test-vllm test-sglang lint docs docs-serve prose check bench peers
 
 help:  ## this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,8 +38,11 @@ quickstart: setup  ## warm up a small model, then improve it by GRPO: about 4 mi
 smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 	$(BIN)/meshrl run grpo/smollm2
 
-test: setup  ## the tests
-	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/vllm
+test: setup $(if $(shell command -v npm),$(NODE))  ## the tests
+	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/packaging/index --ignore tests/vllm
+
+test-index: setup  ## what pip's index gives: the wheel on each Python that is here, and packages for each extra
+	$(BIN)/pytest -rs tests/packaging/index
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
 	$(TESTS) tests/attack
@@ -53,7 +58,7 @@ test-lowest: .venv-lowest/.done  ## the tests of the core, with the lowest versi
 	.venv-lowest/bin/pytest -n 2 --dist loadfile -m "not process and not slow" $(CORE)
 
 test-cluster: setup  ## the tests on several hosts, made of namespaces: as root (docs/hosts.md)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs tests/cluster
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -rs -n 2 --dist loadfile tests/cluster
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu tests/gpu
@@ -84,7 +89,7 @@ docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, made anew wh
 prose: .venv-docs/.done  ## the English of the pages: proselint, the words of docs/prose.toml, and how readable each page is
 	.venv-docs/bin/python docs/prose.py
 
-check: lint prose docs test test-attack test-bits test-lowest test-vllm test-sglang  ## all of it: what CI runs
+check: lint prose docs test test-attack test-bits test-lowest test-index test-vllm test-sglang  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results
@@ -112,6 +117,10 @@ peers: .peers/trl/.done .peers/verl/.done  ## the environments of the projects t
 	$(@D)/bin/python $(PIP) --constraint $< $(TORCH)
 	$(@D)/bin/python $(PIP) --no-deps --requirement $<
 	@touch $@
+
+# Without a network its tests are skipped.
+$(NODE): tests/agents/node/package-lock.json
+	-npm ci --silent --prefix $(<D)
 
 # torch first and alone, here too: what follows would bring another build of it.
 .peers/%/.done: bench/peers/requirements-%.txt

@@ -114,8 +114,12 @@ def main() -> None:
 
 
 def pages(asked: Sequence[str] | None) -> list[str]:
-    """The pages asked for, or all that train a policy which a sampler draws from; the teacher first, where needed."""
-    found = (name for name in sorted(shipped_scripts()) if {"policy", "sampler"} <= vars(config(name)).keys())
+    """The pages asked for, or all that train a policy which a sampler draws from; the teacher first, where needed.
+
+    Not `agent`, whose model converses.
+    """
+    tables = {name: vars(config(name)).keys() for name in sorted(shipped_scripts())}
+    found = (name for name, keys in tables.items() if {"policy", "sampler"} <= keys and "agent" not in keys)
     names = list(asked or found)
     return [*([TEACHER] if {TEACHER, "distill"} & {*names} else []), *(name for name in names if name != TEACHER)]
 

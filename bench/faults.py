@@ -212,7 +212,8 @@ def faults(luck: random.Random) -> Iterator[Fault]:
     """One after the other; each kind comes once before any comes again."""
 
     def sampler_killed(run: Broken) -> None:
-        run.sampling(luck).run(["pkill", "-KILL", "-f", "^ray::RankProcess"])
+        killed = "pkill -KILL -f ^ray::RankProcess && echo killed; true"
+        run.wait_until(lambda: bool(run.sampling(luck).run(["sh", "-c", killed])), "a sampler's process is found")
 
     def policy_killed(run: Broken) -> None:
         run.cluster.hosts[0].run(["pkill", "-KILL", "-f", "^ray::RankProcess"])

@@ -1,4 +1,4 @@
-"""The rooms of the core, made of its sources: tables in README.md and docs/tour.md, and the picture docs/house.svg.
+"""The rooms of the core, made of its sources: a table in docs/tour.md, and the picture docs/house.svg.
 
 python docs/house.py
 """
@@ -19,8 +19,9 @@ ROOMS = (
     ("rewards", "rollout"),
     ("agents", "environments"),
     ("run",),
-    ("deprecated", "evaluation", "launch", "simulation"),
-    ("testing", "cli"),
+    ("deprecated", "evaluation", "launch", "simulation", "watch"),
+    ("planning", "testing"),
+    ("cli",),
 )
 """The rooms by level: each imports from levels below it alone."""
 
@@ -40,23 +41,17 @@ def rooms() -> list[str]:
     return [room for level in ROOMS for room in level]
 
 
-def tree() -> str:
-    """The rooms as the README prints them."""
-    lines = ["meshrl/", *(f"  {room + '/':<15}{first_line(HOUSE / room / '__init__.py')}" for room in rooms())]
-    files = sorted(path for path in HOUSE.glob("*.py") if path.stem != "__init__")
-    lines += [f"  {path.name:<15}{first_line(path)}" for path in files]
-    return "```text\n" + "\n".join(lines) + "\n```"
-
-
 def paragraphs() -> str:
-    """Each room: its paragraph and its modules."""
+    """Each room: its paragraph and its modules; then the modules that every room may use."""
     found: list[str] = []
     for room in rooms():
         folder = HOUSE / room
         found.append(f"### `{room}/`\n\n{docstring(folder / '__init__.py')}\n\n| Module | What it is |\n|---|---|")
         modules = sorted(path for path in folder.rglob("*.py") if not path.stem.startswith("__"))
         found[-1] += "".join(f"\n| `{path.relative_to(folder)}` | {first_line(path)} |" for path in modules)
-    return "\n\n".join(found)
+    beside = sorted(path for path in HOUSE.glob("*.py") if path.stem != "__init__")
+    rows = "".join(f"\n| `{path.name}` | {first_line(path)} |" for path in beside)
+    return "\n\n".join([*found, f"### Beside the rooms\n\n| Module | What it is |\n|---|---|{rows}"])
 
 
 def imported() -> dict[str, set[str]]:
@@ -120,22 +115,21 @@ def picture() -> str:
 
 
 PICTURE = ROOT / "docs" / "house.svg"
-PAGES = {ROOT / "README.md": tree, ROOT / "docs" / "tour.md": paragraphs}
-"""Each page that has such a part, between two comments, and what makes it."""
+PAGE = ROOT / "docs" / "tour.md"
+"""Has the tables between two comments."""
 
 
-def written(page: Path) -> str:
-    """A page with its part as the docstrings have it."""
-    part = f"<!-- house -->\n{PAGES[page]()}\n<!-- /house -->"
+def written() -> str:
+    """The page with its part as the docstrings have it."""
+    part = f"<!-- house -->\n{paragraphs()}\n<!-- /house -->"
     text, count = re.subn(
-        r"<!-- house -->\n.*?<!-- /house -->", lambda _: part, page.read_text("utf-8"), flags=re.DOTALL
+        r"<!-- house -->\n.*?<!-- /house -->", lambda _: part, PAGE.read_text("utf-8"), flags=re.DOTALL
     )
     if count != 1:
-        raise SystemExit(f"{page} has {count} parts between <!-- house --> and <!-- /house -->: it must have one")
+        raise SystemExit(f"{PAGE} has {count} parts between <!-- house --> and <!-- /house -->: it must have one")
     return text
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(written(page), "utf-8")
+    PAGE.write_text(written(), "utf-8")
     PICTURE.write_text(picture(), "utf-8")

@@ -8,6 +8,13 @@ from typing import TYPE_CHECKING
 from meshrl import deprecated
 
 if TYPE_CHECKING:
+    from meshrl.agents import Agent as Agent
+    from meshrl.agents import AgentConfig as AgentConfig
+    from meshrl.agents import Agents as Agents
+    from meshrl.agents import Gateway as Gateway
+    from meshrl.agents import GatewayConfig as GatewayConfig
+    from meshrl.agents import conversations as conversations
+    from meshrl.agents import read_chat as read_chat
     from meshrl.config import Config as Config
     from meshrl.data import Batch as Batch
     from meshrl.data import Metrics as Metrics
@@ -95,6 +102,7 @@ if TYPE_CHECKING:
     from meshrl.objectives import score_columns as score_columns
     from meshrl.objectives import score_metrics as score_metrics
     from meshrl.objectives import step_score_metrics as step_score_metrics
+    from meshrl.objectives import turn_advantages as turn_advantages
     from meshrl.objectives import whiten as whiten
     from meshrl.objectives import with_labels as with_labels
     from meshrl.rewards import RewardConfig as RewardConfig
@@ -161,6 +169,7 @@ else:
     from types import ModuleType
 
     _NAMES = {
+        "agents": "Agent AgentConfig Agents Gateway GatewayConfig conversations read_chat",
         "config": "Config",
         "data": "Batch Metrics Ragged Source",
         "engines.local": "LocalEngine",
@@ -183,7 +192,7 @@ else:
             "Gae batch_advantages best_and_worst gae group_advantages kl_columns kl_metrics leave_one_out "
             "log_ratios minibatches optimal_advantages pair_margins pair_metrics penalised_rewards "
             "preference_columns reference_point rescaled_advantages rewards_to_go score_columns score_metrics "
-            "step_score_metrics whiten with_labels"
+            "step_score_metrics turn_advantages whiten with_labels"
         ),
         "rewards": "RewardConfig from_trl overlong_penalty",
         "roles": (

@@ -6,7 +6,7 @@ Times are seconds on one clock, the controller's event loop's, from the start of
 import asyncio
 import time
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -136,10 +136,14 @@ class EventLog:
     to NAME-before.jsonl, in the place of the one before it.
     """
 
-    def __init__(self, path: Path, most: int = 1 << 28) -> None:
-        """`most`: bytes of both files."""
+    def __init__(
+        self, path: Path, most: int = 1 << 28, tell: Callable[[Sequence[Event], float], None] | None = None
+    ) -> None:
+        """`most`: bytes of both files. `tell`: is given what is written, and the start in seconds since 1970."""
         self.began: float = clock()
         """The start of the run, on the event loop's clock."""
+        self._since = time.time()
+        self._tell = tell
         self._path = path
         self._room = self._most = most // 2
         self._file = path.open("wb")
@@ -194,6 +198,8 @@ class EventLog:
             self._file.write(lines)
             self._file.flush()
             self._room -= len(lines)
+            if self._tell:
+                self._tell(kept, self._since)
 
     def close(self) -> None:
         """Write the rest, with the waits that go on, up to now. Nothing is kept from here on."""

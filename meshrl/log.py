@@ -1,15 +1,32 @@
 """Log lines of the program. A rank that says nothing does not pay for structlog: it is imported with the first."""
 
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger, Processor
 
 
+_silent: ContextVar[bool] = ContextVar("silent", default=False)
+
+
 def info(event: str, **values: object) -> None:
     """Say what goes on."""
-    _logger().info(event, **values)
+    if not _silent.get():
+        _logger().info(event, **values)
+
+
+@contextmanager
+def silenced() -> Generator[None]:
+    """Say nothing of what goes on in the block, but what somebody should look at."""
+    before = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(before)
 
 
 def warning(event: str, **values: object) -> None:

@@ -33,17 +33,19 @@ ROOMS = {
     "roles": "hub mesh data weights losses objectives",
     "rewards": "data tasks roles",
     "rollout": "mesh data weights tasks roles",
-    "agents": "mesh data weights tasks roles rewards",
+    "agents": "mesh data weights tasks roles rewards rollout",
     "environments": "mesh data weights tasks roles rewards",
-    "run": "hub trackers mesh data engines losses tasks roles rewards rollout environments",
+    "run": "hub trackers mesh data engines losses tasks roles rewards rollout agents environments",
     "evaluation": "mesh data engines tasks roles rewards rollout run",
     "simulation": "mesh data engines weights losses objectives roles run report",
+    "planning": "tasks rewards roles run simulation",
     "testing": (
         "deprecated mesh data engines weights losses objectives tasks roles rewards rollout agents run evaluation "
         "simulation"
     ),
     "launch": "roles run",
-    "cli": "engines tasks roles run report evaluation simulation launch",
+    "watch": "report run",
+    "cli": "engines tasks roles agents run report evaluation simulation planning launch watch",
 }
 """Each room and those that it may import from, by their doors: no other, and none of these in a circle."""
 
@@ -62,7 +64,9 @@ def modules(folder: str) -> dict[str, Path]:
 
 CORE = {name: path for name, path in modules("meshrl").items() if name != "__init__"}
 SOURCES = [
-    path for folder in ("meshrl", "backends", "algorithms", "bench", "tests") for path in modules(folder).values()
+    path
+    for folder in ("meshrl", "backends", "algorithms", "bench", "examples", "tests")
+    for path in modules(folder).values()
 ]
 
 
@@ -233,6 +237,8 @@ NAMED = {
     "roles.config": {"torch"},  # a default value: who gives no backend has this one
     "rewards.function": {"function"},  # a default value; and the key of the table
     "agents.chat": {"function"},  # a word of the format in which models are offered tools
+    "agents.speller": {"function"},  # the same
+    "agents.responses": {"function"},  # the same
     "agents.tool_calls": {"function"},  # the same
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table

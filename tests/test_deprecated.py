@@ -1,10 +1,16 @@
 """What had another module or name before the rooms can still be imported, with a warning that says where it is now."""
 
+# pyright: reportDeprecated=false
+
+import inspect
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from meshrl import (
     Batch,
@@ -15,7 +21,7 @@ from meshrl import (
     preference_columns,
     score_columns,
 )
-from meshrl.deprecated import ELSEWHERE, MOVED, RENAMED, passes
+from meshrl.deprecated import ELSEWHERE, GOES, MOVED, RENAMED, passes
 from meshrl.testing import FakePolicy, FakeReference, FakeRewardModel
 
 PUBLIC = {
@@ -114,7 +120,7 @@ PUBLIC = {
 @pytest.mark.parametrize("old", sorted(MOVED))
 def test_an_old_module_has_its_names_and_says_where_they_are(old: str) -> None:
     sys.modules.pop(f"meshrl.{old}", None)
-    with pytest.warns(DeprecationWarning, match=rf"meshrl\.{old} goes with the next version.*{MOVED[old].split()[0]}"):
+    with pytest.warns(DeprecationWarning, match=rf"meshrl\.{old} goes with meshrl {GOES}.*{MOVED[old].split()[0]}"):
         module = import_module(f"meshrl.{old}")
     places = [
         import_module(place if place.startswith("meshrl_") else f"meshrl.{place}") for place in MOVED[old].split()
@@ -129,7 +135,7 @@ def test_an_old_module_has_its_names_and_says_where_they_are(old: str) -> None:
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module in ELSEWHERE for name in ELSEWHERE[module]])
 def test_an_old_name_of_a_module_that_is_still_there_says_what_it_is_now(module: str, name: str) -> None:
     place, _, now = ELSEWHERE[module][name].rpartition(".")
-    with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} goes with the next version: use {place}"):
+    with pytest.warns(DeprecationWarning, match=rf"{module}\.{name} goes with meshrl {GOES}: use {place}"):
         value = getattr(import_module(module), name)
     assert value is getattr(import_module(place), now)
     assert not hasattr(import_module(module), "nothing")
@@ -148,6 +154,16 @@ def test_other_modules_are_not_found() -> None:
         import_module("actor")
 
 
+def test_what_is_deprecated_goes_with_the_version_that_was_announced() -> None:
+    pyproject = Path(__file__).parents[1] / "pyproject.toml"
+    version = tomllib.loads(pyproject.read_text("utf-8"))["project"]["version"]
+    assert Version(version) < Version(GOES), f"remove what goes with {GOES}, and set GOES to a later version"
+    for name, function in inspect.getmembers(passes, inspect.isfunction):
+        if function.__module__ == passes.__name__:
+            assert getattr(function, "__deprecated__", "").startswith(f"goes with meshrl {GOES}: use "), name
+
+
+@pytest.mark.filterwarnings("ignore:goes with:DeprecationWarning")
 async def test_passes_of_before_do_what_pages_do_themselves() -> None:
     policy, reference = FakePolicy(PolicyConfig(model="none")), FakeReference(ReferenceConfig(model="none"))
     rows = answer_pairs(Batch.of(prompt=["1+1=", "2+2="], answer=["2", "4"]), ["3", "5"])

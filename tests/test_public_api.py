@@ -24,6 +24,13 @@ PUBLIC = [
     "PP",
     "TP",
     "Actor",
+    "Agent",
+    "AgentConfig",
+    "Agents",
+    "Gateway",
+    "GatewayConfig",
+    "conversations",
+    "read_chat",
     "AlgorithmConfig",
     "BackendError",
     "BackendOptions",
@@ -135,6 +142,7 @@ PUBLIC = [
     "rollouts",
     "stop",
     "train",
+    "turn_advantages",
     "whiten",
     "PairSampling",
     "answer_pairs",
@@ -210,6 +218,8 @@ def test_a_name_is_loaded_when_it_is_asked_for() -> None:
     code = (
         "import sys, meshrl; from meshrl import Mesh, endpoint\n"
         "assert not {'pydantic', 'structlog', 'meshrl.data', 'meshrl.run'} & set(sys.modules)\n"
+        "from meshrl import AgentConfig, read_chat; import meshrl.run.check\n"
+        "assert not {'openai', 'starlette', 'uvicorn'} & set(sys.modules)\n"
         "import meshrl.rollout; assert meshrl.rollout is not sys.modules['meshrl.rollout'], 'the function goes first'\n"
         "assert meshrl.losses.WithKl is sys.modules['meshrl.losses'].WithKl, 'rooms are loaded too'\n"
         "from meshrl import *\n"

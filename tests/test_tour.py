@@ -1,11 +1,9 @@
-"""The rooms that the README and the tour print are those of the code."""
+"""The rooms that the tour prints are those of the code."""
 
 import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
-
-import pytest
 
 from tests.test_architecture import ROOMS
 
@@ -22,9 +20,8 @@ def house() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
-def test_a_page_has_the_rooms_as_their_docstrings_say(page: str) -> None:
-    assert house().written(ROOT / page) == (ROOT / page).read_text("utf-8"), "run python docs/house.py"
+def test_the_tour_has_the_rooms_as_their_docstrings_say() -> None:
+    assert house().written() == house().PAGE.read_text("utf-8"), "run python docs/house.py"
 
 
 def test_a_room_lies_above_all_that_it_imports_from() -> None:

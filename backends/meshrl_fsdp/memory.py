@@ -9,7 +9,7 @@ from typing import Final, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshrl.errors import ConfigError
+from meshrl.errors import BackendError
 from meshrl.roles import CriticConfig, Memory, ModelConfig, PolicyConfig, RewardTrainingConfig, Work, options_of
 from meshrl_fsdp.optimizer import ShardedOptimizer
 from meshrl_fsdp.options import FsdpConfig
@@ -25,13 +25,13 @@ _OFFLOADED: Final = ("parameters", "moments", "gradients")
 def held(config: ModelConfig, work: Work) -> Memory:
     """What the first rank holds of a role, whose shards are the largest.
 
-    ConfigError in a process that is in a process group already.
+    BackendError for what is not counted, ConfigError in a process that is in a process group already.
     """
     layout = options_of(config, FsdpConfig)
     dtype = cast("torch.dtype", getattr(torch, config.dtype))
     trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
     if trains and layout.gradient_sync == "last":
-        raise ConfigError('gradient_sync = "last" keeps whole gradients, which are not counted yet')
+        raise BackendError('gradient_sync = "last" keeps whole gradients, which are not counted yet')
     whole = config.model_copy(update={"dtype": "float32"})
     with _alone(work.axes, layout) as world:
         budget = int(getattr(config, "micro_batch_tokens", 1))

@@ -53,8 +53,9 @@ class HuggingFaceChat:
 def read_chat(config: ModelConfig) -> HuggingFaceChat:
     """How the model of a role's table converses. ModelError where it has no template."""
     if isinstance(config.model, NewModel):
-        tokenizer = character_tokenizer(config.model.characters, config.model.max_tokens)
-        known = words(tokenizer, new_config(config.model, tokenizer), None, None)
+        made = config.model
+        tokenizer = character_tokenizer(made.characters, made.max_tokens, made.chat_template)
+        known = words(tokenizer, new_config(made, tokenizer), None, None)
     else:
         known = read_words(config, folder_of(config.model))
     return HuggingFaceChat(known, config.chat_template_kwargs)

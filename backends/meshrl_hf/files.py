@@ -77,7 +77,9 @@ def _merged(path: Path) -> Path:
     try:
         described = PeftConfig.from_pretrained(str(path))
         base = folder_of("@".join(filter(None, (described.base_model_name_or_path, described.revision))))
-        network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, local_files_only=True)
+        network = AutoModelForCausalLM.from_pretrained(
+            base, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
         with warnings.catch_warnings():  # peft asks transformers for what is going away there
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             merged = PeftModel.from_pretrained(network, str(path)).merge_and_unload()

@@ -139,7 +139,7 @@ def _load(config: ModelConfig, kind: Kind) -> LanguageModel:
 
 
 def _new(spec: NewModel, seed: int, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = character_tokenizer(spec.characters, spec.max_tokens)
+    tokenizer = character_tokenizer(spec.characters, spec.max_tokens, spec.chat_template)
     config = new_config(spec, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -172,7 +172,7 @@ def new_config(spec: NewModel, tokenizer: PreTrainedTokenizerBase) -> LlamaConfi
 
 def _read(name: str, folder: Path, dtype: torch.dtype, kind: Kind) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        loaded = kind.read(folder, dtype=dtype, local_files_only=True, output_loading_info=True)
+        loaded = kind.read(folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True)
     except Exception as error:
         raise unreadable(name, kind, error) from error
     network, report = cast("tuple[PreTrainedModel, Mapping[str, Iterable[str]]]", loaded)

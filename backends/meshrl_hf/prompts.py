@@ -37,7 +37,7 @@ def _one(tokenizer: PreTrainedTokenizerBase, prompt: str, config: ModelConfig) -
 
 def _tokenizer(model: str | NewModel) -> PreTrainedTokenizerBase | None:
     if isinstance(model, NewModel):
-        return character_tokenizer(model.characters, model.max_tokens)
+        return character_tokenizer(model.characters, model.max_tokens, model.chat_template)
     path = Path(model).expanduser()
     if not (path / "config.json").is_file():
         return None

@@ -57,7 +57,7 @@ def words(
     return Words(tokenizer, chat, frozenset(stops | {end_token(tokenizer)}), int(longest or (1 << 62)))
 
 
-def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizerBase:
+def character_tokenizer(characters: str, max_tokens: int, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """One token a character, after `<pad>` (PAD) and `<eos>` (END); no beginning-of-text token."""
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice or not characters:
@@ -72,6 +72,7 @@ def character_tokenizer(characters: str, max_tokens: int) -> PreTrainedTokenizer
         pad_token="<pad>",
         eos_token="<eos>",
         model_max_length=max_tokens,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
 

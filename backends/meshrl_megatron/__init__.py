@@ -3,10 +3,10 @@
 Each rank is a process of its own, so a mesh of several ranks needs `run.engine = "processes"`, or `"ray"`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["COUNTS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
+__all__ = ["AXES", "COUNTS", "MEMORY", "MODELS", "OPTIONS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -18,6 +18,9 @@ ROLES: Final[Mapping[str, str]] = {
     "RewardModel": "meshrl_megatron.reward_model:MegatronRewardModel",
 }
 """Where each role's class is. Strings, so that looking a role up imports neither torch nor Megatron."""
+
+AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(ROLES, ("dp", "pp", "cp", "tp"))
+"""The axes that each role's ranks may stand along, the last one fastest; none where it takes one rank."""
 
 OPTIONS: Final[Mapping[str, str]] = dict.fromkeys(ROLES, "meshrl_megatron.options:MegatronConfig")
 """Where the schema of each role's own options is: the table `megatron` in the role's."""

@@ -1,9 +1,9 @@
 """The plain torch backend: each role holds a whole Hugging Face model on one rank, for a laptop or a test."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-__all__ = ["CHAT", "COUNTS", "MEMORY", "MODELS", "ROLES"]
+__all__ = ["AXES", "CHAT", "COUNTS", "MEMORY", "MODELS", "ROLES"]
 
 MODELS: Final = "read"
 
@@ -16,6 +16,9 @@ ROLES: Final[Mapping[str, str]] = {
     "Sampler": "meshrl_torch.sampler:TorchSampler",
 }
 """Where each role's class is. Strings, so that looking a role up imports no torch."""
+
+AXES: Final[Mapping[str, Sequence[str]]] = dict.fromkeys(("Critic", "Policy", "RewardModel"), ())
+"""The axes that each role's ranks may stand along, the last one fastest; none where it takes one rank."""
 
 CHAT: Final = "meshrl_hf.chat:read_chat"
 """Reads the tokenizer and the chat template, without a model."""

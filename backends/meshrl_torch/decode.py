@@ -5,6 +5,7 @@ step is one forward pass over the first slots of the cache, whatever finished.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Final
 
@@ -18,6 +19,7 @@ from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import groups_of, runs
 from meshrl_hf.rollouts import Finished, Ints, Request
 from meshrl_hf.routing import Routes
+from meshrl_hf.seeds import UInt64
 from meshrl_hf.text import decode
 from meshrl_torch.cache import Cache, Decode, Prefill
 from meshrl_torch.draw import Draw
@@ -29,7 +31,7 @@ GROWTH: Final = 32
 
 
 class Decoder:
-    """The rows of one call, and the slots they are in.
+    """The rows of one call, or of several that draw alike, and the slots they are in.
 
     `refill` is how many free slots it takes before waiting rows are let in: a prompt's forward pass costs as much
     as a step, whether it is for one row or for many. `routed`: as of `Rollouts`.
@@ -47,6 +49,7 @@ class Decoder:
     ) -> None:
         self._model = model
         self._cache = cache
+        self._most = slots
         cache.begin(min(slots, len(request.limits)))
         self._request = request
         self._draw = draw
@@ -65,28 +68,64 @@ class Decoder:
         self._versions = np.zeros((self._slots, 0), np.int32)
         self._experts = np.zeros((self._slots, 0, *routed), np.int16)
         self._ends = np.array(sorted(request.ends), np.int32)
-        self._finished: list[Finished] = []
+        self._calls = 1
+        self._call = np.zeros(self._rows, np.int64)  # of each row
+        self._seeds = np.full(self._rows, draw.seed)
+        self._finished: dict[int, list[Finished]] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a row is being decoded or waits."""
         return self._count > 0 or self._next < self._rows
 
-    def take(self) -> Finished | None:
-        """The rows that finished since the last call."""
-        parts, self._finished = self._finished, []
+    @property
+    def room(self) -> int:
+        """Rows that would find a slot at once."""
+        return self._most - self._count - (self._rows - self._next)
+
+    def has(self, call: int) -> bool:
+        """Whether a row of a call is being decoded or waits."""
+        return bool((self._call[self._row[: self._count]] == call).any() or (self._call[self._next :] == call).any())
+
+    def add(self, request: Request, seed: UInt64) -> int:
+        """Rows of another call, which draws alike, by a seed of its own; its number, where the first call is 0."""
+        self._keep(np.arange(self._next, self._rows))
+        had, count = self._request, len(request.limits)
+        self._request = replace(
+            had,
+            prefixes=[*had.prefixes, *request.prefixes],
+            prefix=np.concatenate([had.prefix, request.prefix + len(had.prefixes)]),
+            rows=np.concatenate([had.rows, request.rows]),
+            starts=np.concatenate([had.starts, request.starts]),
+            limits=np.concatenate([had.limits, request.limits]),
+            numbers=np.concatenate([had.numbers, request.numbers]),
+        )
+        number, self._calls = self._calls, self._calls + 1
+        self._lengths = np.fromiter(map(len, self._request.prefixes), np.int64, len(self._request.prefixes))
+        self._call = np.concatenate([self._call, np.full(count, number)])
+        self._seeds = np.concatenate([self._seeds, np.full(count, seed)])
+        self._rows += count
+        self._grow(min(self._most, self._rows))
+        return number
+
+    def take(self, call: int = 0) -> Finished | None:
+        """The rows of a call that finished since they were last taken."""
+        parts = self._finished.pop(call, None)
         if not parts:
             return None
         return Finished(*(np.concatenate([getattr(part, name) for part in parts]) for name in Finished.__match_args__))
 
-    def stop(self) -> None:
-        """End all rows, those that wait too: `take` gives them as aborted, with what they have."""
-        self._finish(np.arange(self._count), np.zeros(self._count, np.bool_), aborted=True)
+    def stop(self, call: int = 0) -> None:
+        """End all rows of a call, those that wait too: `take` gives them as aborted, with what they have."""
+        running = self._call[self._row[: self._count]] == call
+        self._finish(np.flatnonzero(running), np.zeros(int(running.sum()), np.bool_), aborted=True)
+        self._leave(running)
         waiting = np.arange(self._next, self._rows)
+        others, waiting = waiting[self._call[waiting] != call], waiting[self._call[waiting] == call]
         prefixes = [self._request.prefixes[prefix] for prefix in self._request.prefix[waiting].tolist()]
         lengths = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
         tokens = np.fromiter(chain.from_iterable(prefixes), np.int32, lengths.sum())
-        self._finished.append(
+        self._finished.setdefault(call, []).append(
             Finished(
                 rows=self._request.rows[waiting],
                 lengths=lengths,
@@ -99,7 +138,7 @@ class Decoder:
                 experts=np.full((len(tokens), *self._experts.shape[2:]), -1, np.int16),
             )
         )
-        self._count, self._next = 0, self._rows
+        self._keep(others)
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
@@ -192,8 +231,9 @@ class Decoder:
         here = slice(first, first + len(logits))
         self._place[here] += 1
         place = self._place[here]
-        numbers = self._request.numbers[self._row[here]]
-        tokens, logprobs = self._draw(logits, numbers, place - self._prompt[here], version)
+        row = self._row[here]
+        draw = replace(self._draw, seed=self._seeds[row])
+        tokens, logprobs = draw(logits, self._request.numbers[row], place - self._prompt[here], version)
         slots = np.arange(here.start, here.stop)
         self._tokens[slots, place] = tokens.numpy()
         self._logprobs[slots, place] = logprobs.numpy()
@@ -212,26 +252,67 @@ class Decoder:
             return
         slots = np.flatnonzero(done)
         self._finish(slots, ~ended[slots], aborted=False)
+        self._leave(done)
+
+    def _leave(self, done: NDArray[np.bool_]) -> None:
+        """The slots of these, bool[count], are free, and the last rows take them."""
+        slots = np.flatnonzero(done)
         self._count -= len(slots)
         holes = slots[slots < self._count]
         if len(holes):
             self._move(np.flatnonzero(~done[self._count :]) + self._count, holes)
 
+    def _keep(self, waiting: Ints) -> None:
+        """Of all rows, only those in slots and these of the waiting ones."""
+        rows, had = np.concatenate([self._row[: self._count], waiting]), self._request
+        self._request = replace(
+            had,
+            prefixes=had.prefixes if len(waiting) else (),
+            prefix=had.prefix[rows],
+            rows=had.rows[rows],
+            starts=had.starts[rows],
+            limits=had.limits[rows],
+            numbers=had.numbers[rows],
+        )
+        self._call, self._seeds = self._call[rows], self._seeds[rows]
+        self._row[: self._count] = np.arange(self._count)
+        self._next, self._rows = self._count, len(rows)
+
+    def _grow(self, slots: int) -> None:
+        """So many slots, where there are fewer."""
+        more = slots - self._slots
+        if more <= 0:
+            return
+        self._slots = slots
+        self._cache.slots = slots
+        self._row, self._prompt, self._place, self._end = (
+            np.pad(each, (0, more)) for each in (self._row, self._prompt, self._place, self._end)
+        )
+        below = ((0, more), (0, 0))
+        self._tokens = np.pad(self._tokens, below)
+        self._logprobs = np.pad(self._logprobs, below)
+        self._versions = np.pad(self._versions, below)
+        self._experts = np.pad(self._experts, (*below, (0, 0), (0, 0)))
+
     def _finish(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> None:
+        calls = self._call[self._row[slots]]
+        for call in np.unique(calls).tolist():
+            mine = calls == call
+            self._finished.setdefault(call, []).append(self._told(slots[mine], truncated[mine], aborted))
+
+    def _told(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> Finished:
         lengths = self._place[slots] + 1
         flat = runs(slots * self._tokens.shape[1], lengths)
-        self._finished.append(
-            Finished(
-                rows=self._request.rows[self._row[slots]],
-                lengths=lengths,
-                prompts=self._prompt[slots],
-                truncated=truncated,
-                aborted=np.full(len(slots), aborted),
-                tokens=self._tokens.reshape(-1)[flat],
-                logprobs=self._logprobs.reshape(-1)[flat],
-                versions=self._versions.reshape(-1)[flat],
-                experts=self._experts.reshape(self._tokens.size, *self._experts.shape[2:])[flat],
-            )
+        return Finished(
+            rows=self._request.rows[self._row[slots]],
+            lengths=lengths,
+            prompts=self._prompt[slots],
+            truncated=truncated,
+            aborted=np.full(len(slots), aborted),
+            tokens=self._tokens.reshape(-1)[flat],
+            logprobs=self._logprobs.reshape(-1)[flat],
+            versions=self._versions.reshape(-1)[flat],
+            experts=self._experts.reshape(self._tokens.size, *self._experts.shape[2:])[flat],
         )
 
     def _move(self, source: Ints, target: Ints) -> None:

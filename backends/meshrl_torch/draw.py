@@ -18,7 +18,7 @@ class Draw:
 
     sampling: Sampling
     seed: UInt64
-    """uint64[]: what the call's random numbers hang on."""
+    """uint64[], or uint64[B] by row: what the random numbers hang on."""
 
     @property
     def temperature(self) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Final
 
 import numpy as np
 import torch
@@ -24,9 +23,7 @@ from meshrl_hf.transfer import import_weights
 from meshrl_torch.cache import Cache
 from meshrl_torch.decode import Decoder
 from meshrl_torch.draw import Draw
-
-YIELD_STEPS: Final = 8
-"""Decode steps between two batches of finished rows: making a batch costs about as much as a step of a tiny model."""
+from meshrl_torch.joint import YIELD_STEPS, Joint
 
 
 class TorchSampler(Sampler):
@@ -50,6 +47,8 @@ class TorchSampler(Sampler):
         """Why nothing that the model draws may be trusted; empty while it may."""
         self._calls = GenerateCalls()
         self._caches: list[Cache] = []
+        self._joints: dict[Sampling, Joint] = {}
+        """The newest of each sampling."""
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Finished rollouts, all that finished in some steps at a time; no rows give one batch of none.
@@ -59,6 +58,10 @@ class TorchSampler(Sampler):
         rollouts = Rollouts(self._model, prompts, sampling, self._routed)
         if len(rollouts.ended.rows):
             yield rollouts.batch(rollouts.ended, self._version)
+        if sampling.joins and len(rollouts.request.limits) and not self._calls.is_replayed:
+            async for batch in self._joined(rollouts, sampling):
+                yield batch
+            return
         cache = self._caches.pop() if self._caches else Cache()
         try:
             async with self._calls.begin(sampling.beside) as call:
@@ -73,15 +76,44 @@ class TorchSampler(Sampler):
                     if not await call.step():
                         decoder.stop()
                         break
-                    if self._refused:
-                        raise ModelError(self._refused)
-                    version = self._version
+                    version = self._usable()
                     decoder.step(version)
         finally:
             self._caches.append(cache)
         finished = decoder.take()
         if finished is not None or not len(rollouts.rows):
             yield rollouts.batch(finished or rollouts.ended, version)
+
+    async def _joined(self, rollouts: Rollouts, sampling: Sampling) -> AsyncIterator[Batch]:
+        """Rows that are decoded with those of other calls."""
+        request = rollouts.request
+        async with self._calls.begin() as call:
+            version = self._version
+            seed = key(self._config.seed, sampling.seed, version, call.turn)
+            joint = self._joints.get(sampling)
+            if joint is not None and joint.room >= len(request.limits):
+                part = joint.join(call, request, seed)
+            else:
+                cache, slots = self._caches.pop() if self._caches else Cache(), self._config.slots
+                decoder = Decoder(self._model, cache, request, Draw(sampling, seed), slots, routed=self._routed)
+                joint = self._joints[sampling] = Joint(decoder, self._usable)
+                part = joint.begin(call, partial(self._ended, sampling, joint, cache))
+            try:
+                while (finished := await joint.finished(part)) is not None:
+                    yield rollouts.batch(finished, version)
+            finally:
+                joint.leave(part)
+
+    def _ended(self, sampling: Sampling, joint: Joint, cache: Cache) -> None:
+        self._caches.append(cache)
+        if self._joints.get(sampling) is joint:
+            del self._joints[sampling]
+
+    def _usable(self) -> int:
+        """The version of the weights; ModelError where they may not be trusted."""
+        if self._refused:
+            raise ModelError(self._refused)
+        return self._version
 
     async def load(self, weights: Weights) -> Batch:
         """Copy the weights in place; rows being decoded go on with them from their next token.

@@ -2,14 +2,16 @@
 
 A `Conversation` is what such a program's requests come to: the ids that each prompt holds, which are those that were
 sampled before, and the rows that are trained on. The `Gateway` is the server, before any sampler, and an `Agent`
-plays episodes: a program's work on a task's row. `Agents` are a sampler of such episodes, for a stream. These need
+plays episodes: a program's work on a task's row. `Agents` are a sampler of such episodes, for a stream; `record` keeps
+what programs say to a served model, without training. These need
 `pip install 'meshrl[agents]'`, and are loaded when they are asked for.
 """
 
 from typing import TYPE_CHECKING, Final
 
 from meshrl.agents.chat import Chat, Function, Message, Tool, ToolCall, read_chat
-from meshrl.agents.conversation import Conversation, Drawn, Prompt, Turn
+from meshrl.agents.config import AgentConfig, load_agent
+from meshrl.agents.conversation import Conversation, Drawn, Prompt, Transcript, Turn
 
 __all__ = [
     "Agent",
@@ -24,17 +26,23 @@ __all__ = [
     "GatewayConfig",
     "Message",
     "Prompt",
+    "Recording",
     "Session",
     "Tool",
     "ToolCall",
+    "Transcript",
     "Turn",
     "conversations",
+    "load_agent",
     "read_chat",
+    "record",
+    "recorded",
 ]
 
 if TYPE_CHECKING:
-    from meshrl.agents.agent import Agent, AgentConfig, Episode
+    from meshrl.agents.agent import Agent, Episode
     from meshrl.agents.gateway import Gateway, GatewayConfig, Session
+    from meshrl.agents.recording import Recording, record, recorded
     from meshrl.agents.sampler import Agents, conversations
 else:
     from importlib import import_module
@@ -42,8 +50,9 @@ else:
     from meshrl.errors import BackendError
 
     _MODULES: Final = {
-        "agent": "Agent AgentConfig Episode",
+        "agent": "Agent Episode",
         "gateway": "Gateway GatewayConfig Session",
+        "recording": "Recording record recorded",
         "sampler": "Agents conversations",
     }
     _SERVED: Final = {name: module for module, names in _MODULES.items() for name in names.split()}

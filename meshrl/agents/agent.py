@@ -18,54 +18,34 @@ import contextvars
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Final, Self, cast
+from itertools import count
+from pathlib import Path
+from typing import Final, cast
 
 import httpx2
 import msgspec
 import numpy as np
 import openai
-from pydantic import Field, model_validator
+from numpy.typing import NDArray
 
 from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Output, run
+from meshrl.agents.config import AgentConfig, load_agent
+from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
-from meshrl.config import Config
 from meshrl.data import Batch
 from meshrl.errors import ConfigError
 from meshrl.rewards import finite
 from meshrl.roles import Sampling
 from meshrl.tasks import Row
-from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
+from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8
 """Of a request that the gateway has no room for, by the client that a function is given."""
-
-
-class AgentConfig(Config):
-    """Which program talks to the model: a function, or a command."""
-
-    source: Annotated[str, CODE] = ""
-    """`file.py:function` or `package.module:function`, async or plain: called with a client of the package openai and
-    the task's row, it returns the reward."""
-    command: tuple[str, ...] = ()
-    """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
-    the row as JSON in its input; the last line of its output is the reward."""
-    seconds: float = Field(default=600.0, gt=0)
-    """The longest that it may take."""
-    output_mib: int = Field(default=16, gt=0)
-    """The most that a command may write."""
-
-    @model_validator(mode="after")
-    def _is_one_of_them(self) -> Self:
-        if bool(self.source) == bool(self.command):
-            raise ValueError(
-                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"]'
-            )
-        return self
 
 
 @dataclass(frozen=True)
@@ -80,18 +60,33 @@ class Episode:
     """What it raised, or that it took too long."""
     turns: int
     """Answers of the model."""
+    tries: int
+    """How often it was played."""
     output: str
     """The last that a command wrote; nothing of a function, which prints where the script does."""
+    turn_rewards: NDArray[np.float32]
+    """Of each answer, in their order: what the program gave, or else `reward` at the last, float32[turns]."""
 
 
 class Agent:
-    """Plays episodes, any number at once."""
+    """Plays episodes, as many at once as are configured."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        """ConfigError where the function is not found, or is none."""
+    def __init__(self, config: AgentConfig, outputs: Path | None = None) -> None:
+        """`outputs`: a folder, such as `run.folder / "agents"`, where what commands write is kept, a file an episode.
+
+        ConfigError where the function or the program is not found.
+        """
         self._config = config
-        self._function = _load(config.source) if config.source else None
+        self._outputs = outputs
+        self._numbers = count(_newest(outputs) + 1)
+        self._room = asyncio.Semaphore(config.concurrency)
+        self._function = load_agent(config)
         self._errors = FirstErrors("an agent failed; its episode has reward 0")
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether it talks to a server: a plain function and a command do."""
+        return not inspect.iscoroutinefunction(self._function)
 
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
         """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
@@ -99,16 +94,26 @@ class Agent:
         A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. Where
         the sampler failed and the episode did too, what the sampler raised is raised. ConfigError without a server.
         """
-        if not (gateway.is_serving or inspect.iscoroutinefunction(self._function)):
+        if self.needs_server and not gateway.is_serving:
             raise ConfigError(
                 "a plain function and a command talk to a server: play inside `async with gateway.serving()`"
             )
-        session, output = gateway.open(sampling), Output()
-        reward, error = 0.0, None
+        async with self._room:
+            tries = 0
+            while True:
+                tries += 1
+                episode = await self._play(gateway, row, sampling, tries)
+                if episode.error is None or tries > self._config.retries:
+                    return episode
+
+    async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
+        session, output = gateway.open(sampling), self._output()
+        reward, error, turns = 0.0, None, None
         limit = asyncio.timeout(self._config.seconds)
         try:
             async with limit:
-                reward = reward_of(await self._call(gateway, session, row, output))
+                result = await self._call(gateway, session, row, output)
+                reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
         except RAISED as raised:  # somebody's program may raise anything; it is data
             unless_cancelled(raised)
             if session.failure is not None:
@@ -120,7 +125,17 @@ class Agent:
         finally:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
-        return Episode(told, reward, error, len(session.conversation), output.text)
+        answers = len(session.conversation)
+        return Episode(told, reward, error, answers, tries, output.text, _by_turn(reward, turns, answers))
+
+    def _output(self) -> Output:
+        """Where the output of the next command goes; that of an old one makes room."""
+        most = self._config.output_mib << 20
+        if self._outputs is None or self._function is not None:
+            return Output(most)
+        number = next(self._numbers)
+        _file(self._outputs, number - self._config.outputs_kept).unlink(missing_ok=True)
+        return Output(most, _file(self._outputs, number))
 
     async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
         own = copy.deepcopy(dict(row))
@@ -135,7 +150,19 @@ class Agent:
             return await _in_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
         given = msgspec.json.encode(own, enc_hook=str)
-        return await run(self._config.command, given, environment, self._config.output_mib << 20, output)
+        config = self._config
+        container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
+        return await run(config.command, given, environment, output, container)
+
+
+def _file(outputs: Path, number: int) -> Path:
+    return outputs / f"{number:08d}.txt"
+
+
+def _newest(outputs: Path | None) -> int:
+    """The number of the last output that is there, of a run that goes on; 0 where there is none."""
+    files = outputs.glob("[0-9]" * 8 + ".txt") if outputs is not None else ()
+    return max((int(file.stem) for file in files), default=0)
 
 
 def reward_of(result: object) -> float:
@@ -145,6 +172,30 @@ def reward_of(result: object) -> float:
     if isinstance(result, bool | int | float | np.number):
         return finite(result)
     raise TypeError(f'an agent returns its reward, a number or {{"reward": number}}, and not {result!r:.80}')
+
+
+def turn_rewards_of(result: object, answers: int) -> Sequence[float] | None:
+    """The rewards of turns that an agent's result says: a list, `turns`, with one for each answer; None without it.
+
+    ValueError where it has another number of them.
+    """
+    given = cast("Mapping[str, object]", result).get("turns") if isinstance(result, Mapping) else None
+    if given is None:
+        return None
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != answers:
+        raise ValueError(
+            f"`turns` of the result is {given!r:.80}, and the model answered {answers} times: give a list of rewards, "
+            "one for each answer, in their order"
+        )
+    return [finite(reward) for reward in cast("Sequence[object]", given)]
+
+
+def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDArray[np.float32]:
+    """The rewards of so many turns; where none were given, the episode's falls on the last."""
+    given = [*[0.0] * (answers - 1), reward] if turns is None else turns
+    rewards = np.zeros(answers, np.float32)
+    rewards[: len(given)] = given[:answers]  # what is answered after the result is worth 0
+    return rewards
 
 
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
@@ -176,14 +227,3 @@ async def _in_thread(call: Callable[[], object]) -> object:
     if error is not None:
         raise error
     return result
-
-
-def _load(source: str) -> Callable[..., object]:
-    found = load_name("agent", source, (), inspect.isfunction)
-    if not callable(found):
-        raise ConfigError(f"agent {source!r}: is {found!r}, not a function")
-    try:
-        inspect.signature(found).bind(None, None)
-    except TypeError as error:
-        raise ConfigError(f"agent {source!r}: is called with a client and a row, and does not fit: {error}") from error
-    return found

@@ -63,7 +63,7 @@ class Told:
         ]
         if usage:
             pieces.append({**head, "choices": [], "usage": self._usage()})
-        return _Events([*map(msgspec.json.encode, pieces), b"[DONE]"], seconds)
+        return Events([*map(msgspec.json.encode, pieces), b"[DONE]"], seconds)
 
     @property
     def _is_chat(self) -> bool:
@@ -98,8 +98,8 @@ class Told:
         yield self._choice(index, choice, {"delta": {}})
 
 
-class _Events(Response):
-    """Server-sent events."""
+class Events(Response):
+    """Server-sent events; a client that reads none for so many seconds is left."""
 
     media_type = "text/event-stream"
 

@@ -8,8 +8,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Final, cast
 
+from meshrl.agents.container import Container
 from meshrl.errors import MeshrlError
 
 _TOLD: Final = 1 << 16
@@ -26,23 +28,50 @@ class CommandFailed(MeshrlError):
 class Output:
     """What a command wrote, filled in as it ends, however that is."""
 
-    text: str = ""
+    most_bytes: int
+    """The most that it may write."""
+    file: Path | None = None
+    """Where it is kept."""
+    said: str = ""
+    """The end of its output."""
+    complained: str = ""
+    """The end of its error output."""
+
+    @property
+    def text(self) -> str:
+        """The end of both."""
+        return self.said + self.complained
+
+    def take(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        """What is in these files."""
+        self.said, self.complained = (_last(each, _TOLD).decode(errors="replace") for each in (stdout, stderr))
+        if self.file is not None:
+            wrong = _last(stderr, self.most_bytes)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            part = self.file.with_name(f".{self.file.name}.part")
+            part.write_bytes(_last(stdout, self.most_bytes - len(wrong)) + wrong)
+            part.replace(self.file)
 
 
 async def run(
-    command: Sequence[str], given: bytes, environment: Mapping[str, str], most_bytes: int, output: Output
+    command: Sequence[str],
+    given: bytes,
+    environment: Mapping[str, str],
+    output: Output,
+    container: Container | None = None,
 ) -> object:
     """What its last line of output says, as JSON. CommandFailed where it fails; OSError where it cannot be started.
 
     `given` is its input and `environment` is added to ours. Its processes are a group, of which none is left when this
     returns, raises or is cancelled, but one that made a session of its own. It is ended where it writes more than
-    `most_bytes`.
+    `output.most_bytes`. In a container it has no other variables, and nothing that it began is left.
     """
+    whole = container.running(command, environment) if container else command
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         stdin.write(given)
         stdin.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *whole,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
@@ -50,18 +79,20 @@ async def run(
             start_new_session=True,
         )
         try:
-            await _ended(process, (stdout, stderr), most_bytes)
+            await _ended(process, (stdout, stderr), output.most_bytes)
         finally:
+            ended = process.returncode is not None
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-            said, complained = _last(stdout), _last(stderr)
-            output.text = said + complained
+            output.take(stdout, stderr)
+            if container and not ended:
+                await container.end()
+    name = command[0] if command else whole[0]
     if process.returncode:
-        raise CommandFailed(
-            f"{command[0]} ended with status {process.returncode}: {(complained or said)[-400:].strip()}"
-        )
-    return _result(command[0], said)
+        last = (output.complained or output.said)[-400:].strip()
+        raise CommandFailed(f"{name} ended with status {process.returncode}: {last}")
+    return _result(name, output.said)
 
 
 async def _ended(process: asyncio.subprocess.Process, outputs: Sequence[IO[bytes]], most_bytes: int) -> None:
@@ -73,10 +104,10 @@ async def _ended(process: asyncio.subprocess.Process, outputs: Sequence[IO[bytes
             raise CommandFailed(f"it wrote {wrote} bytes, more than {most_bytes} (output_mib), and was ended")
 
 
-def _last(output: IO[bytes]) -> str:
+def _last(output: IO[bytes], most: int) -> bytes:
     size = os.fstat(output.fileno()).st_size
-    output.seek(max(0, size - _TOLD))
-    return output.read(_TOLD).decode(errors="replace")
+    output.seek(max(0, size - most))
+    return output.read(most)
 
 
 def _result(name: str, said: str) -> object:

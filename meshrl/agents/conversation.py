@@ -12,9 +12,11 @@ turn is found (the first request, a sub-agent's, a history that was edited or sh
 conversation branches there, and has one row more.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,8 @@ class Drawn:
     """What its logits were divided by; the policy divides by it too."""
     truncated: bool = False
     """Whether it was cut short."""
+    experts: NDArray[np.int16] | None = None
+    """With `sampler.record_experts`, of the prompt's tokens and of these: int16[all, layers, experts of a token]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,8 @@ class Turn:
     added: Ints
     """The prompt's tokens after those."""
     drawn: Drawn
+    number: int
+    """Among the answers of the session, from 0 on."""
 
     def path(self) -> list["Turn"]:
         """The turns that lead to this one, the first first, and this one."""
@@ -79,6 +85,20 @@ class Prompt:
     """The tokens after those of that turn."""
     asked: bytes | str = field(repr=False)
     """What was asked: the key of messages, or a text."""
+    messages: Sequence[Message] = field(default=(), repr=False)
+    tools: Sequence[Tool] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Transcript:
+    """What a client has of a conversation: the text of a prompt, or the messages; and the answer at its end."""
+
+    prompt: str
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    said: Message | str
+    drawn: Drawn
+    """Of the answer."""
 
 
 class Conversation:
@@ -86,7 +106,13 @@ class Conversation:
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._turns: list[Turn] = []
+        self._answers = 0
+        self._first: dict[Turn, Turn] = {}
+        """Of each turn, in the order of the answers: the one that its conversation began with."""
+        self._transcripts: dict[Turn, Transcript] = {}
+        """Of turns that none went on after."""
+        self._learned: WeakSet[Turn] = WeakSet()
+        """Turns of rows that were taken."""
         self._told: dict[bytes, Turn] = {}
         """By the key of messages with the answer at their end."""
         self._texts: dict[str, Turn] = {}
@@ -94,7 +120,7 @@ class Conversation:
 
     def __len__(self) -> int:
         """How many turns were answered."""
-        return len(self._turns)
+        return self._answers
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """The prompt of the next turn. DataError where there is no message, or the template refuses them."""
@@ -107,8 +133,9 @@ class Conversation:
             turn = self._told.get(keys[end])
             behind = None if turn is None else self._behind(messages, end, tools)
             if turn is not None and behind is not None:
-                return self._going_on(turn, behind, keys[-1])
-        return self._begun(self._encoded(self._chat.render(messages, tools)), keys[-1])
+                return replace(self._going_on(turn, behind, keys[-1]), messages=messages, tools=tools)
+        begun = self._begun(self._encoded(self._chat.render(messages, tools)), keys[-1])
+        return replace(begun, messages=messages, tools=tools)
 
     def ask_text(self, text: str) -> Prompt:
         """The prompt of a completion without messages: after the longest turn that the text begins with."""
@@ -126,26 +153,57 @@ class Conversation:
                 f"the turn before was drawn at temperature {prompt.before.drawn.temperature:g} and this one at "
                 f"{drawn.temperature:g}: draw all turns of a conversation at one"
             )
-        turn = Turn(prompt.before, prompt.added, drawn)
+        if drawn.experts is not None:  # the turns before have those of their own
+            drawn = replace(drawn, experts=drawn.experts[len(prompt.tokens) - len(prompt.added) :])
+        turn = Turn(prompt.before, prompt.added, drawn, len(self))
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
             self._told[key_after(prompt.asked, said)] = turn
         elif isinstance(said, str) and isinstance(prompt.asked, str):
             self._texts[prompt.asked + said] = turn
         else:
             raise DataError("messages are answered by a Message, and a text by a text")
-        self._turns.append(turn)
+        self._answers += 1
+        self._first[turn] = turn
+        if prompt.before is not None:
+            self._first[turn] = self._first.get(prompt.before, turn)
+            self._transcripts.pop(prompt.before, None)
+        asked = prompt.asked if isinstance(prompt.asked, str) else ""
+        self._transcripts[turn] = Transcript(asked, prompt.messages, prompt.tools, said, drawn)
+
+    def sizes(self) -> Mapping[Turn, int]:
+        """How many turns each conversation has, by the first of them; one that branches is one."""
+        return Counter(self._first.values())
+
+    def take(self, first: Turn) -> tuple[Batch, Sequence[Transcript]]:
+        """The rows of the conversation that began with this turn, as `rows` has them, and the transcript of each.
+
+        It is over and leaves this one: what a client adds to it later begins another.
+        """
+        own = [turn for turn, begun in self._first.items() if begun is first]
+        rows = self._rows(own)
+        told = [self._transcripts.pop(turn) for turn in own if turn in self._transcripts]
+        self._learned.update(own)  # an answer to one may be on its way
+        for turn in own:
+            del self._first[turn]
+        self._told = {key: turn for key, turn in self._told.items() if turn in self._first}
+        self._texts = {text: turn for text, turn in self._texts.items() if turn in self._first}
+        return rows, told
 
     def rows(self) -> Batch:
         """A row for each turn that no other went on after, in their order: all of its ids from the first prompt on.
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
-        `oldest_version`, `temperature`, `truncated`. What was sampled is learnt, each token in one row: a turn that
+        `turn` (int32, of each token that is learnt the number of its answer in the session, from 0 on; -1 elsewhere),
+        `oldest_version`, `temperature`, `truncated`; with `sampler.record_experts` the `experts` that read each token
+        when its turn was drawn. What was sampled is learnt, each token in one row: a turn that
         several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1,
         in the others.
         """
-        gone_on = {turn.before for turn in self._turns}
-        learned: set[Turn] = set()
-        return self._batch([_row(last.path(), learned) for last in self._turns if last not in gone_on])
+        return self._rows(list(self._first))
+
+    def _rows(self, turns: Sequence[Turn]) -> Batch:
+        learned = set(self._learned)
+        return self._batch([_row(turn.path(), learned) for turn in turns if turn in self._transcripts])
 
     def _behind(self, messages: Sequence[Message], end: int, tools: Sequence[Tool]) -> Ints | None:
         """The ids of what the template puts after the answer that ends `messages[:end]`; None where it cannot be told.
@@ -177,13 +235,17 @@ class Conversation:
 
     def _batch(self, rows: Sequence["_Row"]) -> Batch:
         begins = [(row.tokens[: row.begins].tolist(), row.tokens[row.begins :].tolist()) for row in rows]
+        experts = [row.experts for row in rows if row.experts is not None]
+        routed = {"experts": Ragged.of(experts, np.int16, source=Source("sampler"))} if experts else {}
         return Batch.of(
+            **routed,
             prompt=[self._chat.decode(prompt) for prompt, _ in begins],
             completion=[self._chat.decode(rest) for _, rest in begins],
             tokens=Ragged.of([row.tokens for row in rows], np.int32),
             loss_mask=Ragged.of([row.learnt for row in rows], np.bool_),
             sampler_logprobs=Ragged.of([row.logprobs for row in rows], np.float32, source=Source("sampler")),
             versions=Ragged.of([row.versions for row in rows], np.int32),
+            turn=Ragged.of([row.turn for row in rows], np.int32),
             oldest_version=np.array([row.versions[row.learnt].min() for row in rows], np.int32),
             temperature=np.array([row.last.temperature for row in rows], np.float32),
             truncated=np.array([row.last.truncated for row in rows], np.bool_),
@@ -198,6 +260,8 @@ class _Row:
     learnt: NDArray[np.bool_]
     logprobs: NDArray[np.float32]
     versions: Ints
+    turn: Ints
+    experts: NDArray[np.int16] | None
     begins: int
     """The length of its first prompt."""
     last: Drawn
@@ -207,6 +271,7 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
     """The row of a path; its turns are learned then."""
     tokens, versions = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     learnt, logprobs = [np.empty(0, np.bool_)], [np.empty(0, np.float32)]
+    numbers = [np.empty(0, np.int32)]
     for turn in path:
         new, drawn = turn not in learned, turn.drawn
         given, wrote = len(turn.added), len(drawn.tokens)
@@ -214,12 +279,16 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         learnt += [np.zeros(given, np.bool_), np.full(wrote, new)]
         logprobs += [np.zeros(given, np.float32), drawn.logprobs if new else np.zeros(wrote, np.float32)]
         versions += [np.full(given, -1, np.int32), drawn.versions if new else np.full(wrote, -1, np.int32)]
+        numbers += [np.full(given, -1, np.int32), np.full(wrote, turn.number if new else -1, np.int32)]
+    experts = [turn.drawn.experts for turn in path if turn.drawn.experts is not None]
     learned.update(path)
     return _Row(
         np.concatenate(tokens),
         np.concatenate(learnt),
         np.concatenate(logprobs),
         np.concatenate(versions),
+        np.concatenate(numbers),
+        np.concatenate(experts) if experts else None,
         begins=len(path[0].added),
         last=path[-1].drawn,
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshrl.agents.conversation import Drawn, Ints
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
-from meshrl.roles import Sampler, Sampling
+from meshrl.roles import JoinedSampling, Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
 _CALLS: Final = 8
@@ -76,7 +76,8 @@ class Drawing:
             done=asyncio.get_running_loop().create_future(),
         )
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
-        self._wait(sampling.model_copy(update={"n": 1, "stop": stops}), asked)
+        drawn = sampling if sampling.beside else JoinedSampling.model_validate(sampling.model_dump())
+        self._wait(drawn.model_copy(update={"n": 1, "stop": stops}), asked)
         return await asked.done
 
     async def close(self) -> None:
@@ -142,7 +143,8 @@ class Drawing:
             return
         new = slice(asked.prompt, None)
         temperature, truncated = float(batch.row("temperature")[row]), bool(batch.row("truncated")[row])
-        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated)
+        experts = np.array(batch.ragged("experts")[row], np.int16) if "experts" in batch else None
+        found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts)
         asked.done.set_result(Answer(found, str(batch.objects("completion")[row])))
 
 

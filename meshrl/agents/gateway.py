@@ -14,7 +14,7 @@ import hmac
 import itertools
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Self, TypeAlias, cast
@@ -34,10 +34,11 @@ from meshrl.agents.conversation import Conversation, Prompt
 from meshrl.agents.drawing import Answer, Drawing
 from meshrl.agents.requests import ChatRequest, CompletionRequest, decoded
 from meshrl.agents.requests import Request as Asked
+from meshrl.agents.responses import ResponsesRequest, ToldResponse
 from meshrl.agents.tool_calls import message_of
 from meshrl.config import Config
 from meshrl.data import Batch
-from meshrl.errors import DataError, MeshrlError, described
+from meshrl.errors import ConfigError, DataError, MeshrlError, described
 from meshrl.roles import Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
@@ -118,10 +119,16 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[Self]:
-        """Listen on the configured address while the block lasts, once; a session's `url` has its port."""
+        """Listen on the configured address while the block lasts, once; a session's `url` has its port.
+
+        ConfigError where that cannot be listened on.
+        """
         config, inside = self.config, self._base
         family, host = (socket.AF_INET6, f"[{config.host}]") if ":" in config.host else (socket.AF_INET, config.host)
-        listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        try:
+            listening = socket.create_server((config.host, config.port), family=family, backlog=2048)
+        except OSError as error:
+            raise ConfigError(f"{config.host}, port {config.port}: {error.strerror}: take another port") from error
         self._base = f"http://{host}:{listening.getsockname()[1]}"
         server = _Server(
             uvicorn.Config(
@@ -163,11 +170,18 @@ class Gateway:
     async def chat(self, session: Session, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = decoded(await self._body(request), ChatRequest)
-        messages, tools = asked.read()
-        prompt = session.conversation.ask(messages, tools)
-        answers = await self._drawn(session, prompt, asked, asked.limit)
-        choices = [Choice(message_of(answer.text, tools, session.new_call), answer) for answer in answers]
+        prompt, choices = await self._said(session, asked)
         return await self._answered(session, request, prompt, asked, "chat.completion", choices, bool(asked.logprobs))
+
+    async def respond(self, session: Session, request: Request) -> Response:
+        """`/v1/responses`."""
+        asked = decoded(await self._body(request), ResponsesRequest)
+        prompt, choices = await self._said(session, asked)
+        name = await self._recorded(session, request, prompt, choices)
+        if name is None:
+            return Response(status_code=_LEFT)
+        told_of = ToldResponse(name, choices[0], len(prompt.tokens))
+        return told_of.stream(self.config.seconds) if asked.stream else told_of.whole()
 
     async def complete(self, session: Session, request: Request) -> Response:
         """`/v1/completions`."""
@@ -192,6 +206,13 @@ class Gateway:
                     raise _TooLarge(f"the body has more than {self.config.body_mib} MiB (body_mib)")
         return bytes(body)
 
+    async def _said(self, session: Session, asked: ChatRequest | ResponsesRequest) -> tuple[Prompt, list[Choice]]:
+        """The assistant's next messages."""
+        messages, tools = asked.read()
+        prompt = session.conversation.ask(messages, tools)
+        answers = await self._drawn(session, prompt, asked, asked.limit)
+        return prompt, [Choice(message_of(answer.text, tools, session.new_call), answer) for answer in answers]
+
     async def _drawn(self, session: Session, prompt: Prompt, asked: Asked, limit: int | None) -> list[Answer]:
         """As many answers as are asked for."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
@@ -199,7 +220,7 @@ class Gateway:
             raise _NoRoom(
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
-        draws = [self._drawing.draw(prompt.tokens, session.sampling, limit, asked.stops) for _ in range(asked.n or 1)]
+        draws = [self._drawing.draw(prompt.tokens, session.sampling, limit, asked.stops) for _ in range(asked.count)]
         try:
             answers = await asyncio.gather(*draws)
         except (Exception, asyncio.CancelledError) as error:
@@ -216,19 +237,27 @@ class Gateway:
         session: Session,
         request: Request,
         prompt: Prompt,
-        asked: Asked,
+        asked: ChatRequest | CompletionRequest,
         kind: Kind,
         choices: list[Choice],
         logprobs: bool = False,
     ) -> Response:
         """Record the answers and tell them, where there is still somebody to tell."""
-        if session.id not in self._sessions or await request.is_disconnected():
+        name = await self._recorded(session, request, prompt, choices)
+        if name is None:
             return Response(status_code=_LEFT)
-        for choice in choices:
-            session.conversation.answer(prompt, choice.answer.drawn, choice.said)
-        name = f"{session.id}-{len(session.conversation)}"
         told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if logprobs else None)
         return told_of.stream(asked.tells_usage, self.config.seconds) if asked.stream else told_of.whole()
+
+    async def _recorded(
+        self, session: Session, request: Request, prompt: Prompt, choices: Sequence[Choice]
+    ) -> str | None:
+        """Record the answers, and give what they are called; None where nobody is left to tell them to."""
+        if session.id not in self._sessions or await request.is_disconnected():
+            return None
+        for choice in choices:
+            session.conversation.answer(prompt, choice.answer.drawn, choice.said)
+        return f"{session.id}-{len(session.conversation)}"
 
 
 class _TooLarge(Exception):
@@ -289,12 +318,13 @@ def _app(gateway: Gateway) -> ASGIApp:
     async def unknown(request: Request, _: Exception) -> Response:
         return refused(
             404,
-            f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, POST "
-            "/s/ID/v1/completions and GET /s/ID/v1/models are",
+            f"{request.method} {request.url.path} is not served: POST /s/ID/v1/chat/completions, /s/ID/v1/responses "
+            "and /s/ID/v1/completions, and GET /s/ID/v1/models are",
         )
 
     routes = [
         Route("/s/{session}/v1/chat/completions", answering(gateway.chat), methods=["POST"]),
+        Route("/s/{session}/v1/responses", answering(gateway.respond), methods=["POST"]),
         Route("/s/{session}/v1/completions", answering(gateway.complete), methods=["POST"]),
         Route("/s/{session}/v1/models", answering(gateway.models), methods=["GET"]),
     ]

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -12,30 +12,46 @@ from meshrl.agents.chat import Message, Tool, ToolCall
 from meshrl.errors import DataError
 
 R = TypeVar("R", bound=msgspec.Struct)
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+"""At least one."""
 _Choices: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
-class _Part(msgspec.Struct):
+_TEXTS: Final = ("text", "input_text", "output_text")
+
+
+class Part(msgspec.Struct):
+    """Of a message: a text, or something that no sampler of ours reads."""
+
     type: str
     text: str = ""
 
 
+Content: TypeAlias = str | list[Part] | None
+"""Of a message."""
+
+
+def text_of(content: Content) -> str:
+    """The text; DataError where there is something else."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    other = next((part.type for part in content if part.type not in _TEXTS), None)
+    if other is not None:
+        raise DataError(f"a message has a part of type {other!r}, and only text is read")
+    return "".join(part.text for part in content)
+
+
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: Content = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     def read(self) -> Message:
         """DataError for what is no text."""
-        parts = self.content if isinstance(self.content, list) else ()
-        other = next((part.type for part in parts if part.type != "text"), None)
-        if other is not None:
-            raise DataError(f"a message has a part of type {other!r}, and only text is read")
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
-        return Message(self.role, text, self.name, tuple(self.tool_calls or ()), self.tool_call_id)
+        calls = tuple(self.tool_calls or ())
+        return Message(self.role, text_of(self.content), self.name, calls, self.tool_call_id)
 
 
 class _StreamOptions(msgspec.Struct):
@@ -43,14 +59,32 @@ class _StreamOptions(msgspec.Struct):
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """What both kinds of request have."""
+    """What all kinds of request have."""
 
     model: str
     """Not read: whatever is asked for, the policy answers."""
+    stream: bool | None = None
+
+    @property
+    def count(self) -> int:
+        """Answers."""
+        return 1
+
+    @property
+    def stops(self) -> Sequence[str]:
+        """The texts that end an answer."""
+        return ()
+
+
+class _Completed(Request, kw_only=True):
     n: _Choices | None = None
     stop: str | list[str] | None = None
-    stream: bool | None = None
     stream_options: _StreamOptions | None = None
+
+    @property
+    def count(self) -> int:
+        """Answers."""
+        return self.n or 1
 
     @property
     def stops(self) -> Sequence[str]:
@@ -64,12 +98,12 @@ class Request(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatRequest(Request, kw_only=True):
+class ChatRequest(_Completed, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
@@ -87,17 +121,14 @@ class ChatRequest(Request, kw_only=True):
             raise DataError("top_logprobs: the sampler tells the log-prob of the token that it drew alone: take 0")
         if self.response_format and self.response_format.get("type", "text") != "text":
             raise DataError("response_format: what the model writes is not constrained: take text")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
-        tools = () if self.tool_choice == "none" else self.tools or ()
-        return [message.read() for message in self.messages], tools
+        return [message.read() for message in self.messages], offered(self.tools, self.tool_choice)
 
 
-class CompletionRequest(Request, kw_only=True):
+class CompletionRequest(_Completed, kw_only=True):
     """`/v1/completions`."""
 
     prompt: str | list[str]
-    max_tokens: _Count | None = None
+    max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -111,6 +142,13 @@ class CompletionRequest(Request, kw_only=True):
         if len(texts) != 1:
             raise DataError(f"prompt: there are {len(texts)}: give one text, and ask for others apart")
         return texts[0]
+
+
+def offered(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
+    """The tools that the model may call; DataError where it is to call one."""
+    if choice not in (None, "auto", "none"):
+        raise DataError('tool_choice: what the model writes is not constrained: take "auto" or "none"')
+    return () if choice == "none" else tools or ()
 
 
 def decoded(body: bytes, kind: type[R]) -> R:

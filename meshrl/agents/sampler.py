@@ -1,7 +1,7 @@
 """Agents as a sampler: its rows are whole episodes, and everything that takes a sampler takes it.
 
 agents = Agents(sampler, Agent(config.agent), gateway)
-async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
+async with agents.serving(), rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:
     async for batch in stream:                                    # a row an episode
         advantages = group_advantages(batch.rewards, batch.groups)
         rows = conversations(batch.assign(advantages=advantages))  # a row a conversation of an episode
@@ -10,27 +10,67 @@ async with rollouts(agents, prompts, config.sampling, ahead=config.ahead) as str
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import cast
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
-from meshrl.data import Batch
+from meshrl.data import Batch, Ragged
 from meshrl.errors import ConfigError
 from meshrl.roles import Sampler, Sampling
+from meshrl.rollout import Schedule, schedule
 from meshrl.weights import Weights
 
-_EPISODE = "episode"
+_EPISODE: Final = "episode"
+
+
+class _Played(NamedTuple):
+    episode: Episode
+    oldest_version: int
+    """Of its tokens; where it has none, the one that would have drawn some."""
+
+
+class _Wire(msgspec.Struct, array_like=True):
+    """An episode as a run keeps it."""
+
+    oldest_version: int
+    reward: float
+    error: str | None
+    turns: int
+    tries: int
+    output: str
+    turn_rewards: list[float]
+    header: bytes
+    buffers: list[bytes]
+
+
+def _packed(played: _Played) -> bytes:
+    episode = played.episode
+    header, buffers = episode.rows.to_wire()
+    told = (episode.reward, episode.error, episode.turns, episode.tries, episode.output, episode.turn_rewards.tolist())
+    return msgspec.msgpack.encode(_Wire(played.oldest_version, *told, header, list(map(bytes, buffers))))
+
+
+def _unpacked(kept: bytes) -> _Played:
+    wire = msgspec.msgpack.decode(kept, type=_Wire)
+    rows = Batch.from_wire(wire.header, wire.buffers)
+    turn_rewards = np.array(wire.turn_rewards, np.float32)
+    episode = Episode(rows, wire.reward, wire.error, wire.turns, wire.tries, wire.output, turn_rewards)
+    return _Played(episode, wire.oldest_version)
 
 
 class Agents(Sampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
     A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
-    answers), `truncated` (whether one was cut short), and `episode`, whose rows `conversations` brings: it has no
-    `tokens` of its own, since an agent may hold several conversations.
+    answers), `turn_rewards` (ragged float32, one an answer), `truncated` (whether one was cut short), `tries` (int32,
+    how often it was played), `completion` (its text, for people), `versions` (of the tokens of its conversations, one
+    after the other), `conversation_count` (int32), and `episode`, whose rows `conversations` brings: it has no `tokens`
+    of its own, since an agent may hold several conversations.
 
     `sampling` is of an answer. Weights may come between two answers, or in the middle of one. A plain object: it lives
     where the script does.
@@ -43,10 +83,23 @@ class Agents(Sampler):
         self._gateway = gateway
         self._version = 0
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Play while the block lasts: with a server where the agent needs one, and ending what is drawn after it."""
+        if self._agent.needs_server:
+            async with self._gateway.serving():
+                yield
+            return
+        try:
+            yield
+        finally:
+            await self._gateway.aclose()
+
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         """Episodes as they end."""
         asked = (await prompts.load()).repeat(sampling.n)
-        playing = {asyncio.create_task(self._play(asked, row, sampling)): row for row in range(len(asked))}
+        kept = None if sampling.beside or "groups" not in asked else schedule.get()
+        playing = {asyncio.create_task(self._episode(asked, row, sampling, kept)): row for row in range(len(asked))}
         if not playing:
             yield self._told(asked, ())
         try:
@@ -67,39 +120,76 @@ class Agents(Sampler):
         return places
 
     async def replay(self, record: Batch) -> None:
-        """Of the sampler: exact where the agents ask in the same order, which no record tells."""
-        await self._sampler.replay(record)
+        """Of the sampler, where no episodes were kept: what they asked of it is not asked again."""
+        kept = schedule.get()
+        if kept is None or not kept.rows.replays:
+            await self._sampler.replay(record)
 
     async def abort(self) -> None:
         """ConfigError: what a program has done cannot be stopped and gone on with."""
         raise ConfigError('episodes of agents cannot be aborted: take swap = "in_flight" or "drain"')
 
-    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> Episode:
+    async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
+        """Play it, or take it as it was played in the run that is repeated."""
+        if kept is None:
+            return await self._play(asked, row, sampling)
+        group = int(asked.groups[row])
+        number = int((asked.groups[:row] == group).sum())
+        before = kept.rows.next(group, number)
+        played = await self._play(asked, row, sampling) if before is None else _unpacked(before)
+        kept.rows.keep(group, number, before or _packed(played))
+        return played
+
+    async def _play(self, asked: Batch, number: int, sampling: Sampling) -> _Played:
         row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}
         told = {name: asked.objects(name)[number] for name in ("prompt", "answer") if name in asked}
-        return await self._agent.play(self._gateway, row | told, sampling)
+        episode = await self._agent.play(self._gateway, row | told, sampling)
+        return _Played(episode, int(episode.rows.row("oldest_version").min(initial=self._version)))
 
-    def _told(self, rows: Batch, episodes: Sequence[Episode]) -> Batch:
-        def oldest(episode: Episode) -> int:
-            return int(episode.rows.row("oldest_version").min(initial=self._version))
-
+    def _told(self, rows: Batch, played: Sequence[_Played]) -> Batch:
+        episodes = [each.episode for each in played]
         return rows.assign(
             rewards=np.array([each.reward for each in episodes], np.float32),
             reward_error=[each.error for each in episodes],
-            oldest_version=np.array([oldest(each) for each in episodes], np.int32),
+            oldest_version=np.array([each.oldest_version for each in played], np.int32),
             turns=np.array([each.turns for each in episodes], np.int32),
+            tries=np.array([each.tries for each in episodes], np.int32),
+            conversation_count=np.array([len(each.rows) for each in episodes], np.int32),
+            turn_rewards=Ragged.of([each.turn_rewards for each in episodes], np.float32),
+            versions=Ragged.of([each.rows.versions.values for each in episodes], np.int32),
+            completion=[_text(each.rows) for each in episodes],
             truncated=np.array([bool(each.rows.row("truncated").any()) for each in episodes], np.bool_),
             aborted=np.zeros(len(episodes), np.bool_),
             episode=[each.rows for each in episodes],
         )
 
 
+def _text(rows: Batch) -> str:
+    return "\n".join(map(str, rows.objects("completion"))) if len(rows) else ""
+
+
 def conversations(batch: Batch) -> Batch:
     """The rows of episodes, as `Conversation.rows` has them, each with the columns of its episode.
 
-    Needs `episode`, as `Agents` gives it. An episode in which the model was not asked has none.
+    A ragged column, such as `turn_rewards`, has one value a turn of the episode: it becomes one a token, of the turn
+    that the token is of, and 0 where it is not learnt. Needs `episode`, as `Agents` gives it. An episode in which the
+    model was not asked has no rows.
     """
     episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
     rows = Batch.concat(episodes)
     own = batch.drop(_EPISODE, *(name for name in rows.names if name in batch))
-    return own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes])).assign(**rows.columns)
+    if not len(rows):
+        return own.select(np.zeros(0, np.int64)).assign(**rows.columns)
+    own = own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes]))
+    spread = {name: _by_token(column, rows) for name, column in own.columns.items() if isinstance(column, Ragged)}
+    return own.assign(**rows.columns, **spread)
+
+
+def _by_token(column: Ragged, rows: Batch) -> Ragged:
+    """One value a turn of a row's episode as one a token."""
+    turn = rows.ragged("turn")
+    numbers = np.asarray(turn.values, np.int64)
+    learnt = numbers >= 0
+    values = np.zeros(len(numbers), column.values.dtype)
+    values[learnt] = column.values[(np.repeat(column.offsets[:-1], turn.lengths) + numbers)[learnt]]
+    return Ragged(values, turn.offsets)

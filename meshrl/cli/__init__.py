@@ -1,4 +1,4 @@
-"""The command line: run, launch, check, serve, eval, merge, push, report, trace, audit, simulate, memory, new, configs.
+"""The command line: its commands are in modules by what they are about, and `meshrl --help` lists them.
 
 `main` is the program; each module of commands adds its own to `app`.
 """
@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from meshrl.cli import configurations, launching, memory, results
+from meshrl.cli import configurations, launching, memory, planning, recording, results, watching
 from meshrl.cli.application import app
 from meshrl.cli.terminal import log_to_stderr, show_error
 from meshrl.errors import MeshrlError
 
-__all__ = ["app", "configurations", "launching", "main", "memory", "results"]
+__all__ = ["app", "configurations", "launching", "main", "memory", "planning", "recording", "results", "watching"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

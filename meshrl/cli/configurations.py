@@ -60,6 +60,7 @@ def fork(
     planned.begin()
     if not planned.has_all:
         _to_its_end(alike)
+    planned.reseed()
     planned.note(overrides or [])
     _show_summary(_to_its_end(onward))
 

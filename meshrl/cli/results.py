@@ -1,4 +1,4 @@
-"""The commands about a run's folder: serve, eval, merge, push, report, trace, audit, diagnose."""
+"""The commands about a run's folder: serve, eval, merge, push, report, compare, trace, audit, diagnose."""
 
 import asyncio
 from itertools import count
@@ -12,12 +12,22 @@ from rich.table import Table
 
 from meshrl.cli.application import Out, RunArgument, app, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_error, show_findings
+from meshrl.cli.terminal import show_comparison, show_error, show_findings
 from meshrl.config import validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import DataError, MeshrlError
 from meshrl.evaluation import Question, evaluate_run
-from meshrl.report import STEPS, diagnose, find_run, make_trace, read_numbers, read_run, render
+from meshrl.report import (
+    STEPS,
+    compare,
+    diagnose,
+    find_run,
+    make_trace,
+    read_numbers,
+    read_run,
+    render,
+    render_comparison,
+)
 from meshrl.roles import Address
 from meshrl.run import audit_run, merge_adapters
 from meshrl.run import push as push_run
@@ -136,6 +146,21 @@ def report(run: RunArgument, out: Out = None) -> None:
     """Write a page about a run, one HTML file: timeline, what bounded each step, curves, samples."""
     folder = find_run(run)
     write(out or folder / "report.html", render(read_run(folder)).encode())
+
+
+@app.command(name="compare")
+def compare_runs(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Folders of runs, or names under runs/.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the page goes.")] = Path("compare.html"),
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The same for a program.")] = None,
+    seed: Annotated[int, typer.Option(help="Of what is resampled for the intervals.")] = 0,
+) -> None:
+    """Write a page that compares runs: settings, curves, samples, step times, and whether chance explains it."""
+    found = compare([read_run(find_run(run)) for run in runs], seed)
+    show_comparison(found)
+    write(out, render_comparison(found).encode())
+    if json:
+        write(json, msgspec.json.encode(found))
 
 
 @app.command()

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import structlog
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from meshrl.errors import MeshrlError, RankFailed, described
 from meshrl.log import processors
-from meshrl.report import Finding
+from meshrl.report import Comparison, Finding
 from meshrl.user_code import frames_of, is_of_meshrl
 
 
@@ -41,6 +44,19 @@ def show_findings(findings: Sequence[Finding]) -> None:
     for finding in findings:
         typer.secho(f"{finding.name}: ", fg="yellow", bold=True, nl=False)
         typer.echo(f"{finding.evidence}\n  try: {finding.advice}\n  see: {finding.page}")
+
+
+def show_comparison(found: Comparison) -> None:
+    """Tell what is different between groups of runs, and what it came to."""
+    groups = (Column(escape(name), overflow="fold") for name in found.groups)
+    table = Table(Column(no_wrap=True), *groups, box=None, header_style="bold")
+    for key, values in found.settings.items():
+        table.add_row(key, *(escape(value) if value is not None else "-" for value in values))
+    for measure in found.measures:
+        table.add_row(measure.name, *(f"{value:.4g}" if value is not None else "-" for value in measure.values))
+    Console().print(table)
+    for told in (*found.sentences, *found.notes):
+        typer.echo(told)
 
 
 def _told(error: MeshrlError) -> str:

@@ -6,7 +6,7 @@ raises one error with all that is wrong, in the words of the file. `PathIn` mark
 
 from meshrl.config.base import Config, Keys, Table, dotted
 from meshrl.config.paths import PathIn
-from meshrl.config.toml_file import DEEPEST, load_toml, too_deep
+from meshrl.config.toml_file import DEEPEST, load_toml, put_over, too_deep
 from meshrl.config.validation import as_list, mistakes_in, validate
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "dotted",
     "load_toml",
     "mistakes_in",
+    "put_over",
     "too_deep",
     "validate",
 ]

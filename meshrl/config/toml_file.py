@@ -40,11 +40,16 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
         raise ConfigError(f"{path}: {_TOO_DEEP}") from error
     if too_deep(table):
         raise ConfigError(f"{path}: {_TOO_DEEP}")
+    put_over(table, overrides)
+    return table
+
+
+def put_over(table: Table, overrides: Sequence[str]) -> None:
+    """Put `key.sub=value` overrides over a table, as `load_toml` does."""
     for override in overrides:
         _put(table, override)
         if too_deep(table):
             raise ConfigError(f"command line: {shortened(override)}: {_TOO_DEEP}")
-    return table
 
 
 _TOO_DEEP: Final = f"lists and tables stand in each other more than {DEEPEST} deep: make it flatter"

@@ -1,6 +1,6 @@
-"""The old places and names of what has moved: each works for this version, with a DeprecationWarning.
+"""The old places and names of what has moved: each works until version `GOES`, with a DeprecationWarning.
 
-`import meshrl` installs them. Nothing is loaded until an old place is imported.
+`import meshrl` installs them. Nothing is loaded until an old place is imported. docs/stability.md has the policy.
 """
 
 import sys
@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Final, cast
 if TYPE_CHECKING:
     from importlib.abc import Loader  # as a base it would cost a rank more than the rest of this package's front door
 
-__all__ = ["MOVED", "RENAMED", "add_old_names", "install", "old_names"]
+__all__ = ["GOES", "MOVED", "RENAMED", "add_old_names", "install", "old_names"]
+
+GOES: Final = "0.2"
+"""The version that has none of them any more."""
 
 MOVED: Final = {
     "actor": "mesh.actor",
@@ -211,4 +214,4 @@ class _Finder:
 
 
 def _warn(old: str, now: str) -> None:
-    warnings.warn(f"{old} goes with the next version: {now}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} goes with meshrl {GOES}: {now}", DeprecationWarning, stacklevel=3)

@@ -7,13 +7,14 @@
 What is found goes to the run's `evaluations.jsonl`.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import nan
 from typing import ClassVar, Final, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +24,7 @@ from meshrl.evaluation.estimates import pass_at_k, powers_of_2
 from meshrl.rewards import RewardConfig, exact_match
 from meshrl.roles import Policy, Sampler, Sampling
 from meshrl.rollout import Score, publish, rollout
-from meshrl.run import EvaluationConfig, Measurement, Run
+from meshrl.run import EvaluationConfig, Measurement, Run, write_whole
 
 
 class BesideSampling(Sampling):
@@ -151,21 +152,41 @@ async def evaluate(
     The reward is what `score` gives, else that of the episodes of an environment, else exact match. NaN where there are
     no prompts.
     """
-    _, greedy, sampled = await _evaluated(sampler, prompts, sampling, score)
-    return {"greedy": greedy, "sampled": sampled}
+    found = await _evaluated(sampler, prompts, sampling, score)
+    return {"greedy": found.greedy, "sampled": found.sampled}
 
 
-async def _evaluated(
-    sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None
-) -> tuple[str, float, float]:
-    """What the reward is called, its mean on greedy completions, and that on sampled ones."""
+@dataclass(frozen=True)
+class _Evaluated:
+    """What a sampler makes of held-out prompts."""
+
+    name: str
+    """What the reward is called."""
+    greedy: float
+    """Its mean on greedy completions."""
+    sampled: float
+    rows: Sequence[Mapping[str, object]]
+    """A prompt each: `greedy` and `sampled` are its rewards, `prompt` and `completion` the texts, the greedy one's."""
+
+    def numbers(self) -> Mapping[str, float]:
+        """As a summary has them."""
+        return {self.name: self.greedy, f"{self.name}_sampled": self.sampled}
+
+
+async def _evaluated(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None) -> _Evaluated:
     if not len(prompts):
-        return "reward" if score else _EXACT, nan, nan
+        return _Evaluated("reward" if score else _EXACT, nan, nan, ())
     greedy = await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY))
     sampled = await rollout(sampler, prompts, sampling.model_copy(update={"n": 1}))
     name = "reward" if score or "rewards" in greedy else _EXACT
-    means = [(await _scored(drawn, score)).rewards.mean(dtype=np.float64) for drawn in (greedy, sampled)]
-    return name, float(means[0]), float(means[1])
+    greedy, sampled = await _scored(greedy, score), await _scored(sampled, score)
+    texts = [text for text in ("prompt", "completion") if text in greedy]
+    greedy = await greedy.load("rewards", *texts)
+    columns = {text: greedy.objects(text) for text in texts}
+    columns |= {"greedy": greedy.rewards.tolist(), "sampled": sampled.rewards.tolist()}
+    rows = [{key: column[index] for key, column in columns.items()} for index in range(len(prompts))]
+    means = [each.rewards.mean(dtype=np.float64) for each in (greedy, sampled)]
+    return _Evaluated(name, float(means[0]), float(means[1]), rows)
 
 
 class Measured(Protocol):
@@ -195,9 +216,10 @@ async def held_out(
     """Measure the sampler on held-out prompts: before the block, beside the steps in it, and after it.
 
     What `evaluate` finds before and after goes to summary.json as `reward_before`, `reward_after`, and
-    `reward_sampled_...`; as `exact_match_...` where the reward is that, or there is none. In a run that goes on, before
-    means before its first step. `evaluate_during` measures beside the steps, where `config.evaluation` says so. A block
-    that raises is not measured after. `score` and `policy`: as of `evaluate_during`.
+    `reward_sampled_...`; as `exact_match_...` where the reward is that, or there is none. What each prompt got after it
+    is in held_out.jsonl. In a run that goes on, before means before its first step. `evaluate_during` measures beside
+    the steps, where `config.evaluation` says so. A block that raises is not measured after. `score` and `policy`: as of
+    `evaluate_during`.
 
         async with held_out(run, sampler, task.held_out, config, reward.score):
             async for step in run.steps(config.steps):
@@ -207,16 +229,22 @@ async def held_out(
     is_exact = isinstance(reward, RewardConfig) and list(reward.parts.values()) == [_EXACT]
     judged = None if is_exact else score
 
-    async def measure() -> Mapping[str, float]:
-        name, greedy, sampled = await _evaluated(sampler, prompts, config.sampling, judged)
-        return {name: greedy, f"{name}_sampled": sampled}
+    async def measure() -> _Evaluated:
+        return await _evaluated(sampler, prompts, config.sampling, judged)
 
-    before = await run.once("held out", measure)
+    async def first() -> Mapping[str, float]:
+        return (await measure()).numbers()
+
+    before = await run.once("held out", first)
     evaluate_during(run, config.evaluation, sampler, prompts, config.sampling, score, policy=policy)
     yield
-    after = await measure()
+    found = await measure()
+    after = found.numbers()
+    if found.rows:
+        lines = msgspec.json.Encoder(enc_hook=str).encode_lines(found.rows)
+        write_whole(run.folder / "held_out.jsonl", lines)
     run.summary(
-        **{f"{name}_{when}": found[name] for name in after for when, found in (("before", before), ("after", after))}
+        **{f"{name}_{when}": told[name] for name in after for when, told in (("before", before), ("after", after))}
     )
 
 

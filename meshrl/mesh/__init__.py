@@ -18,7 +18,7 @@ from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
 from meshrl.mesh.sharding import CP, DP, EP, EVERY, PP, TP, Array, Gather, Mean, Replicate, Rows, Same, Shard, Sum
 from meshrl.mesh.shared_memory import Share, in_transit, is_in_transit, note_transit, pool, sweep
-from meshrl.mesh.watch import own_place, slow_calls
+from meshrl.mesh.watch import own_place, running_calls, slow_calls
 
 __all__ = [
     "CP",
@@ -84,6 +84,7 @@ __all__ = [
     "resolve",
     "respawn",
     "routed",
+    "running_calls",
     "seal_arrays",
     "slow_calls",
     "stop",

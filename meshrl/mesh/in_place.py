@@ -6,7 +6,7 @@ from operator import index
 from typing import Final, SupportsIndex
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from meshrl.mesh.sharding import Array
 from meshrl.mesh.shared_memory import Writing, pool
@@ -15,7 +15,7 @@ _FROM: Final = 1 << 16
 """Bytes of the smallest array for which that pays."""
 
 
-class _Place(NDArray[np.generic]):
+class _Place(np.ndarray[tuple[int, ...], np.dtype[np.generic]]):
     """What such an array is based on; it keeps the memory from being written anew.
 
     It lies on the mapping itself: numpy lets a view skip bases of its own type.

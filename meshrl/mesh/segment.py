@@ -225,7 +225,7 @@ class _Lease:
             leases.give_back(self.mapped, self.path)
 
 
-class _View(NDArray[np.uint8]):
+class _View(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
     """What arrays that look into a segment are based on; it keeps their lease.
 
     It lies on the mapping itself: numpy lets a view skip bases of its own type.

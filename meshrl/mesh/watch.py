@@ -26,12 +26,12 @@ class Waiting:
         self.where = where
         self._members = members
         self._ended: set[int] = set()
-        self._since = 0.0
+        self.since = 0.0
         self._told = 0.0
 
     async def until(self, answer: Awaitable[R], timeout: float | None) -> R:  # noqa: ASYNC109 -- a role has it
         """What is awaited; `CallTimeout` where it takes longer than `timeout` seconds."""
-        self._since, self._told = time.monotonic(), 0.0
+        self.since, self._told = time.monotonic(), 0.0
         _open.add(self)
         limit = asyncio.timeout(timeout)
         try:
@@ -46,7 +46,7 @@ class Waiting:
             ) from error
         finally:
             _open.discard(self)
-            _longest[self.where] = max(_longest.get(self.where, 0.0), time.monotonic() - self._since)
+            _longest[self.where] = max(_longest.get(self.where, 0.0), time.monotonic() - self.since)
 
     def answered(self, number: int) -> None:
         """One of the ranks has ended; from any thread."""
@@ -61,7 +61,7 @@ class Waiting:
 
     def slow(self, after: float) -> str | None:
         """What there is to say of a call that takes long: after so many seconds, and each time it has doubled."""
-        seconds = time.monotonic() - self._since
+        seconds = time.monotonic() - self.since
         if seconds < max(after, 2 * self._told, 2 * _longest.get(self.where, 0.0)):
             return None
         self._told = seconds
@@ -76,6 +76,12 @@ def slow_calls(after: float) -> Iterator[str]:
     for waiting in list(_open):
         if told := waiting.slow(after):
             yield told
+
+
+def running_calls() -> list[tuple[str, str, float]]:
+    """The calls of this process that are waited for: actor and endpoint, the ranks that have not answered, seconds."""
+    now = time.monotonic()
+    return [(waiting.where, waiting.ranks, now - waiting.since) for waiting in list(_open)]
 
 
 def own_place() -> str:

@@ -12,6 +12,7 @@ from meshrl.objectives.advantages import (
     optimal_advantages,
     rescaled_advantages,
     rewards_to_go,
+    turn_advantages,
     whiten,
     with_advantages,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "score_columns",
     "score_metrics",
     "step_score_metrics",
+    "turn_advantages",
     "whiten",
     "with_advantages",
     "with_labels",

@@ -58,6 +58,27 @@ def group_advantages(
     return (centred / divisor[group]).astype(np.float32)
 
 
+def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
+    """What each turn and those after it were rewarded with, each reward by how it compares with those of its group.
+
+    `rewards` ragged float, one value a turn of a row; `groups` int[rows]. Returns ragged float32, one value a turn. A
+    group's rewards are those of all turns of its rows, and are compared as `group_advantages` does. Raises DataError
+    where the shapes differ or a reward is not finite.
+
+    `A_t = sum_{k >= t} (r_k - mean(R)) / std(R)`, with R all rewards of the group: GRPO with process supervision,
+    DeepSeekMath (arXiv:2402.03300), section 4.1.3, a turn being a step.
+    """
+    labels = np.asarray(groups)
+    if labels.shape != (len(rewards),):
+        raise DataError(
+            f"turn_advantages: there are {len(rewards)} rows of rewards, and groups have shape {labels.shape}: give "
+            "one group a row"
+        )
+    compared = group_advantages(rewards.values, np.repeat(labels, rewards.lengths)).astype(np.float64)
+    rows = np.split(compared, rewards.offsets[1:-1])
+    return Ragged.of([np.cumsum(row[::-1])[::-1] for row in rows], np.float32)
+
+
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
     """Each reward less the mean of the *other* rewards of its group.
 

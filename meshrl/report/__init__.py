@@ -1,30 +1,44 @@
 """What a run did, from its folder: one page to read, and a trace to open in Perfetto.
 
 `read_run` reads the events and numbers; `overlap` and `idleness` say what bounded the steps and why ranks were
-idle, `diagnose` why it did not learn; `render` makes the page, `make_trace` the trace.
+idle, `diagnose` why it did not learn, `compare` what is different between runs; `render` and `render_comparison` make
+pages, `make_trace` the trace.
 """
 
 from meshrl.report.analysis import idleness, overlap
+from meshrl.report.comparison import Comparison, compare
+from meshrl.report.content import Content, make_content
 from meshrl.report.diagnosis import STEPS, Finding, diagnose
 from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
-from meshrl.report.page import render
-from meshrl.report.reading import find_run, read_events, read_numbers, read_run
+from meshrl.report.page import SCRIPTS, STYLES, joined, render, render_comparison
+from meshrl.report.reading import FILES, Line, Record, find_run, read_events, read_numbers, read_run
 from meshrl.report.trace import make_trace
 
 __all__ = [
+    "FILES",
+    "SCRIPTS",
     "STEPS",
+    "STYLES",
+    "Comparison",
+    "Content",
     "Finding",
     "Intervals",
+    "Line",
+    "Record",
     "alone",
+    "compare",
     "diagnose",
     "find_run",
     "idleness",
+    "joined",
+    "make_content",
     "make_trace",
     "overlap",
     "read_events",
     "read_numbers",
     "read_run",
     "render",
+    "render_comparison",
     "seconds_in",
     "subtract",
     "union",

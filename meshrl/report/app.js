@@ -1,12 +1,9 @@
 // The page from top to bottom.
 
-function section(title, lead, ...inside) {
-  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
-}
-
 function header() {
   const { summary, efficiency } = data;
-  const tone = { finished: "good", failed: "bad" }[data.status] ?? "soft";
+  const tone = { finished: "good", running: "good", failed: "bad", silent: "bad" }[data.status] ?? "soft";
+  const ran = ["running", "paused"].includes(data.status) ? "so far" : "from start to end";
   const stat = (name, value, unit) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
   const rewards = summary.first_reward ?? summary.last_reward ?? null;
@@ -20,7 +17,7 @@ function header() {
       "dl",
       { class: "stats" },
       stat("steps", number(summary.steps), meanStep()),
-      typeof summary.wall_s === "number" ? stat("wall time", seconds(summary.wall_s), "from start to end") : null,
+      typeof summary.wall_s === "number" ? stat("wall time", seconds(summary.wall_s), ran) : null,
       efficiency === null ? null : stat("overlap efficiency", percent(efficiency), ranksBusy()),
       rewards === null
         ? null
@@ -84,23 +81,29 @@ function timelineSection() {
     made.addEventListener("click", act);
     return made;
   };
+  // Where the few steps begin that a button shows, by how many others there are.
+  const places = { "first steps": () => 0, middle: (spare) => Math.floor(spare / 2), "last steps": (spare) => spare };
+  const spare = () => data.steps.length - VIEW;
+  let shown = null;
+  const show = (name) => {
+    shown = name;
+    const at = name in places && spare() > 0 ? places[name](spare()) : null;
+    if (at === null) timeline.look(...timeline.range);
+    else timeline.look(data.steps[at][1], data.steps[at + VIEW - 1][2]);
+  };
+  const some = Object.keys(places).map((name) => button(name, () => show(name)));
   const views = make(
     "div",
     { class: "views" },
-    button("whole run", () => timeline.look(...timeline.range)),
+    button("whole run", () => show("whole run")),
+    ...some,
   );
-  const spare = data.steps.length - VIEW;
-  if (spare > 0) {
-    const show = (at) => timeline.look(data.steps[at][1], data.steps[at + VIEW - 1][2]);
-    for (const [text, at] of [
-      ["first steps", 0],
-      ["middle", Math.floor(spare / 2)],
-      ["last steps", spare],
-    ])
-      views.append(button(text, () => show(at)));
-    if (data.steps.length > 3 * VIEW) show(Math.floor(spare / 2));
-  }
-  return section(
+  onPaint(() => some.forEach((each) => (each.hidden = spare() <= 0)));
+  // Of a run that goes on (live.js) what comes is shown, until somebody looks elsewhere.
+  if ("now" in data) show("last steps");
+  else if (data.steps.length > 3 * VIEW) show("middle");
+  for (const act of ["pointerdown", "wheel", "keydown"]) canvas.addEventListener(act, () => (shown = null));
+  const made = section(
     "Timeline by rank",
     "What each rank ran and when. Bands are steps, dashed lines new weights on a sampler. " +
       "A thin bar is idle time: point at it or tap it.",
@@ -118,6 +121,11 @@ function timelineSection() {
       ),
     ),
   );
+  made.refresh = () => {
+    timeline.refresh();
+    if (["last steps", "whole run"].includes(shown)) show(shown);
+  };
+  return made;
 }
 
 function boundSection() {
@@ -278,6 +286,7 @@ function samplesSection() {
   const show = () => {
     const step = steps[slider.value];
     told.textContent = `step ${step}`;
+    slider.dataset.step = step;
     shown.replaceChildren(
       ...data.samples.filter((sample) => sample.step === step).map((sample) => sampleCard(sample, low, high)),
     );
@@ -328,17 +337,14 @@ function configSection() {
   );
 }
 
-document
-  .getElementById("page")
-  .replaceChildren(
-    ...[header, curvesSection, timelineSection, boundSection, idleSection, gaugesSection, samplesSection, configSection]
-      .map((part) => part())
-      .filter(Boolean),
-  );
-paintAll();
-let pending = null;
-addEventListener("resize", () => {
-  cancelAnimationFrame(pending);
-  pending = requestAnimationFrame(paintAll);
-});
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);
+/** The page from top to bottom; a section that has nothing to show is null. */
+const SECTIONS = [
+  header,
+  curvesSection,
+  timelineSection,
+  boundSection,
+  idleSection,
+  gaugesSection,
+  samplesSection,
+  configSection,
+];

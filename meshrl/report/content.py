@@ -1,10 +1,10 @@
 """What the page shows, as one plain value that becomes its JSON."""
 
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import entry_points
 from itertools import pairwise
 from typing import cast
@@ -16,7 +16,7 @@ import tomli_w
 from meshrl.events import Delivery, Gauge, Restart, Step, Swap
 from meshrl.report.analysis import Idleness, Overlap, Share, idleness, overlap, side
 from meshrl.report.lanes import RANKS, Lane, Names, make_lanes, rounded
-from meshrl.report.quantities import quantity
+from meshrl.report.quantities import FRONT, quantity
 from meshrl.report.reading import Line, Record
 
 POINTS = 1000
@@ -30,11 +30,6 @@ SAMPLES = 300
 TEXT = 4000
 """The most characters of a text of a sample."""
 
-_FIRST = (
-    *("reward", "eval/reward", "eval/greedy", "completion_tokens", "reference_kl", "kl", "entropy"),
-    *("loss", "clip_fraction", "staleness"),
-)
-"""The curves that stand in front, in this order: what tells of learning, then what tells of the updates."""
 _NO_CURVES = {"step", "seconds"}
 
 
@@ -128,9 +123,9 @@ def make_content(record: Record) -> Content:
     steps = [event for event in events if isinstance(event, Step)]
     known = bool(lanes) and bool(steps)
     deliveries = [event for event in events if isinstance(event, Delivery)]
-    table = _table(record.config)
+    table = record.table
     curves = _curves(record.metrics, notes) + _curves(record.evaluations, notes)
-    front = sorted(filter(_is_in_front, curves), key=lambda curve: _FIRST.index(curve.name))
+    front = sorted(filter(_is_in_front, curves), key=lambda curve: FRONT.index(curve.name))
     return Content(
         name=record.name,
         status=str(record.summary.get("status", "not ended")),
@@ -164,23 +159,21 @@ def _told(restart: Restart) -> str:
     return f"A machine failed, and the run was begun again (restart {restart.number}): {first}."
 
 
-def _table(config: str) -> dict[str, object]:
-    """The configuration; an empty table where it cannot be read."""
-    try:
-        return tomllib.loads(config)
-    except tomllib.TOMLDecodeError:
-        return {}
-
-
 def _used(table: Mapping[str, object]) -> dict[str, object]:
     """What a table says that matters: no empty tables, and of a role none of another backend's."""
-    others = entry_points(group="meshrl.backends").names - {table.get("backend")} if "backend" in table else set[str]()
+    others = _backends() - {table.get("backend")} if "backend" in table else set[str]()
     found: dict[str, object] = {}
     for key, value in table.items():
         kept = _used(cast("Mapping[str, object]", value)) if isinstance(value, dict) else value
         if kept != {} and key not in others:
             found[key] = kept
     return found
+
+
+@lru_cache(maxsize=1)
+def _backends() -> frozenset[str]:
+    """Those that are installed, by name: looking for them takes long."""
+    return frozenset(entry_points(group="meshrl.backends").names)
 
 
 def _units(names: Sequence[str]) -> dict[str, str]:
@@ -191,7 +184,7 @@ def _units(names: Sequence[str]) -> dict[str, str]:
 def _is_in_front(curve: Curve) -> bool:
     """Whether people look at it first, and it changes."""
     there = [value for value in curve.y if value is not None]
-    return curve.name in _FIRST and (len(there) < 2 or len(set(there)) > 1)
+    return curve.name in FRONT and (len(there) < 2 or len(set(there)) > 1)
 
 
 def _so_far(record: Record) -> Line:
@@ -257,12 +250,18 @@ def _number(value: object) -> float:
 
 
 def _curve(name: str, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Curve:
-    groups = np.array_split(np.arange(len(x)), min(POINTS, len(x)))
+    if len(x) <= POINTS:
+        return _named(name, x.tolist(), [_digits(value) if math.isfinite(value) else None for value in y.tolist()])
+    groups = np.array_split(np.arange(len(x)), POINTS)
     means: list[float | None] = []
     for group in groups:
         there = y[group][np.isfinite(y[group])]
-        means.append(float(f"{there.mean():.6g}") if len(there) else None)
+        means.append(_digits(float(there.mean())) if len(there) else None)
     return _named(name, [float(x[group[0]]) for group in groups], means)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _named(

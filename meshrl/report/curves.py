@@ -35,9 +35,18 @@ class Curve:
         """The largest magnitude."""
         return float(np.abs(self.values).max())
 
-    def smooth(self) -> NDArray[np.float64]:
-        """float64[points]: each point as the mean of as many around it as an end has."""
-        kernel = np.ones(min(self._end, len(self.values)))
+    @property
+    def chance(self) -> float:
+        """How far apart two means of as many points as an end has may be where nothing but noise is between them.
+
+        Four standard errors, since the highest of many means is one of the two; the noise is that between neighbours.
+        """
+        noise = float(np.sqrt(np.mean(np.diff(self.values) ** 2) / 2)) if len(self.values) > 1 else 0.0
+        return 4 * noise * float(np.sqrt(2 / self._end))
+
+    def smooth(self, part: int = _PART) -> NDArray[np.float64]:
+        """float64[points]: each point as the mean of so-many-th of the curve around it, five points at least."""
+        kernel = np.ones(min(max(_LEAST, len(self.values) // part), len(self.values)))
         weights = np.convolve(np.ones(len(self.values)), kernel, "same")
         return np.convolve(self.values, kernel, "same") / weights
 

@@ -91,7 +91,7 @@ def _collapse(story: Story) -> str:
     smooth = reward.smooth()
     best = int(smooth.argmax())
     peak, gained = float(smooth[best]), float(smooth[best]) - reward.first
-    if gained <= 0.1 * reward.scale or peak - reward.last <= 0.5 * gained:
+    if gained <= 0.1 * reward.scale or peak - reward.last <= max(0.5 * gained, reward.chance):
         return ""
     return f"`reward` rose from {reward.first:.3g} to {peak:.3g} at step {reward.steps[best]}, and is {reward.last:.3g}"
 

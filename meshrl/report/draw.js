@@ -12,6 +12,10 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
+function section(title, lead, ...inside) {
+  return make("section", {}, make("h2", {}, title), make("p", { class: "lead" }, lead), ...inside);
+}
+
 const DIGITS = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
@@ -128,6 +132,13 @@ function onPaint(paint) {
 function paintAll() {
   for (const paint of painters) paint();
 }
+
+let pending = null;
+addEventListener("resize", () => {
+  cancelAnimationFrame(pending);
+  pending = requestAnimationFrame(paintAll);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);
 
 function legend(entries) {
   return make(

@@ -5,30 +5,44 @@ from pathlib import Path
 
 import msgspec
 
-from meshrl.report.content import make_content
+from meshrl.report.comparison import Comparison
+from meshrl.report.content import Content, make_content
 from meshrl.report.reading import Record
 
-_STYLES = ("theme.css", "style.css", "parts.css")
-_SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
+STYLES = ("theme.css", "style.css", "parts.css")
+"""Files of this folder: how the page looks."""
+SCRIPTS = ("draw.js", "axes.js", "timeline.js", "gestures.js", "charts.js", "app.js")
+"""The parts of the page; what puts them there is `whole.js`."""
+_COMPARED = ("draw.js", "axes.js", "charts.js", "compare.js", "whole.js")
 
 
 def render(record: Record) -> str:
     """The page of a run."""
-    data = msgspec.json.encode(make_content(record)).decode()
+    return _page(record.name, make_content(record), STYLES, (*SCRIPTS, "whole.js"))
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page of a comparison of runs."""
+    return _page(" · ".join(comparison.groups), comparison, (*STYLES, "compare.css"), _COMPARED)
+
+
+def _page(title: str, content: Content | Comparison, styles: Sequence[str], scripts: Sequence[str]) -> str:
+    data = msgspec.json.encode(content).decode()
     parts = {
-        "title": _escaped(record.name),
-        "style": _joined(_STYLES),
+        "title": _escaped(title),
+        "style": joined(styles),
         # Text of the run that looks like a tag must not end the element that the data stands in.
         "data": data.replace("<", "\\u003c"),
-        "script": _joined(_SCRIPTS),
+        "script": joined(scripts),
     }
-    page = _joined(["page.html"])
+    page = joined(["page.html"])
     pieces = page.split("{{")
     rest = [(name, tail) for name, _, tail in (piece.partition("}}") for piece in pieces[1:])]
     return pieces[0] + "".join(parts[name] + tail for name, tail in rest)
 
 
-def _joined(files: Sequence[str]) -> str:
+def joined(files: Sequence[str]) -> str:
+    """Files of this folder as one text."""
     return "\n".join((Path(__file__).parent / file).read_text("utf-8") for file in files)
 
 

@@ -17,6 +17,12 @@ class Quantity(NamedTuple):
     """A sentence or two, for the reference."""
 
 
+FRONT: Final = (
+    *("reward", "eval/reward", "eval/greedy", "completion_tokens", "reference_kl", "kl", "entropy"),
+    *("loss", "clip_fraction", "staleness"),
+)
+"""The curves that stand in front, in this order: what tells of learning, then what tells of the updates."""
+
 _NATS = "nats, mean over tokens"
 _TOKENS = "mean over tokens"
 _COMPLETIONS = "mean over completions"
@@ -41,6 +47,8 @@ QUANTITIES: Final[dict[str, Quantity]] = {
     "completion_tokens": Quantity("tokens, mean over completions", "rollout", "The length of a completion."),
     "truncated": Quantity("share of completions", "rollout", "Completions that reached the most tokens they may have."),
     "turns": Quantity("turns, mean over episodes", "rollout", "How often the model spoke in an episode."),
+    "conversations": Quantity("conversations, mean over episodes", "rollout", "How many an agent held in an episode."),
+    "tries": Quantity("mean over episodes", "rollout", "How often an episode was played, with `agent.retries`."),
     "staleness": Quantity(
         "versions behind, mean over rows",
         "sync",

@@ -1,5 +1,6 @@
 """The files of a run, read as far as they go: any may be missing, short, or cut in the middle of a line."""
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,18 @@ class Record:
     notes: Sequence[str] = ()
     """What is missing or damaged, a sentence each."""
     evaluations: Sequence[Line] = ()
+    held_out: Sequence[Line] = ()
+    """A held-out prompt each, with what it got in the end."""
+    lineage: Line = field(default_factory=dict)
+    """Of a fork: `run`, the folder that it comes from, `step`, and `changed`, a list of settings."""
+
+    @property
+    def table(self) -> Line:
+        """The configuration; an empty table where it cannot be read."""
+        try:
+            return tomllib.loads(self.config)
+        except tomllib.TOMLDecodeError:
+            return {}
 
     @property
     def name(self) -> str:
@@ -72,29 +85,30 @@ def find_run(name: str) -> Path:
 def read_run(folder: Path) -> Record:
     """All that can be read of a run's files. Never raises for what they hold; `notes` tells what is amiss."""
     notes: list[str] = []
-    config, evaluations = folder / "config.toml", folder / "evaluations.jsonl"
+    lines, config = msgspec.json.Decoder(Line), folder / "config.toml"
     return Record(
         folder,
         _summary(folder / "summary.json", notes),
-        _lines(folder / "metrics.jsonl", msgspec.json.Decoder(Line), notes),
-        _lines(folder / "samples.jsonl", msgspec.json.Decoder(Line), notes),
+        _lines(folder / "metrics.jsonl", lines, notes),
+        _lines(folder / "samples.jsonl", lines, notes),
         read_events(folder / "events.jsonl", notes),
         config.read_text("utf-8", "replace") if config.is_file() else "",
         notes,
-        _lines(evaluations, msgspec.json.Decoder(Line), notes) if evaluations.is_file() else (),
+        _lines_if_there(folder / "evaluations.jsonl", notes),
+        _lines_if_there(folder / "held_out.jsonl", notes),
+        _object(folder / "fork.json", notes) if (folder / "fork.json").is_file() else {},
     )
 
 
 def read_numbers(folder: Path) -> Record:
     """What `read_run` reads of the numbers of a run's steps and evaluations, without its samples and events."""
     notes: list[str] = []
-    lines, evaluations = msgspec.json.Decoder(Line), folder / "evaluations.jsonl"
     return Record(
         folder,
         _summary(folder / "summary.json", notes),
-        _lines(folder / "metrics.jsonl", lines, notes),
+        _lines(folder / "metrics.jsonl", msgspec.json.Decoder(Line), notes),
         notes=notes,
-        evaluations=_lines(evaluations, lines, notes) if evaluations.is_file() else (),
+        evaluations=_lines_if_there(folder / "evaluations.jsonl", notes),
     )
 
 
@@ -107,11 +121,20 @@ def _summary(file: Path, notes: list[str]) -> Line:
     if not file.is_file():
         notes.append(f"There is no {file.name}: the run has not ended, or was killed.")
         return {}
+    return _object(file, notes)
+
+
+def _object(file: Path, notes: list[str]) -> Line:
     try:
         return msgspec.json.decode(file.read_bytes(), type=Line)
     except ValueError as error:
         notes.append(f"{file.name} cannot be read: {error}.")
         return {}
+
+
+def _lines_if_there(file: Path, notes: list[str]) -> Sequence[Line]:
+    """The lines of a file that not every run has."""
+    return _lines(file, msgspec.json.Decoder(Line), notes) if file.is_file() else ()
 
 
 def _lines(file: Path, decoder: msgspec.json.Decoder[T], notes: list[str]) -> list[T]:

@@ -51,6 +51,15 @@ class Timeline {
     return [low, high > low ? high : low + 1];
   }
 
+  /** Show what the data are by now: at its end, where that was in view. */
+  refresh() {
+    const [length, behind] = [this.to - this.from, this.range[1] - this.to];
+    this.lanes = this.layOut();
+    this.range = this.extent();
+    if (behind < length / 1000) this.look(this.range[1] - length, this.range[1]);
+    else this.look(this.from, this.to);
+  }
+
   x(at) {
     return this.left + ((at - this.from) / (this.to - this.from)) * (this.width - this.left);
   }

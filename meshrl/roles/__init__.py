@@ -24,11 +24,12 @@ from meshrl.roles.config import (
     options_of,
     with_options,
 )
-from meshrl.roles.generate_calls import GenerateCalls, places_of
+from meshrl.roles.generate_calls import GenerateCall, GenerateCalls, places_of
 from meshrl.roles.memory import Memory, Term, Work, memory_of
 from meshrl.roles.registry import (
     BackendOptions,
     Models,
+    axes_of,
     backends,
     backends_with,
     class_for,
@@ -38,7 +39,7 @@ from meshrl.roles.registry import (
     packages_of,
     place_of,
 )
-from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, PairSampling, Sampling
+from meshrl.roles.sampling import MOST_COMPLETIONS, GroupSampling, JoinedSampling, PairSampling, Sampling
 from meshrl.roles.server import Address, Server, ServerConfig
 from meshrl.roles.tokens import check_teacher, count_tokens
 
@@ -48,8 +49,10 @@ __all__ = [
     "BackendOptions",
     "Critic",
     "CriticConfig",
+    "GenerateCall",
     "GenerateCalls",
     "GroupSampling",
+    "JoinedSampling",
     "LoraConfig",
     "Memory",
     "ModelConfig",
@@ -76,6 +79,7 @@ __all__ = [
     "TeacherConfig",
     "Term",
     "Work",
+    "axes_of",
     "backends",
     "backends_with",
     "check_axes",

@@ -137,6 +137,8 @@ class NewModel(Config):
     heads: int = Field(default=4, gt=0)
     max_tokens: int = Field(default=64, gt=0)
     """The longest sequence, in tokens."""
+    chat_template: str | None = None
+    """Of the tokenizer, in Jinja. What the model writes in a turn ends with `eos_token`."""
 
 
 class ModelConfig(RoleConfig):

@@ -49,9 +49,13 @@ class GenerateCall:
         await self._calls.until(self.may_go_on)
         if self.aborted:
             return False
+        self.count()
+        return True
+
+    def count(self) -> None:
+        """It makes a step: for who steps several calls at once, between two awaits."""
         self.steps += 1
         self._calls.stepped(self)
-        return True
 
     def end(self) -> None:
         """It makes no more steps, which the end of its block says too: for who still has something to yield."""
@@ -153,6 +157,11 @@ class GenerateCalls:
                 f"the record has nothing of load {lacking[0]} on rank {current_rank().index}: give all of it"
             )
         self._record = places
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a load or abort of a record is still to come."""
+        return self._interruptions < len(self._record)
 
     def holds(self, call: GenerateCall) -> bool:
         """Whether an interruption that has not come yet is to come before the call's next step, or its beginning."""

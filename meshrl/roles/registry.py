@@ -4,9 +4,9 @@ A backend's module has `ROLES`, from a role's name to where its class is. It may
 where the schema of the backend's own options is, `MODELS`, `NEEDS`, where a function is that raises
 BackendError where a role's table asks for what is not installed, `COUNTS`, where one is that tells the tokens of
 prompts by a model's table and its tokenizer alone, `MEMORY`, where one is that tells what a rank holds of a role, by
-its table and the model's config.json (`meshrl.roles.memory`), and `CHAT`, where one is that reads how a table's model
-converses (`meshrl.agents`). Neither the module nor the schemas import more than meshrl: they are loaded to read a
-configuration.
+its table and the model's config.json (`meshrl.roles.memory`), `CHAT`, where one is that reads how a table's model
+converses (`meshrl.agents`), and `AXES`, from a role's name to the axes that its ranks may stand along. Neither the
+module nor the schemas import more than meshrl: they are loaded to read a configuration.
 
     ROLES = {"Policy": "meshrl_fsdp.policy:FsdpPolicy"}
     OPTIONS = {"Policy": "meshrl_fsdp.options:FsdpConfig"}
@@ -104,6 +104,15 @@ def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
 def models_of(backend: str) -> Models:
     """What a backend's roles do with the model of their table. BackendError as of its classes."""
     return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
+
+
+def axes_of(role: str, backend: str) -> Sequence[str]:
+    """The axes that ranks of a backend's role may stand along, the last one fastest; none where it takes one rank.
+
+    A backend that says nothing has dp alone. BackendError as of its classes.
+    """
+    told = cast("Mapping[str, Sequence[str]]", getattr(_module(backend), "AXES", {}))
+    return told.get(role, ("dp",))
 
 
 def function_of(backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "CHAT"]) -> Callable[..., object] | None:

@@ -15,6 +15,8 @@ class Sampling(Config):
 
     beside: ClassVar[bool] = False
     """Whether the call is none of training's: of `BesideSampling`."""
+    joins: ClassVar[bool] = False
+    """Whether the call may decode with others of the same sampling as one: of `JoinedSampling`."""
     n: int = Field(default=1, gt=0, le=MOST_COMPLETIONS)
     """Completions a prompt."""
     max_tokens: int = Field(default=16, gt=0, le=2**24)
@@ -35,6 +37,12 @@ class GroupSampling(Sampling):
     """How the completions of an algorithm are drawn that compares those of one prompt: at least two."""
 
     n: int = Field(default=8, ge=2, le=MOST_COMPLETIONS)
+
+
+class JoinedSampling(Sampling):
+    """How rows are drawn of which few come at a time: a sampler may decode those of several calls as one."""
+
+    joins: ClassVar[bool] = True
 
 
 class PairSampling(Sampling):

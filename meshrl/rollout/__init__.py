@@ -4,12 +4,14 @@
 older than `ahead` versions is ever trained on. A schedule that was recorded can be followed again, to the bit.
 """
 
+from meshrl.rollout.kept_rows import KeptRows, read_kept_rows
 from meshrl.rollout.replay import DIFFERENCE, Loop, Schedule, read_schedule, schedule
 from meshrl.rollout.stream import Rollouts, Score, rollouts
 from meshrl.rollout.synchronous import greedy_baseline, has_signal, publish, rollout
 
 __all__ = [
     "DIFFERENCE",
+    "KeptRows",
     "Loop",
     "Rollouts",
     "Schedule",
@@ -17,6 +19,7 @@ __all__ = [
     "greedy_baseline",
     "has_signal",
     "publish",
+    "read_kept_rows",
     "read_schedule",
     "rollout",
     "rollouts",

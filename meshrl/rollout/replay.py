@@ -20,6 +20,7 @@ from meshrl.errors import DataError
 from meshrl.events import gauge
 from meshrl.mesh import is_away, least, replicas
 from meshrl.roles import Sampler
+from meshrl.rollout.kept_rows import KeptRows, RowKeeper
 from meshrl.weights import Weights
 
 Kind: TypeAlias = Literal["draw", "publish", "deliver"]
@@ -144,9 +145,11 @@ class DecisionLog:
 class Schedule:
     """Writes a run's schedule, and follows that of an earlier one where it is told to."""
 
-    def __init__(self, path: Path, replayed: Sequence[Entry] | None = None) -> None:
-        """`replayed`: what `read_schedule` gave of the run that is to be repeated."""
+    def __init__(self, path: Path, replayed: Sequence[Entry] | None = None, kept_rows: KeptRows | None = None) -> None:
+        """`replayed`: what `read_schedule` gave of the run that is to be repeated; `kept_rows`: what it kept."""
         self._replayed = replayed
+        self.rows = RowKeeper(path.parent, kept_rows)
+        """For samplers whose rows no seed draws again."""
         self._file = path.open("wb")
         self._streams = 0
         self._loops = 0
@@ -210,6 +213,7 @@ class Schedule:
     def close(self) -> None:
         """Write no more."""
         self._file.close()
+        self.rows.close()
 
     def _record(self, sampler: int, entries: Sequence[Entry]) -> Batch:
         loads = [each.places for each in entries if isinstance(each, Load) and each.sampler == sampler]

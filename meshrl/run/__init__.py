@@ -12,6 +12,8 @@ from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.control import PAUSED, Command, ask, asked
+from meshrl.run.disk import write_whole
 from meshrl.run.fork import Fork, plan_fork
 from meshrl.run.jobs import Job, about, find_config, is_shipped, load_job, root_of, shipped_configs
 from meshrl.run.memory import Asked, Held, MemoryPlan, RankMemory, plan_memory, savings_of
@@ -23,13 +25,19 @@ from meshrl.run.push import push
 from meshrl.run.restarts import run_job
 from meshrl.run.run import Run, Steps
 from meshrl.run.serving import serve
+from meshrl.run.tables import tables_of
 from meshrl.run.train import Trained, train
+from meshrl.run.watch import LOOKS, NOW, Now
 
 __all__ = [
+    "LOOKS",
+    "NOW",
+    "PAUSED",
     "AlgorithmConfig",
     "Asked",
     "Audit",
     "BackgroundMeasurements",
+    "Command",
     "EvaluationConfig",
     "Findings",
     "Fork",
@@ -38,6 +46,7 @@ __all__ = [
     "Measurement",
     "MemoryPlan",
     "MeshConfig",
+    "Now",
     "RankMemory",
     "RolloutConfig",
     "Run",
@@ -46,6 +55,8 @@ __all__ = [
     "Trained",
     "Verdict",
     "about",
+    "ask",
+    "asked",
     "audit_run",
     "copy_script",
     "examine",
@@ -67,6 +78,8 @@ __all__ = [
     "serve",
     "shipped_configs",
     "table_of",
+    "tables_of",
     "train",
     "unseen",
+    "write_whole",
 ]

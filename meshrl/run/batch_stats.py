@@ -1,10 +1,15 @@
 """The numbers that people watch of a batch of rollouts."""
 
+from typing import Final
+
 import numpy as np
 
 from meshrl.data import Batch, Metrics
 from meshrl.errors import DataError
 from meshrl.losses import effective_sample_size
+
+_MEANS: Final = {"turns": "turns", "truncated": "truncated", "tries": "tries", "conversation_count": "conversations"}
+"""Columns of which the mean is told, and by what name."""
 
 
 def corrected(metrics: Metrics) -> dict[str, float]:
@@ -32,20 +37,20 @@ async def statistics(batch: Batch) -> dict[str, float]:
     DataError where the reward raised on each of its rows: nothing can be learned of them.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
-    watched = ("rewards", "groups", "truncated", "reward_error", "staleness", "turns", *rewards)
+    watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *rewards)
     if names := [name for name in watched if name in batch]:
         batch = await batch.load(*names)
     found: dict[str, float] = {"rows": len(batch), "tokens": float(batch.lengths.sum())}
     if "loss_mask" in batch and "loss_mask" not in batch.elsewhere and len(batch):
         found["completion_tokens"] = float(batch.loss_mask.values.sum()) / len(batch)
+    elif "versions" in batch and "versions" not in batch.elsewhere and len(batch):  # of episodes, with no other tokens
+        found["completion_tokens"] = float((np.asarray(batch.versions.values, np.int32) >= 0).sum()) / len(batch)
     if "rewards" in batch and len(batch):
         found["reward"] = float(batch.rewards.mean())
         found |= _signal(batch)
         found |= {f"reward/{name.removeprefix('reward_')}": float(batch.row(name).mean()) for name in rewards}
-    if "turns" in batch and len(batch):
-        found["turns"] = float(batch.row("turns").mean())
-    if "truncated" in batch and len(batch):
-        found["truncated"] = float(batch.row("truncated").mean())
+    if len(batch):
+        found |= {told: float(batch.row(name).mean()) for name, told in _MEANS.items() if name in batch}
     if "staleness" in batch and len(batch):
         versions = batch.row("staleness")
         found |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
+from meshrl.agents import AgentConfig, load_agent
 from meshrl.config import Config, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
 from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, shortened
@@ -88,8 +89,9 @@ def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
     meshes = {name: mesh.ranks for name, mesh in run.meshes.items()}
     compares = reads_reference(config)
     policy, sampling = _of(config, "policy", PolicyConfig), _of(config, "sampling", Sampling)
+    converses = any(isinstance(table, AgentConfig) for _, table in tables_of(config))
     for path, table in tables_of(config):
-        for check in _checks(table, policy, meshes, sampling, compares=compares):
+        for check in _checks(table, policy, meshes, sampling, compares=compares, converses=converses):
             try:
                 check()
             except MeshrlError as error:
@@ -200,9 +202,18 @@ def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
 
 
 def _checks(
-    table: Config, policy: PolicyConfig | None, meshes: Mapping[str, int], sampling: Sampling | None, *, compares: bool
+    table: Config,
+    policy: PolicyConfig | None,
+    meshes: Mapping[str, int],
+    sampling: Sampling | None,
+    *,
+    compares: bool,
+    converses: bool,
 ) -> Iterator[Callable[[], object]]:
-    """`compares`: whether a reference is read, for it is not where each weight of a KL penalty is 0."""
+    """`compares`: whether a reference is read, for it is not where each weight of a KL penalty is 0.
+
+    `converses`: whether agents talk to the sampler's model.
+    """
     is_read = compares or type(table) is not ReferenceConfig
     # A role with the policy's model is told there, where that is read.
     is_told = policy and table is not policy and (_models(policy) != "ignored" or not is_read)
@@ -219,11 +230,13 @@ def _checks(
             yield partial(load_function, function)
     if isinstance(table, EnvironmentConfig) and _models(table) == "none":
         yield lambda: load_environment(table)
+    if isinstance(table, AgentConfig):
+        yield partial(load_agent, table)
     if isinstance(table, ModelConfig) and _models(table) != "ignored":
         publishes = policy if policy and _models(policy) != "ignored" else None
         if isinstance(table.model, str) and table.model != shared:
             yield partial(check_model, table.model)
-        yield from checks_of_model(table, publishes, sampling)
+        yield from checks_of_model(table, publishes, sampling, converses=converses)
 
 
 def _models(table: RoleConfig) -> Models:

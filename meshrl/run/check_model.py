@@ -17,10 +17,13 @@ _TEMPLATE: Final = "chat_template.jinja"
 
 
 def checks_of_model(
-    table: ModelConfig, policy: PolicyConfig | None, sampling: Sampling | None
+    table: ModelConfig, policy: PolicyConfig | None, sampling: Sampling | None, *, converses: bool
 ) -> Iterator[Callable[[], object]]:
-    """What is to be checked of a role beside where its model is. `policy`: whose weights a sampler takes."""
-    yield partial(check_chat, table)
+    """What is to be checked of a role beside where its model is.
+
+    `policy`: whose weights a sampler takes; `converses`: whether agents talk to it.
+    """
+    yield partial(check_chat, table, converses=converses and isinstance(table, SamplerConfig))
     if isinstance(table, SamplerConfig) and sampling:
         yield partial(check_room, table, sampling)
     if isinstance(table, SamplerConfig) and policy:
@@ -28,17 +31,25 @@ def checks_of_model(
         yield partial(check_takes, table)
 
 
-def check_chat(config: ModelConfig) -> None:
-    """ModelError where prompts are to be wrapped in a template that the model's folder has not."""
-    folder = Path(str(config.model))
-    described = folder / "tokenizer_config.json"
-    if not config.chat or not described.is_file():
+def check_chat(config: ModelConfig, *, converses: bool) -> None:
+    """ModelError where prompts are to be wrapped, or agents converse, in a template that the model has not."""
+    if not (config.chat or converses) or _has_template(config.model):
         return
-    has = _json(described).get("chat_template") or (folder / _TEMPLATE).is_file()
-    if not has:
+    model = "a new model" if isinstance(config.model, NewModel) else config.model
+    if converses:
         raise ModelError(
-            f"chat = true, but {folder} has no chat template: use an instruction-tuned model, or chat = false"
+            f"agents converse in the chat template, and {model} has none: use an instruction-tuned model, or set "
+            "model.chat_template of a new one"
         )
+    raise ModelError(f"chat = true, but {model} has no chat template: use an instruction-tuned model, or chat = false")
+
+
+def _has_template(model: str | NewModel) -> bool:
+    """Also where nobody can tell: there is no such folder here."""
+    if isinstance(model, NewModel):
+        return model.chat_template is not None
+    described, template = Path(model) / "tokenizer_config.json", Path(model) / _TEMPLATE
+    return not described.is_file() or bool(_json(described).get("chat_template")) or template.is_file()
 
 
 def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from meshrl.errors import ConfigError, DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, Sampling, count_tokens
 from meshrl.run.check_model import longest_of
-from meshrl.tasks import TaskConfig, counted, fill, fill_prompt, load_quietly, read_rows
+from meshrl.tasks import TaskConfig, counted, dialogue, fill, fill_prompt, load_quietly, read_rows
 
 _OF_A_FILE: Final = 20_000
 _MADE: Final = 100
@@ -33,10 +33,11 @@ def find_row_mistakes(
     lacking: list[str] = []
     prompts: list[_Prompt] = []
     most = _most(task)
-    for where, row in islice(read_rows(task, None if _is_file(task) else most), most):
+    for number, (where, row) in enumerate(islice(read_rows(task, None if _is_file(task) else most), most)):
         try:
             prompts.append(_Prompt(where, fill_prompt(task, row, where)))
             fill(task.answer, row, f"{where}: answer")
+            dialogue(task, number, row, where)
         except DataError as error:
             lacking.append(str(error))
     if lacking:

@@ -95,11 +95,14 @@ class Checkpoints:
     async def write(self, saved: Saved, *, wait: bool) -> None:
         """Write a checkpoint, and remove the oldest. If that fails or is cancelled, the others are as they were.
 
-        Without `wait` it returns when the actors have copied their states; `settle` tells how it ended.
+        Nothing is written where there is one of as many steps, as where one is asked for twice. Without `wait` it
+        returns when the actors have copied their states; `settle` tells how it ended.
         """
         await self.settle()
         self._check()
         name = f"step-{saved.done:06}"
+        if (self._folder / name).is_dir():
+            return
         part = self._folder / f".{name}-{secrets.token_hex(4)}"
         part.mkdir(parents=True)
         try:
@@ -180,6 +183,15 @@ def checkpoint_until(run: Path, step: int) -> Path | None:
     """The folder of a run's newest checkpoint that was written after at most so many steps; None where it has none."""
     found = reversed(_whole(run.resolve() / _FOLDER))
     return next((path for path in found if steps_of(path) <= step), None)
+
+
+def deal_anew(checkpoint: Path) -> None:
+    """Have a run that goes on from here deal its prompts from the beginning, in the order of whichever seed it has."""
+    saved = _read(checkpoint)
+    data = msgspec.structs.replace(saved.data, closed=len(saved.data.deals))
+    part = checkpoint.parent / f".{_RUN}.part"  # not in the checkpoint, whose files are known
+    part.write_bytes(_signed(msgspec.json.encode(msgspec.structs.replace(saved, data=data))))
+    part.replace(checkpoint / _RUN)
 
 
 def steps_of(checkpoint: Path) -> int:

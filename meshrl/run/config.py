@@ -109,6 +109,9 @@ class RunConfig(Config):
     log: Annotated[str, CODE] | list[Annotated[str, CODE]] = "tensorboard"
     """The trackers that are told numbers, samples and the report, one or a list: `tensorboard`, `wandb`, `mlflow`,
     `trackio`, and those of one's own, `file.py:Name` (`meshrl.Tracker`)."""
+    otlp: str | None = Field(default=None, pattern=r"^https?://.+")
+    """The address of a collector of OpenTelemetry traces, such as http://127.0.0.1:4318: each step is a trace of calls
+    and waits, by OTLP over HTTP."""
     project: str | None = None
     """What the run is filed under there; without it what the tracker's own environment variable says, or `meshrl`."""
     samples_every: int = Field(default=20, ge=1)
@@ -130,8 +133,14 @@ class RunConfig(Config):
 
     @property
     def trackers(self) -> list[str]:
-        """Those of `log`."""
-        return [self.log] if isinstance(self.log, str) else self.log
+        """Those of `log`, and that of `otlp`."""
+        return [*([self.log] if isinstance(self.log, str) else self.log), *(["otlp"] if self.otlp else [])]
+
+    @model_validator(mode="after")
+    def _traces_have_an_address(self) -> Self:
+        if "otlp" in ([self.log] if isinstance(self.log, str) else self.log):
+            raise ValueError('traces go to the collector that otlp names: set otlp = "http://127.0.0.1:4318", not log')
+        return self
 
     @model_validator(mode="after")
     def _engine_has_what_meshes_ask_for(self) -> Self:

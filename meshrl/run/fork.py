@@ -13,7 +13,7 @@ from meshrl import log
 from meshrl.config import Table
 from meshrl.errors import ConfigError
 from meshrl.run.artifacts import table_of
-from meshrl.run.checkpoints import checkpoint_until, steps_of
+from meshrl.run.checkpoints import checkpoint_until, deal_anew, newest_checkpoint, steps_of
 from meshrl.run.disk import write_whole
 from meshrl.run.recorder import GROWING
 
@@ -38,6 +38,8 @@ class Fork:
     """Overrides of the earlier run's configuration that repeat its steps in the new folder."""
     onward: Sequence[str]
     """Overrides with which the new run goes on from there."""
+    seed: str | None
+    """With which it goes on, where that is another."""
 
     @property
     def has_all(self) -> bool:
@@ -56,6 +58,12 @@ class Fork:
                 shutil.copyfile(self.earlier / name, part / name)
         part.rename(self.folder)
 
+    def reseed(self) -> None:
+        """Where it goes on with another seed: have prompts dealt in that seed's order after the common steps."""
+        newest = newest_checkpoint(self.folder)
+        if self.seed is not None and newest is not None:
+            deal_anew(newest)
+
     def note(self, overrides: Sequence[str]) -> None:
         """Write where the new run comes from, and what is otherwise, into its folder."""
         told = {"run": str(self.earlier.resolve()), "step": self.step, "changed": list(overrides)}
@@ -69,7 +77,7 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     there already; and where the overrides name what makes it a fork.
     """
     for override in overrides:
-        if (key := override.partition("=")[0].strip()) in _OWN:
+        if (key := _parted(override)[0]) in _OWN:
             raise ConfigError(f"{override}: {key} is the fork's own to set; --name gives the new run its name")
     table = _configuration(earlier)
     run = table_of(table, "run")
@@ -90,6 +98,9 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
             f"ahead = {table['ahead']}: steps {begins} to {step - 1} are repeated, and come out otherwise than they "
             "did, since rollouts and training meet at other moments; with ahead = 0 they are the same to the bit"
         )
+    seed = next((value for key, value in map(_parted, overrides) if key == "run.seed"), None)
+    if seed == str(run.get("seed", 0)):
+        seed = None
     own = [f"run.name={folder.name}", "run.deterministic=false"]
     every = [] if run.get("checkpoint_every") else [f"run.checkpoint_every={step}"]
     return Fork(
@@ -98,8 +109,23 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
         checkpoint,
         folder,
         [*own, *every, f"steps={step}", f"run.resume={'true' if checkpoint else 'false'}"],
-        [*own, "run.resume=true", *every, *overrides],
+        [*own, "run.resume=true", *every, *(_seeds(table, seed, overrides) if seed else ()), *overrides],
+        seed,
     )
+
+
+def _parted(override: str) -> tuple[str, str]:
+    """The key and the value."""
+    key, _, value = override.partition("=")
+    return key.strip(), value.strip()
+
+
+def _seeds(table: Table, seed: str, overrides: Sequence[str]) -> Sequence[str]:
+    """Overrides that give a seed to the roles that had the run's; those that are named have what is given."""
+    given = {key for key, _ in map(_parted, overrides)}
+    before = table_of(table, "run").get("seed", 0)
+    roles = [key for key in table if "backend" in (role := table_of(table, key)) and role.get("seed") == before]
+    return [f"{role}.seed={seed}" for role in roles if f"{role}.seed" not in given]
 
 
 def _configuration(earlier: Path) -> Table:

@@ -61,6 +61,8 @@ class Held:
     """None where it is not known."""
     unknown: str = ""
     """Why it is not."""
+    refused: bool = False
+    """Whether that is because the backend does not take such axes."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def _held(role: str, table: ModelConfig, work: Work) -> Held:
     try:
         memory = memory_of(table, work)
     except MeshrlError as error:
-        return Held(role, table.backend, None, str(error))
+        return Held(role, table.backend, None, str(error), isinstance(error, ConfigError))
     except Exception as error:  # noqa: BLE001 -- an estimate must not end a run: a model's code may do anything in a rehearsal
         return Held(role, table.backend, None, f"its rehearsal failed: {described(error)}")
     if memory is None:

@@ -43,7 +43,7 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
     algorithm calls a function. Models of other runs are looked for where one stands. Nothing is overwritten.
     """
     script = find_script(algorithm)
-    shipped = next(path for name, path in shipped_configs().items() if name.startswith(f"{algorithm}/"))
+    shipped = shipped_configs()[f"{algorithm}/quickstart"]
     config = _config(shipped.read_text("utf-8"), script.name, folder)
     texts = {script.name: script.read_text("utf-8"), _CONFIG: config, _TASK: "".join(_rows())}
     if f'"{_REWARD}:' in config:

@@ -15,7 +15,7 @@ import tomli_w
 from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import DataError, described
-from meshrl.events import clock
+from meshrl.events import Event, clock
 from meshrl.run.disk import write_whole
 from meshrl.run.folder import beginning, cut, take
 from meshrl.tasks import StepAccount
@@ -89,6 +89,8 @@ class Recorder:
         self._extra: dict[str, object] = {}
         self._begins = self._recall()
         self._progress: Progress | None = None
+        self.shows_progress = True
+        """Whether somebody looks on."""
         with ExitStack() as opened:  # closed where one that follows fails
             self._metrics, self._samples, self._groups = (
                 opened.enter_context((folder / name).open("ab")) for name in (_METRICS, _SAMPLES, _GROUPS)
@@ -116,6 +118,8 @@ class Recorder:
     def begin(self, count: int, done: int = 0) -> None:
         """Show progress from here on, over `count` steps, of which so many are done."""
         self._end_progress()
+        if not self.shows_progress:
+            return
         from meshrl.run.progress import Progress  # noqa: PLC0415 -- it imports rich, which ranks need not
 
         self._progress = Progress(count, done)
@@ -156,6 +160,10 @@ class Recorder:
         for row in rows:
             _line(self._samples, {"step": step, **row})
         self._trackers.samples(step, rows)
+
+    def events(self, events: Sequence[Event], began: float) -> None:
+        """Tell trackers what happened, which events.jsonl has; `began`: as `Tracker.events` has it."""
+        self._trackers.events(events, began)
 
     def sizes(self) -> Mapping[str, int]:
         """The bytes of the files that grow, which the disk has from here on."""

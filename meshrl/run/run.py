@@ -16,10 +16,11 @@ from meshrl.errors import ConfigError, DataError
 from meshrl.events import EventLog, Sink, Step, clock, sink
 from meshrl.mesh import Engine, Mesh, Resources, limited
 from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
-from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_schedule, schedule
+from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
 from meshrl.run.checkpoints import Checkpoints, Saved
 from meshrl.run.config import MeshConfig, RunConfig
+from meshrl.run.control import Control
 from meshrl.run.disk import of_the_disk
 from meshrl.run.engine import engine_of
 from meshrl.run.folder import rescheduled, told_anew, was_cut_short
@@ -109,6 +110,7 @@ class Run:
         trackers = Trackers(config.trackers, config.project)
         # Before the recorder makes room for the folder, which may be the same.
         self._replayed = read_schedule(Path(config.replay)) if config.replay else None
+        self._kept_rows = read_kept_rows(Path(config.replay)) if config.replay else None
         self._checkpoints = Checkpoints(folder, config.checkpoints_kept, config.resume, check)
         self._saved = self._checkpoints.saved
         if self._saved:
@@ -120,6 +122,7 @@ class Run:
             if config.resume and (anew := told_anew(folder, config.checkpoint_every)):
                 log.warning(anew)
         self.recorder: Recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
+        self._control = Control(lambda: self.recorder.folder)
 
     @property
     def folder(self) -> Path:
@@ -213,8 +216,10 @@ class Run:
         every = self.config.checkpoint_every
         if step == first:
             self._begin_loop(loop, first, count)
-        elif after and every and self._done % every == 0:
-            await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
+        elif after:
+            if every and self._done % every == 0:
+                await self._checkpoint(loop, step, wait=not self.config.checkpoint_async)
+            await self._control.obey(partial(self._checkpoint, loop, step, wait=True) if every else None)
         await self._beside.turn(self._done)
         self._begin_step(step)
 
@@ -305,15 +310,15 @@ class Run:
         self.recorder.summary(**values)
 
     async def __aenter__(self) -> Self:
-        self._events = EventLog(self.recorder.folder / "events.jsonl")
+        self._events = EventLog(self.recorder.folder / "events.jsonl", tell=self.recorder.events)
         self._step_began = self.recorder.began = self._events.began
         self._outer = sink.get()
         sink.set(self._events)
         if self.config.deterministic or self.config.replay:
-            self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed)
+            self._schedule = Schedule(self.recorder.folder / "schedule.jsonl", self._replayed, self._kept_rows)
         schedule.set(self._schedule)
         data_cursor.set(self._cursor)
-        self._watch = Watch(self.config.slow_after)
+        self._watch = Watch(self.config.slow_after, self._events, lambda: self.recorder.folder, self._lock.check)
         return self
 
     async def __aexit__(

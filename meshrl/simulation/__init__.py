@@ -1,28 +1,42 @@
 """Virtual time: what a schedule would take, without a model and without waiting.
 
 A clock that leaps from event to event, latencies to put on actors, roles that only take time (the backend `sim`),
-and the forecast of `meshrl simulate` from the pace of a run that has been.
+and the forecast of `meshrl simulate` from the pace of a run that has been, fitted to where its calls are to run.
 """
 
 from meshrl.simulation.clock import Deadlock, LeftRunning, VirtualLoop, simulate
-from meshrl.simulation.forecast import simulate_job
+from meshrl.simulation.forecast import Forecast, ahead_of, forecast_of, simulate_job, sources
 from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
+from meshrl.simulation.pace import Pace, lowest_cost
+from meshrl.simulation.records import GUESSES, WARM_UP, Fit, Guesses, Record, fit
 
 __all__ = [
+    "GUESSES",
+    "WARM_UP",
     "Crash",
     "Deadlock",
+    "Fit",
+    "Forecast",
+    "Guesses",
     "Latency",
     "LeftRunning",
     "Lognormal",
+    "Pace",
+    "Record",
     "Recorded",
     "State",
     "VirtualLoop",
+    "ahead_of",
     "crashing",
     "delayed",
+    "fit",
+    "forecast_of",
+    "lowest_cost",
     "per_row",
     "per_token",
     "read_state",
     "simulate",
     "simulate_job",
+    "sources",
 ]

@@ -9,30 +9,27 @@ import asyncio
 import gc
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import inf
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import numpy as np
 
+from meshrl import log
 from meshrl.config import Config
 from meshrl.data import Batch, Metrics
-from meshrl.errors import ConfigError, DataError
-from meshrl.events import Delivery, Event
+from meshrl.errors import ConfigError
+from meshrl.events import Call, Delivery, Event
 from meshrl.report import idleness, overlap, read_events
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run, RunConfig
 from meshrl.simulation.backend import SimEngine
 from meshrl.simulation.clock import simulate
 from meshrl.simulation.pace import Draws, Pace, Tape, step_windows
-
-_WARM_UP = 2
-"""Steps, besides `ahead`, in which the pipeline fills."""
+from meshrl.simulation.records import WARM_UP, Record, fit
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -68,12 +65,18 @@ class Forecast(msgspec.Struct, frozen=True):
     dropped: dict[str, int]
     """Groups, by why."""
     idle: list[Lane]
+    drawn: float
+    """Rows a step that the script was given."""
+    trained: float
+    """Rows a step of the policy's updates."""
     simulated_in: float
     """Real seconds that the simulation took."""
     recorded: str | None = None
     """The folder of the run that the times are from."""
     measured: float | None = None
     """The median step of that run."""
+    guessed: list[str] = []
+    """What the record does not tell of these ranks, and was taken for granted (`meshrl plan`)."""
     ratio: float | None = None
     """Its prediction, `step_seconds_median`, over `measured`: of use where both have the same configuration."""
 
@@ -95,6 +98,7 @@ class Forecast(msgspec.Struct, frozen=True):
             told.append(
                 (f"measured in {self.recorded}", f"{_shown(self.measured)}, predicted / measured {self.ratio:.3f}")
             )
+        told += [("guessed", guess) for guess in self.guessed]
         told.append((f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s"))
         return told
 
@@ -114,8 +118,21 @@ def simulate_job(
     `generate` and of `Policy.update` for a batch of a step. `folder`: where the simulated run's folder is kept.
     ConfigError where neither is given; DataError where the record lacks what the script asks for.
     """
+    (source,) = sources(job.config, [record] if record else [], rollout, train)
+    fitted = fit([source], job.resolved)
+    forecast = forecast_of(job, fitted.pace, seed=seed, folder=folder)
+    if record is None:
+        return forecast
+    ratio = forecast.step_seconds_median / source.measured
+    told: dict[str, object] = {"recorded": str(record), "measured": source.measured, "ratio": ratio}
+    return msgspec.structs.replace(forecast, **told, guessed=list(fitted.guessed))
+
+
+def forecast_of(
+    job: Job[RunConfig], pace: Pace, *, seed: int = 0, folder: Path | None = None, quiet: bool = False
+) -> Forecast:
+    """The same where it is known what calls cost. `quiet`: say nothing of what goes on."""
     began = time.perf_counter()
-    pace, measured = _pace(job.config, record, rollout, train)
     with tempfile.TemporaryDirectory(prefix="meshrl-") as temporary:
         where = {"folder": str(folder or temporary), "engine": "local"}
         config = job.run.model_copy(update={**where, "checkpoint_every": None, "resume": False})
@@ -124,16 +141,14 @@ def simulate_job(
             engine = SimEngine(pace, seed)
             async with _SimRun(config, job.resolved, engine) as run:
                 run.tape, run.own, run.kept = engine.tape, Draws(pace.own, 0, engine.tape), folder is not None
+                run.recorder.shows_progress = not quiet
                 await job.script.function(run, _simulated(job.config))
                 return run.folder
 
-        with _rare_collections():
+        with _rare_collections(), log.silenced() if quiet else nullcontext():
             events = read_events(simulate(main) / "events.jsonl", [])
-    forecast = _forecast(str(job.source), events, _ahead(job.config))
-    of_record: dict[str, object] = {}
-    if measured is not None:
-        of_record = {"recorded": str(record), "measured": measured, "ratio": forecast.step_seconds_median / measured}
-    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began, **of_record)
+    forecast = _forecast(str(job.source), events, ahead_of(job.config))
+    return msgspec.structs.replace(forecast, simulated_in=time.perf_counter() - began)
 
 
 @contextmanager
@@ -176,29 +191,21 @@ def _simulated(config: Config) -> Config:
     return config.model_copy(update=changed)
 
 
-def _pace(config: Config, record: Path | None, rollout: float | None, train: float | None) -> tuple[Pace, float | None]:
-    """What calls take and, of a record, the median of its steps."""
-    if record is None:
-        if rollout is None or train is None:
-            raise ConfigError(
-                "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
-                "--rollout SECONDS and --train SECONDS, for the batch of a step"
-            )
-        return Pace.guessed(rollout, train, _rows(config)), None
-    if rollout is not None or train is not None:
-        raise ConfigError("--from says how long the calls take: leave --rollout and --train out")
-    notes: list[str] = []
-    events = read_events(record / "events.jsonl", notes)
-    if not events:
-        raise DataError(f"{record}: there is nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}")
-    source = record / "config.toml"
-    if not source.is_file():
-        raise DataError(f"{record}: there is no config.toml, which tells how many completions a prompt had")
-    table = tomllib.loads(source.read_text("utf-8"))
-    first = _number(table, "ahead", 0) + _WARM_UP
-    windows = step_windows(events, first)
-    n = _number(cast("Mapping[str, object]", table.get("sampling", {})), "n", 1)
-    return Pace.recorded(events, n, first), float(np.median(windows[:, 1] - windows[:, 0]))
+def sources(config: Config, folders: Sequence[Path], rollout: float | None, train: float | None) -> list[Record]:
+    """What tells how long calls take: runs by their folders, or a guess in the place of one.
+
+    ConfigError where there is neither, or both; DataError where a folder has no run of some steps.
+    """
+    if folders:
+        if rollout is not None or train is not None:
+            raise ConfigError("--from says how long the calls take: leave --rollout and --train out")
+        return [Record.read(folder) for folder in folders]
+    if rollout is None or train is None:
+        raise ConfigError(
+            "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
+            "--rollout SECONDS and --train SECONDS, for the batch of a step"
+        )
+    return [Record.guessed(Pace.guessed(rollout, train, _rows(config)))]
 
 
 def _rows(config: Config) -> int | None:
@@ -210,18 +217,18 @@ def _rows(config: Config) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def _ahead(config: Config) -> int:
+def _is_update(call: Call) -> bool:
+    return call.endpoint == "update" and call.actor.endswith("Policy")
+
+
+def ahead_of(config: Config) -> int:
+    """How far ahead a configuration's rollouts may be; 0 where the script has none that are."""
     ahead = getattr(config, "ahead", 0)
     return ahead if isinstance(ahead, int) else 0
 
 
-def _number(table: Mapping[str, object], name: str, default: int) -> int:
-    value = table.get(name, default)
-    return value if isinstance(value, int) else default
-
-
 def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
-    first = ahead + _WARM_UP
+    first = ahead + WARM_UP
     windows = step_windows(events, first)
     lengths = windows[:, 1] - windows[:, 0]
     shares = overlap(events, first)
@@ -233,6 +240,8 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
             staleness.update(dict(enumerate(delivery.staleness)))
             dropped.update(delivery.dropped)
     steps = len(lengths) + first + 1
+    updates = [each.rows or 0 for each in events if isinstance(each, Call) and _is_update(each)]
+    drawn = [each.rows for each in events if isinstance(each, Delivery)]
     return Forecast(
         config=config,
         steps=steps,
@@ -243,6 +252,8 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
         bound={name: count / bound.total() for name, count in bound.most_common()},
         staleness=[staleness[age] for age in range(max(staleness, default=-1) + 1)],
         dropped=dict(dropped),
+        drawn=sum(drawn) / steps,
+        trained=sum(updates) / steps,
         idle=[
             Lane(
                 rank.mesh,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -60,10 +61,13 @@ class Pace:
         return cls({("Sampler", "generate"): [Work([rollout], rows)], ("Policy", "update"): [Work([train], rows)]})
 
     @classmethod
-    def recorded(cls, events: Iterable[Event], n: int, first: int = 0) -> Self:
+    def recorded(
+        cls, events: Iterable[Event], n: int, first: int = 0, splits: Mapping[str, int] = MappingProxyType({})
+    ) -> Self:
         """What the calls of a run cost, of those within its steps from `first` on where there are any.
 
-        `n`: completions a prompt. DataError where the run has fewer than two such steps.
+        `n`: completions a prompt; `splits`: of a role, how many ranks share the same rows. DataError where the run has
+        fewer than two such steps.
         """
         events = list(events)
         windows = step_windows(events, first)
@@ -81,7 +85,8 @@ class Pace:
             role = next((role for role in ROLES if call.actor.endswith(role)), None)
             if role is None:
                 continue
-            rows = None if call.rows is None else call.rows * (n if call.endpoint == "generate" else 1) / len(parts)
+            shares = max(1, len(parts) // splits.get(role, 1))
+            rows = None if call.rows is None else call.rows * (n if call.endpoint == "generate" else 1) / shares
             step = max(0, int(np.searchsorted(windows[:, 0], call.began, "right")) - 1)
             work = Work([cost for _, cost in sorted(parts)], rows, step)
             everywhere[role, call.endpoint].append(work)
@@ -169,6 +174,16 @@ class Draws:
             return self._works
         apart = [abs(math.log(work.rows / rows)) for work in self._works if work.rows]
         return [work for work, distance in zip(self._works, apart, strict=True) if distance <= min(apart) + 0.2]
+
+
+def lowest_cost(works: Sequence[Work], rows: float) -> float:
+    """Seconds that no call with so many rows, or calls with as many together, is drawn below."""
+    fixed, slope = _line(works)
+    costs = (
+        min(work.seconds) * ((fixed + slope * rows) / (fixed + slope * work.rows) if work.rows else 1.0)
+        for work in works
+    )
+    return min(costs, default=0.0)
 
 
 def _line(works: Sequence[Work]) -> tuple[float, float]:

@@ -7,19 +7,20 @@ too.
 
 from meshrl.tasks import verifiers
 from meshrl.tasks.account import Happening, Ranges, StepAccount, as_ranges, in_ranges
-from meshrl.tasks.config import TaskConfig
+from meshrl.tasks.config import MessageTemplate, TaskConfig
 from meshrl.tasks.cursor import APART, CursorState, DataCursor, data_cursor
 from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row, numbered_rows, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, fill, fill_prompt, first_row, load_quietly
+from meshrl.tasks.task import Task, dialogue, fill, fill_prompt, first_row, load_quietly
 
 __all__ = [
     "APART",
     "CursorState",
     "DataCursor",
     "Happening",
+    "MessageTemplate",
     "Ranges",
     "Row",
     "StepAccount",
@@ -30,6 +31,7 @@ __all__ = [
     "corrupted",
     "counted",
     "data_cursor",
+    "dialogue",
     "fill",
     "fill_prompt",
     "first_row",

@@ -9,6 +9,14 @@ from meshrl.config import Config, PathIn
 from meshrl.roles import ModelConfig
 
 
+class MessageTemplate(Config):
+    """A message of a dialogue."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    """A template, as `TaskConfig.prompt`."""
+
+
 class TaskConfig(Config):
     """Rows of data, and the templates that make a prompt and an answer of each."""
 
@@ -23,6 +31,9 @@ class TaskConfig(Config):
     """`str.format` template over the row's keys; `{metadata[word]}` reaches into a table, `{{` is a brace."""
     answer: str = "{answer}"
     """The same. An answer that is null gives the empty text."""
+    dialogues: tuple[tuple[MessageTemplate, ...], ...] = ()
+    """Templates of dialogues, of which rows have one after the other: `sft` learns the assistant's turns of it, in the
+    policy's chat template, in place of prompt and answer. Nothing means none."""
     longest: int | None = Field(default=None, gt=0)
     """Leave prompts of more tokens out, of the policy's tokens (where there is none, of the first role's with
     a model) and in its chat template; nothing means none."""

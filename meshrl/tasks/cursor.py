@@ -44,9 +44,13 @@ class CursorState(msgspec.Struct, frozen=True):
     deals: Sequence[Deal]
     published: Sequence[int]
     """By stream of rollouts: the number of the weights that were published to it last."""
+    closed: int = 0
+    """So many of the deals, the first ones, are over: a fork with another seed deals anew."""
 
     def __post_init__(self) -> None:
-        """ValueError where the ranges are none, overlap or descend."""
+        """ValueError where the ranges are none, overlap or descend, or more deals are over than there are."""
+        if not 0 <= self.closed <= len(self.deals):
+            raise ValueError(f"{self.closed} of {len(self.deals)} deals are over")
         bounds = [bound for pair in self.used for bound in pair]
         if any(first >= after for first, after in self.used) or bounds != sorted(bounds) or (bounds and bounds[0] < 0):
             raise ValueError(f"the prompts that were used are no ascending ranges: {list(self.used)[:4]}")
@@ -79,12 +83,13 @@ class DataCursor:
         self._left_out = IntervalSet(before.used if before else ())
         self._used = IntervalSet(before.used if before else ())
         self._streamed = IntervalSet()
-        self._deals: list[Deal] = []
+        self._closed = before.closed if before else 0
+        self._deals = list(before.deals[: self._closed]) if before else []
         self._streams: list[Stream | int] = []
         """In the order in which they were opened; of a closed one what was published to it last."""
         self._happened = [Happening("begin")]
         """Since the last account."""
-        self._next: list[int] = []
+        self._next = [number * APART for number in range(self._closed)]
         """By deal, the number that comes next."""
 
     def deal(self, deal: Deal) -> int:
@@ -179,7 +184,8 @@ class DataCursor:
         published = [each if isinstance(each, int) else each.published for each in self._streams]
         if self._before:  # of those that are not open yet
             published += self._before.published[len(published) :]
-        return CursorState(self._used.without(self._unfinished()).pairs, self._deals, published)
+        used = self._used.without(self._unfinished()).pairs
+        return CursorState(used, self._deals, published, self._closed)
 
     def _unfinished(self) -> list[int]:
         """What live streams have taken, and neither delivered nor dropped."""

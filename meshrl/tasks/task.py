@@ -5,7 +5,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,20 @@ from meshrl.tasks.lengths import short_enough
 from meshrl.tasks.sources import Row, numbered_rows, read_rows
 
 
+class _Filled(NamedTuple):
+    """A row, and what the templates make of it."""
+
+    row: Row
+    answer: str
+    messages: list[Mapping[str, str]]
+
+
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on and to judge by. Columns: `prompt`, `answer`, `row` (the source's own row)."""
+    """Prompts to train on and to judge by. Columns: `prompt`, `answer`, `row` (the source's own row).
+
+    And `messages`, lists of `{"role": ..., "content": ...}`, where `TaskConfig.dialogues` has templates of them.
+    """
 
     train: Batch
     held_out: Batch
@@ -51,11 +62,12 @@ class Task:
 
     @classmethod
     def _made(cls, config: TaskConfig, found: Iterable[tuple[str, Row]], *, quiet: bool = False) -> "Task":
-        every: dict[str, tuple[str, Row]] = {}
+        every: dict[str, _Filled] = {}
         for where, row in found:
             prompt = fill_prompt(config, row, where)
             if prompt not in every:
-                every[prompt] = fill(config.answer, row, f"{where}: answer"), row
+                answer = fill(config.answer, row, f"{where}: answer")
+                every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
         rows = short_enough(config, every, quiet=quiet)
         # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
         places = {prompt: _place(prompt) for prompt in rows}
@@ -122,6 +134,16 @@ def first_row(config: TaskConfig) -> tuple[str, str, Row]:
     """The prompt and the answer of a task's first row, and the row; DataError where a template does not fit."""
     where, row = next(iter(read_rows(config, rows=1)))
     return fill_prompt(config, row, where), fill(config.answer, row, f"{where}: answer"), row
+
+
+def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: str) -> list[Mapping[str, str]]:
+    """The messages of the row with this number; DataError where a template does not fit."""
+    if not config.dialogues:
+        return []
+    return [
+        {"role": each.role, "content": fill(each.content, row, f"{where}: message {at}")}
+        for at, each in enumerate(config.dialogues[number % len(config.dialogues)])
+    ]
 
 
 def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
@@ -192,6 +214,7 @@ def _place(prompt: str) -> float:
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest()) / 2**64
 
 
-def _batch(rows: Mapping[str, tuple[str, Row]], prompts: list[str]) -> Batch:
-    answers = [rows[prompt][0] for prompt in prompts]
-    return Batch.of(prompt=list(prompts), answer=answers, row=[rows[prompt][1] for prompt in prompts])
+def _batch(rows: Mapping[str, _Filled], prompts: list[str]) -> Batch:
+    some = [rows[prompt] for prompt in prompts]
+    batch = Batch.of(prompt=list(prompts), answer=[each.answer for each in some], row=[each.row for each in some])
+    return batch.assign(messages=[each.messages for each in some]) if some and some[0].messages else batch

@@ -1,18 +1,19 @@
-"""Environments of the library `verifiers`, which play as it plays them: its own rollout runs, and its client is here.
+"""Environments of the library `verifiers`, which play as it plays them: its own rollout runs.
 
     [task]
     source = "verifiers:ENV_ID"
-    [environment]
+    [agent]
     source = "verifiers:ENV_ID"
 
-So stop conditions, tools, state and rubric are the library's. Its `Messages` are text here: tools are called and answer
-in the marks that Hermes and Qwen models learn.
+So stop conditions, tools, state and rubric are the library's. As an agent it talks to the gateway by the library's own
+client. As an `[environment]` its client is here, and its `Messages` are text: tools are called and answer in the marks
+that Hermes and Qwen models learn.
 """
 
 import asyncio
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Final, Protocol, cast
@@ -97,12 +98,7 @@ def load_episodes(env_id: str, options: _Options, turns: int) -> "Callable[[], E
     ConfigError where the library or the environment is missing, where its rubric judges groups, or where it plays more
     than `turns` turns.
     """
-    environment, source = _load(env_id, options), f"{NAME}:{env_id}"
-    if environment.requires_group_rollouts:
-        raise ConfigError(
-            f"environment {source!r}: its rubric judges the rollouts of a prompt together, and an episode is judged "
-            "alone here: take its reward functions of one rollout"
-        )
+    environment, source = _judged_alone(env_id, options), f"{NAME}:{env_id}"
     most = int(getattr(environment, "max_turns", -1))
     if most > turns:
         raise ConfigError(
@@ -112,6 +108,60 @@ def load_episodes(env_id: str, options: _Options, turns: int) -> "Callable[[], E
     types = cast("_Types", import_module(f"{NAME}.types"))
     cast("_Registry", import_module(f"{NAME}.clients").Client).register(_Turns)
     return lambda: Episode(source, environment, _Turns(types))
+
+
+def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str, object]], Awaitable[float]]":
+    """What plays the environment with an OpenAI client, for a row of its task, and returns the rubric's reward.
+
+    ConfigError where the library or the environment is missing, and where its rubric judges groups.
+    """
+    environment, source = _judged_alone(env_id, options), f"{NAME}:{env_id}"
+    clients = cast("_Clients", import_module(f"{NAME}.clients"))
+
+    async def solve(client: object, row: Mapping[str, object]) -> float:
+        return await _reward(environment, _given(row, source), clients.OpenAIChatCompletionsClient(client))
+
+    return solve
+
+
+def _judged_alone(env_id: str, options: _Options) -> _Environment:
+    """The environment; ConfigError where its rubric judges groups."""
+    environment = _load(env_id, options)
+    if environment.requires_group_rollouts:
+        raise ConfigError(
+            f"{NAME}:{env_id}: its rubric judges the rollouts of a prompt together, and an episode is judged alone "
+            "here: take its reward functions of one rollout"
+        )
+    return environment
+
+
+def _given(row: Mapping[str, object], source: str) -> dict[str, object]:
+    """The library's own row in a task's."""
+    given = row.get(NAME)
+    if not isinstance(given, dict):
+        raise DataError(f'the row has no {NAME!r}: set task.source = "{source}", as of the environment')
+    return cast("dict[str, object]", given)
+
+
+async def _reward(environment: _Environment, given: dict[str, object], client: object) -> float:
+    """What the rubric says of a rollout. What went wrong in it is raised."""
+    state = await environment.rollout(given, client, "policy", {})
+    try:
+        error = state.get("error")
+        if isinstance(error, Exception):
+            raise error
+        if not environment.score_rollouts:
+            return 0.0
+        await environment.rubric.score_rollout(state)
+        return cast("float", state["reward"])
+    finally:
+        await environment.rubric.cleanup(state)
+
+
+class _Clients(Protocol):
+    """What is made of `verifiers.clients`."""
+
+    OpenAIChatCompletionsClient: Callable[[object], object]
 
 
 class _Registry(Protocol):
@@ -128,10 +178,8 @@ class Episode:
 
     async def reset(self, row: Mapping[str, object]) -> str:
         """Begin the rollout; the prompt as the task rendered it."""
-        given = row.get(NAME)
-        if not isinstance(given, dict):
-            raise DataError(f'the row has no {NAME!r}: set task.source = "{self._source}", as of the environment')
-        self._played = asyncio.create_task(self._play(cast("dict[str, object]", given)))
+        given = _given(row, self._source)
+        self._played = asyncio.create_task(_reward(self._environment, given, self._turns))
         shown = _conversation(given["prompt"])
         self._shown = await self._asked(self._played) or []
         if self._shown != shown:
@@ -160,20 +208,6 @@ class Episode:
             await asyncio.wait({self._played})
             if not self._played.cancelled():
                 self._played.result()
-
-    async def _play(self, given: dict[str, object]) -> float:
-        environment = self._environment
-        state = await environment.rollout(given, self._turns, "policy", {})
-        try:
-            error = state.get("error")
-            if isinstance(error, Exception):
-                raise error
-            if not environment.score_rollouts:
-                return 0.0
-            await environment.rubric.score_rollout(state)
-            return cast("float", state["reward"])
-        finally:
-            await environment.rubric.cleanup(state)
 
     async def _asked(self, played: "asyncio.Task[float]") -> list[tuple[str, str]] | None:
         """What the model is to go on from; None at the rollout's end, and what it raised is raised."""

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrl.events import Event
+
 
 @dataclass(frozen=True)
 class TrackedRun:
@@ -23,6 +25,13 @@ class TrackedRun:
     """The first that is to come; over 0 where the run goes on."""
     goes_on: bool
     """Whether trackers have been told of it before."""
+
+    @property
+    def links(self) -> Mapping[str, str]:
+        """Its `folder`, the `report` in it, and with `run.otlp` what the ids of its `traces` begin with."""
+        folder, table = self.folder.resolve(), self.config.get("run")
+        links = {"folder": str(folder), "report": str(folder / "report.html")}
+        return {**links, "traces": self.id} if isinstance(table, Mapping) and table.get("otlp") else links
 
     def project_by(self, variable: str) -> str:
         """The project: of the configuration, else of the tracker's own environment variable, else `meshrl`."""
@@ -43,6 +52,8 @@ class Tracker:
 
     wants_report = False
     """Whether `end` is given the run's report."""
+    wants_events = False
+    """Whether it is told events."""
     begins_at_once = False
     """Whether the run waits for `begin`: for one that is quick, and opens its files while the run has its folder."""
 
@@ -57,6 +68,12 @@ class Tracker:
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Some rows of a step's batch, with the same keys: `prompt`, `completion`, and so on, `reward` a number."""
+
+    def events(self, events: Sequence[Event], began: float) -> None:
+        """What happened in the last second, where the class sets `wants_events = True`.
+
+        `began`: when their times count from, in seconds since 1970.
+        """
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
         """The run is over: its `status` is `finished`, `interrupted` or `failed`, and other keys as in summary.json.

@@ -11,6 +11,7 @@ from typing import Final
 
 from meshrl import log
 from meshrl.errors import described
+from meshrl.events import Event
 from meshrl.report import read_run, render
 from meshrl.trackers.base import TrackedRun, Tracker
 from meshrl.trackers.registry import make_tracker
@@ -54,6 +55,12 @@ class Trackers:
         """Some rows of a step's batch."""
         for queue in self._queues:
             queue.put(partial(queue.tracker.samples, step, rows))
+
+    def events(self, events: Sequence[Event], began: float) -> None:
+        """What happened; `began`: when their times count from, in seconds since 1970."""
+        for queue in self._queues:
+            if queue.tracker.wants_events:
+                queue.put(partial(queue.tracker.events, events, began))
 
     def end(self, folder: Path | None, summary: Mapping[str, object]) -> None:
         """The run is over, and its files are written; None where the folder is another run's by now.

@@ -43,8 +43,9 @@ class Mlflow(Tracker):
         name = run.project_by("MLFLOW_EXPERIMENT_NAME")
         experiment = self._client.get_experiment_by_name(name)
         place = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        links = {f"meshrl.{name}": value for name, value in run.links.items()}
         known = self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'") if run.goes_on else []
-        there = known[0] if known else self._client.create_run(place, run_name=run.name, tags={_TAG: run.id})
+        there = known[0] if known else self._client.create_run(place, run_name=run.name, tags={_TAG: run.id, **links})
         self._id = there.info.run_id
         if known:
             self._client.update_run(self._id, status="RUNNING")

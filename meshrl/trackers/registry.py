@@ -12,6 +12,7 @@ SHIPPED: Final = {
     "wandb": "meshrl.trackers.wandb:Wandb",
     "mlflow": "meshrl.trackers.mlflow:Mlflow",
     "trackio": "meshrl.trackers.trackio:Trackio",
+    "otlp": "meshrl.trackers.otlp:Otlp",
 }
 """The trackers that come with meshrl, and where they are; all but the first are extras of the same name."""
 

@@ -21,7 +21,7 @@ class Trackio(Tracker):
         self._run = self._trackio.init(
             project=run.project_by("TRACKIO_PROJECT"),
             name=run.name,
-            config=dict(run.config),
+            config={**run.config, "links": dict(run.links)},
             resume="allow" if run.goes_on else "never",
             embed=False,
         )

@@ -28,7 +28,7 @@ class Wandb(Tracker):
             id=run.id,
             resume="allow",
             dir=run.folder,
-            config=dict(run.config),
+            config={**run.config, "links": dict(run.links)},
         )
         # By a number of their own: those of an evaluation come after those of later steps.
         self._run.define_metric("step")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -53,6 +54,15 @@ def test_the_reward_goes_to_the_episodes_rows(agent: Callable[..., Agent]) -> No
     assert (episode.reward, episode.error) == (1.0, None)
     assert episode.rows.rewards.tolist() == [1.0, 1.0]
     assert episode.rows.objects("completion") == ("3", "2")
+
+
+def test_a_result_with_rewards_of_turns(agent: Callable[..., Agent]) -> None:
+    episode = played(agent(ASK * 2 + 'return {"reward": 1, "turns": [0.25, -0.5]}'), "3", "2")
+    assert (episode.reward, episode.turn_rewards.tolist()) == (1.0, [0.25, -0.5])
+    assert played(agent(ASK * 2 + "return 0.5"), "3", "2").turn_rewards.tolist() == [0.0, 0.5]
+    wrong = played(agent(ASK * 2 + 'return {"reward": 1, "turns": [1]}'), "3", "2")
+    assert "the model answered 2 times" in str(wrong.error)
+    assert (wrong.reward, wrong.turn_rewards.tolist()) == (0.0, [0.0, 0.0])
 
 
 def test_a_result_with_a_reward(agent: Callable[..., Agent]) -> None:
@@ -197,9 +207,9 @@ async def test_commands_that_fail(code: str, error: str) -> None:
     assert episode.reward == 0.0
 
 
-@pytest.mark.process
-async def test_a_command_that_is_not_there() -> None:
-    assert "FileNotFoundError" in str((await served(Agent(AgentConfig(command=("no-such-program",))))).error)
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="there is no program 'no-such-program' here"):
+        Agent(AgentConfig(command=("no-such-program",)))
 
 
 @pytest.mark.process
@@ -247,3 +257,91 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
         Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:solve"))
     with pytest.raises(ConfigError, match="a client and a row"):
         Agent(AgentConfig(source=f"{tmp_path / 'mine.py'}:other"))
+
+
+def test_an_episode_that_fails_is_played_again(agent: Callable[..., Agent]) -> None:
+    body = "if told.choices[0].message.content == 'no':\n    raise ValueError(told.id)\nreturn 1"
+    episode = played(agent(ASK + body, retries=2), "no", "no", "yes")
+    assert (episode.reward, episode.error, episode.tries) == (1.0, None, 3)
+    assert episode.rows.objects("completion") == ("yes",)
+    lost = played(agent(ASK + body, retries=1), "no", "no", "yes")
+    assert (lost.reward, lost.tries) == (0.0, 2)
+    assert "ValueError" in str(lost.error)
+
+
+def test_episodes_wait_for_room(agent: Callable[..., Agent]) -> None:
+    solve = agent("await asyncio.sleep(10)\nreturn 1", concurrency=3)
+
+    async def main() -> float:
+        gateway = Gateway(ScriptedSampler([]), ScriptedChat())
+        await asyncio.gather(*(solve.play(gateway, ROW, Sampling()) for _ in range(7)))
+        return asyncio.get_running_loop().time()
+
+    assert simulate(main) == 30.0
+
+
+@pytest.mark.process
+async def test_what_commands_write_is_kept(tmp_path: Path) -> None:
+    code = "import json, sys; n = json.load(sys.stdin)['n']; print('try', n, file=sys.stderr); print(n)"
+    for first in (0, 3):  # the second goes on with the folder
+        config = AgentConfig(command=(sys.executable, "-c", code), outputs_kept=2)
+        async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
+            for number in range(first, first + 3):
+                await Agent(config, tmp_path / "agents").play(gateway, {"n": number}, Sampling())
+        kept = sorted((tmp_path / "agents").iterdir())
+        assert [file.read_text("utf-8") for file in kept] == [f"{n}\ntry {n}\n" for n in (first + 1, first + 2)]
+
+
+DOCKER = f"""#!{sys.executable}
+import os, pathlib, subprocess, sys
+folder = pathlib.Path(__file__).parent
+with (folder / "asked").open("a") as asked:
+    print(*sys.argv[1:], file=asked)
+if sys.argv[1] == "info":
+    sys.exit((folder / "broken").exists() and "the daemon is asleep")
+if sys.argv[1] == "run":
+    at = sys.argv.index("node:22")
+    names = [sys.argv[i + 1] for i, each in enumerate(sys.argv[:at]) if each == "--env"]
+    sys.exit(subprocess.run(sys.argv[at + 1:], env={{name: os.environ[name] for name in names}}).returncode)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a `docker` that runs commands as they are, and writes down in `asked` what it is asked."""
+    (tmp_path / "docker").write_text(DOCKER, "utf-8")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.mark.process
+async def test_a_command_in_a_container(docker: Path) -> None:
+    episode = await served(python(COMMAND, image="node:22"), "2")
+    assert (episode.reward, episode.error) == (1.0, None)
+    info, run = (docker / "asked").read_text("utf-8").splitlines()[:2]
+    assert info == "info"
+    variables = "--env OPENAI_BASE_URL --env OPENAI_API_KEY --env OPENAI_MODEL"
+    assert re.match(
+        rf"run --rm --init --interactive --network host --name meshrl-\w{{16}} {variables} node:22 {sys.executable} -c",
+        run,
+    )
+
+
+@pytest.mark.process
+async def test_a_container_ends_with_its_episode(docker: Path) -> None:
+    episode = await served(python("import time; time.sleep(600)", image="node:22", seconds=2))
+    assert "no result in 2 seconds" in str(episode.error)
+    asked = (docker / "asked").read_text("utf-8").splitlines()
+    name = asked[1].split("--name ")[1].split()[0]
+    assert asked[-1] == f"rm --force --volumes {name}"
+
+
+@pytest.mark.process
+def test_an_image_that_nothing_here_runs(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (docker / "broken").touch()
+    with pytest.raises(ConfigError, match="needs docker, which does not work here: the daemon is asleep"):
+        Agent(AgentConfig(image="node:22"))
+    monkeypatch.setenv("PATH", str(docker))
+    with pytest.raises(ConfigError, match="there is no program 'podman'"):
+        Agent(AgentConfig(image="node:22", runtime="podman"))

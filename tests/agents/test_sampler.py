@@ -13,6 +13,7 @@ from meshrl import (
     ConfigError,
     CrossEntropy,
     PolicyConfig,
+    Ragged,
     Sampling,
     group_advantages,
     publish,
@@ -20,6 +21,8 @@ from meshrl import (
     rollouts,
 )
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
+from meshrl.run import Run, RunConfig
+from meshrl.run.batch_stats import statistics
 from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
 
 AGENT = """
@@ -62,12 +65,32 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert [error is not None for error in batch.objects("reward_error")] == [False] * 4 + [True] * 2
     assert batch.row("turns").tolist() == [3, 3, 0, 0, 1, 1]
     assert "tokens" not in batch
+    assert batch.row("tries").tolist() == [1] * 6
+    assert batch.row("conversation_count").tolist() == [2, 2, 0, 0, 1, 1]
+    told = asyncio.run(statistics(batch))
+    assert (told["conversations"], told["completion_tokens"], told["turns"]) == (1.0, 4.0, 4 / 3)
+    assert told["tokens"] == sum(len(row) for row in conversations(batch).tokens)
     rows = conversations(batch.assign(advantages=np.arange(6, dtype=np.float32)))
     assert rows.groups.tolist() == [0, 0, 0, 0, 2, 2]
     assert rows.row("advantages").tolist() == [0, 0, 1, 1, 4, 5]
     assert rows.rewards.tolist() == [1.0] * 4 + [0.0] * 2
     assert [sum(mask) for mask in rows.loss_mask] == [6, 3, 6, 3, 3, 3]
     assert len(conversations(batch.select(np.zeros(0, np.int64)))) == 0
+
+
+def test_each_turns_tokens_have_what_is_the_turns(agent: Agent) -> None:
+    async def main() -> Batch:
+        return await rollout(
+            agents_of(agent, ScriptedSampler(lambda prompt: "ok")), Batch.of(prompt=["aa", "a"]), Sampling()
+        )
+
+    batch = simulate(main)
+    assert [turns.tolist() for turns in batch.ragged("turn_rewards")] == [[0, 0, 1], [0.5]]
+    rows = conversations(batch.assign(advantages=Ragged.of([[1, 2, 3], [4]], np.float32)))
+    learnt = [row[row != 0].tolist() for row in rows.ragged("advantages")]
+    assert learnt == [[1, 1, 1, 2, 2, 2], [3, 3, 3], [4, 4, 4]]  # the sub-agent's turn is the third
+    told = rows.ragged("advantages").values != 0
+    assert (told == rows.loss_mask.values).all()
 
 
 def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Agent) -> None:
@@ -88,6 +111,65 @@ def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Age
     with pytest.raises(RuntimeError, match="device-side"):
         simulate(lambda: main(0))
     assert sorted(simulate(lambda: main(20))) == [0.5] * 6 + [1.5] * 6
+
+
+RANDOM_AGENT = """
+import asyncio, pathlib, random
+
+async def solve(client, row):
+    with pathlib.Path(__file__).with_name("played").open("a") as played:
+        played.write(row["prompt"])
+    for turn in range(random.randrange(4)):
+        messages = [{"role": "user", "content": f"{row['prompt']} {random.random()}"}]
+        await client.chat.completions.create(model="", messages=messages)
+        await asyncio.sleep(random.uniform(0, 9))
+    if random.random() < 0.2:
+        raise ValueError("bad luck")
+    return random.random()
+"""
+
+
+def test_a_replay_has_the_episodes_of_the_run_and_plays_none(tmp_path: Path) -> None:
+    (tmp_path / "random_agent.py").write_text(RANDOM_AGENT, "utf-8")
+
+    def trained(name: str, steps: int, replayed: str | None = None) -> list[Batch]:
+        """The rows of each step, by a run of this name."""
+        replay = str(tmp_path / replayed) if replayed else None
+
+        async def main() -> list[Batch]:
+            policy, rows = FakePolicy(PolicyConfig(model="none")), list[Batch]()
+            agents = agents_of(
+                Agent(AgentConfig(source=f"{tmp_path / 'random_agent.py'}:solve")),
+                delayed(ScriptedSampler, seed=len(name), generate=2.0, load=0.5)(lambda prompt: prompt[-4:]),
+            )
+            prompts = (Batch.of(prompt=["a", "b"], groups=np.arange(2) + 2 * step) for step in range(steps))
+            config = RunConfig(name=name, folder=str(tmp_path), log=[], deterministic=True, replay=replay)
+            async with Run(config) as run:
+                await publish(policy, agents)
+                async with rollouts(agents, prompts, Sampling(n=2, max_tokens=50), ahead=2) as stream:
+                    async for _ in run.steps(steps):
+                        batch = await anext(stream)
+                        rows.append(conversations(batch.assign(advantages=batch.rewards)))
+                        await run.record(await policy.update(rows[-1], CrossEntropy()), batch)
+                        await publish(policy, stream)
+            return rows
+
+        return simulate(main)
+
+    first = trained("first", 6)
+    played = (tmp_path / "played").read_text("utf-8")
+    assert len(played) == 24
+    again = trained("again", 6, "first")
+    third = trained("third", 7, "again")  # goes on where the record ends
+    for before, after in zip([*first, *first], [*again, *third[:6]], strict=True):
+        assert before.names == after.names
+        assert before.objects("prompt") == after.objects("prompt")
+        for name in ("tokens", "loss_mask", "sampler_logprobs", "versions"):
+            assert before.ragged(name).values.tolist() == after.ragged(name).values.tolist()
+        assert before.rewards.tolist() == after.rewards.tolist()
+        assert before.row("staleness").tolist() == after.row("staleness").tolist()
+    assert len((tmp_path / "played").read_text("utf-8")) == 24 + 4
+    assert len(third) == 7
 
 
 def test_episodes_are_not_aborted(agent: Agent) -> None:

@@ -77,4 +77,6 @@ def test_how_a_model_converses_is_read_by_its_backend(tmp_path: Path) -> None:
     new_config(MODEL, tokenizer).save_pretrained(tmp_path)
     read = read_chat(SamplerConfig(model=str(tmp_path)))
     assert (read.ends, read.max_tokens) == (frozenset({1}), 48)
-    assert read.decode(read.encode(read.render([Message("user", "abc")], ()))) == "abc>"
+    new = read_chat(SamplerConfig(model=MODEL.model_copy(update={"chat_template": TEMPLATE})))
+    for each in (read, new):
+        assert each.decode(each.encode(each.render([Message("user", "abc")], ()))) == "abc>"

@@ -289,3 +289,13 @@ def test_a_greedy_run_is_sampled_all_the_same() -> None:
     _, found, _ = updates(0.0, sampling={"n": 2, "temperature": 0.0}, evaluation={"every": 8, "n": 8})
     assert found[0]["eval/greedy"] == 0
     assert 0 < found[0]["eval/pass@1"] < 1
+
+
+async def test_what_each_held_out_prompt_got_in_the_end_is_kept(tmp_path: Path) -> None:
+    folder = await trained(tmp_path, "mine", fakes(), {}, steps=12)
+    found = lines(folder / "held_out.jsonl")
+    assert [line["prompt"] for line in found] == list(TASK.held_out.objects("prompt"))
+    summary = json.loads((folder / "summary.json").read_bytes())
+    for kind, name in (("greedy", "exact_match_after"), ("sampled", "exact_match_sampled_after")):
+        assert sum(line[kind] for line in found) / len(found) == pytest.approx(summary[name])
+    assert all(isinstance(line["completion"], str) for line in found)

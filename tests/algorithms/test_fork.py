@@ -76,6 +76,35 @@ def test_a_fork_with_a_change_is_alike_up_to_the_step_and_tells_where_it_comes_f
     assert numbers("earlier") == earlier  # it is left as it was
 
 
+def prompts(run: str) -> list[str]:
+    """Of each step, in order."""
+    lines = (Path("runs") / run / "samples.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def test_a_fork_with_another_seed_has_its_prompts_and_draws_from_the_step_on() -> None:
+    """At a checkpoint, and between two; twice, it is the same."""
+    for step in (3, 5):
+        for name in (f"first-{step}", f"again-{step}"):
+            assert (
+                meshrl("fork", "earlier", "--step", str(step), "--name", name, "run.seed=7", "run.samples_every=1") == 0
+            )
+            assert meshrl("audit", name) == 0
+        first = numbers(f"first-{step}")
+        assert first[:step] == numbers("earlier")[:step]
+        assert first[step:] != numbers("earlier")[step:]
+        assert first == numbers(f"again-{step}")
+        assert weights(f"first-{step}") == weights(f"again-{step}")
+    assert meshrl("run", "mine.toml", "run.name=seven", "run.seed=7", "run.samples_every=1") == 0
+    for step in (3, 5):
+        forked = prompts(f"first-{step}")
+        assert forked[-4 * (STEPS - step) :] == prompts("seven")[: 4 * (STEPS - step)]
+    assert meshrl("run", "runs/first-5/config.toml", f"steps={STEPS + 2}") == 0  # it goes on with its new seed
+    assert len(numbers("first-5")) == STEPS + 2
+    assert prompts("first-5")[-8:] == prompts("seven")[4 * (STEPS - 5) : 4 * (STEPS - 5) + 8]
+    assert meshrl("audit", "first-5") == 0
+
+
 def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     there = sorted(Path("runs").iterdir())
     for arguments, told in (

@@ -8,12 +8,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import httpx2
 import pytest
+from openai import AsyncOpenAI, InternalServerError
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from meshrl import Batch, NewModel, PolicyConfig, SamplerConfig, Sampling, Weights, rollout
+from meshrl.agents import Gateway
 from meshrl.errors import BackendError, ConfigError, DataError, EngineDied, ModelError
+from meshrl_hf.chat import HuggingFaceChat
+from meshrl_hf.text import Words, character_tokenizer
 from meshrl_http import client, folders
 from meshrl_http.found import check_servers
 from meshrl_http.options import HttpConfig
@@ -359,3 +364,25 @@ def test_weights_without_a_way_to_the_server_are_refused(server: Vllm) -> None:
     assert len(asyncio.run(rollout(sampler, PROMPTS, GREEDY))) == 3
     sampler.close()
     assert config(server.url).model_extra
+
+
+async def test_agents_before_a_server_that_fails_and_comes_back(server: Vllm) -> None:
+    sampler = HttpSampler(config(server.url, patience=0.5))
+    tokenizer = character_tokenizer(NEW.characters, NEW.max_tokens)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}>{% endfor %}"
+    gateway = Gateway(sampler, HuggingFaceChat(Words(tokenizer, None, frozenset({1}), NEW.max_tokens)))
+    session = gateway.open(Sampling(max_tokens=4))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+    async with AsyncOpenAI(base_url=session.url, api_key=session.token, max_retries=0, http_client=http) as agent:
+        begun = server.completions
+        server.instead = lambda _body, number: (503, {}) if number == begun + 1 else None
+        messages: list[Any] = [{"role": "user", "content": "abc"}]
+        told = await agent.chat.completions.create(model="policy", messages=messages)
+        assert told.choices[0].message.content == "bbbb"
+        messages += [told.choices[0].message, {"role": "user", "content": "d"}]
+        server.instead = lambda _body, _number: (503, {"error": "never again"})
+        with pytest.raises(InternalServerError, match="the sampler failed: EngineDied: no answer of http"):
+            await agent.chat.completions.create(model="policy", messages=messages)
+    sampler.close()
+    (learnt,) = gateway.close(session).loss_mask
+    assert learnt.tolist() == [False] * 4 + [True] * 4

@@ -3,16 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import numpy as np
+import openai
 import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from meshrl import Batch, ClippedLoss, NewModel, PolicyConfig, Ragged, ReferenceConfig, SamplerConfig, Sampling
+from meshrl.agents import Gateway
 from meshrl.errors import ConfigError, DataError
 from meshrl_fsdp.policy import FsdpPolicy
+from meshrl_hf.chat import HuggingFaceChat
 from meshrl_hf.roles import TrainedPolicy
+from meshrl_hf.text import Words, character_tokenizer
 from meshrl_megatron.policy import MegatronPolicy
 from meshrl_torch.policy import TorchPolicy
 from meshrl_torch.reference import TorchReference
@@ -146,3 +151,24 @@ async def test_what_cannot_be_told_or_followed_is_refused(model: str) -> None:
     with pytest.raises(DataError, match="'megatron' does not follow"):
         MegatronPolicy.check_rows(made._model, batch)
     assert "logprobs" in str(await TorchReference(ReferenceConfig(model=dense)).logprobs(batch))
+
+
+async def test_a_conversation_has_the_experts_that_read_each_turn(model: str) -> None:
+    tokenizer = character_tokenizer("abcdefgh>", 64)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' }}{% endfor %}"
+    )
+    sampler = TorchSampler(SamplerConfig.model_validate({"model": model, "record_experts": True}))
+    gateway = Gateway(sampler, HuggingFaceChat(Words(tokenizer, None, frozenset({1}), 64)))
+    session, messages = gateway.open(Sampling(max_tokens=6, ignore_eos=True)), list[Any]()
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+    async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
+        for text in ("abc", "de"):
+            messages.append({"role": "user", "content": text})
+            told = await client.chat.completions.create(model="", messages=messages)
+            messages.append(told.choices[0].message)
+    batch = gateway.close(session)
+    experts = np.asarray(batch.ragged("experts").values, np.int16)
+    assert experts.shape == (len(batch.tokens.values), 3, 2)
+    assert np.flatnonzero((experts < 0).all((1, 2))).tolist() == [9, 18], "nothing read the last token of a turn"
+    assert await apart(policy(model), batch) < 1e-5

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -114,6 +115,12 @@ def garbage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not a model")
 
 
+def pickled(folder: Path) -> None:
+    """The same weights as torch pickles them, which would be unpickled."""
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 def no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -184,6 +191,7 @@ def larger_tokenizer(folder: Path) -> None:
         (truncated, "cannot be loaded as a causal language model: SafetensorError"),
         (garbage, "cannot be loaded as a causal language model: SafetensorError"),
         (no_weights, "cannot be loaded as a causal language model: OSError"),
+        (pickled, "cannot be loaded as a causal language model: .*safetensors"),
         (broken_config, "cannot be loaded as a causal language model"),
         (unknown_model, "cannot be loaded as a causal language model: .*llama9"),
         (masked, "is a BertForMaskedLM, not a causal language model"),

@@ -79,6 +79,21 @@ def test_a_template_may_be_a_file_of_its_own(mine: Path, capsys: pytest.CaptureF
     assert not told(capsys, mine, "policy.chat=true")
 
 
+def test_an_agent(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (mine.parent / "mine.py").write_text("async def solve(client):\n    return 1.0\n", "utf-8")
+    reward = '[reward]\nfunction = "mine.py:judge"\n'
+    agent = 'algorithm = "agent"\nagent = { source = "mine.py:solve" }\n'
+    text = mine.read_text("utf-8").replace('algorithm = "grpo"\n', agent).replace(reward, "")
+    mine.write_text(text, "utf-8")
+    found = told(capsys, mine)
+    assert f"sampler: agents converse in the chat template, and {mine.parent}/model has none" in found
+    assert "is called with a client and a row, and does not fit: too many positional arguments" in found
+    (mine.parent / "model" / "chat_template.jinja").write_text("{}", "utf-8")
+    (mine.parent / "mine.py").write_text("async def solve(client, row):\n    return 1.0\n", "utf-8")
+    assert not told(capsys, mine)
+    assert "there is no program 'nodejs-99' here" in told(capsys, mine, "agent={command=['nodejs-99','a.js']}")
+
+
 def test_a_reward_that_raises_on_the_tasks_row(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (mine.parent / "mine.py").write_text("def judge(prompt, completion, row):\n    return row['solution']\n", "utf-8")
     found = told(capsys, mine)

@@ -35,7 +35,7 @@ def test_each_page_is_copied_with_what_it_runs_on(
         assert "/model: there is no folder" in mistake.replace("'", "")
         assert f"first: {mistake}" in told, "the missing step is told"
     assert ("first: " in told) == bool(mistakes)
-    for name in ("quickstart-sft", "quickstart"):
+    for name in ("quickstart-sft", "quickstart-agent-sft", "quickstart"):
         (tmp_path / "runs" / name / "model").mkdir(parents=True)
         (tmp_path / "runs" / name / "model" / "config.json").write_text("{}", "utf-8")
         save_tokenizer(tmp_path / "runs" / name / "model")

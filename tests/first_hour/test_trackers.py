@@ -54,6 +54,12 @@ def rewards(folder: Path) -> list[float]:
     return [json.loads(line)["reward"] for line in lines]
 
 
+def links(folder: Path) -> dict[str, str]:
+    """Where the run is, as trackers tell it."""
+    own = (folder / "runs/quickstart").resolve()
+    return {"folder": str(own), "report": str(own / "report.html")}
+
+
 def records(file: Path) -> Iterator[bytes]:
     """What wandb writes while it is offline: a log as LevelDB has it, in blocks of 32 KiB."""
     content, at, held = file.read_bytes(), 7, b""
@@ -78,7 +84,8 @@ def test_wandb(tracked: Path) -> None:
     begun = [each.run for each in told if each.HasField("run") and each.run.run_id]
     assert {each.run_id for each in begun} == {(tracked / "runs/quickstart/run_id").read_text("utf-8").strip()}
     assert {(each.project, each.display_name) for each in begun} == {("meshrl", "quickstart")}
-    assert {item.key: json.loads(item.value_json) for item in begun[0].config.update}["steps"] == 2
+    config = {item.key: json.loads(item.value_json) for item in begun[0].config.update}
+    assert (config["steps"], config["links"]) == (2, links(tracked))
     history = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in each.history.item}
         for each in told
@@ -98,6 +105,7 @@ def test_mlflow(tracked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (found,) = client.search_runs([client.get_experiment_by_name("meshrl").experiment_id])
     assert (found.info.run_name, found.info.status) == ("quickstart", "FINISHED")
     assert found.data.params["policy.backend"] == "fake"
+    assert links(tracked).items() <= {key.removeprefix("meshrl."): tag for key, tag in found.data.tags.items()}.items()
     history = client.get_metric_history(found.info.run_id, "reward")
     assert {each.step: each.value for each in history} == pytest.approx(dict(enumerate(rewards(tracked))))
     assert "eval/pass_1" in found.data.metrics
@@ -127,7 +135,7 @@ print(json.dumps([storage.get_logs("meshrl", name), storage.get_run_config("mesh
     logs, config, artifacts = json.loads(done.stdout)
     assert {line["step"]: line["reward"] for line in logs if "reward" in line} == dict(enumerate(rewards(tracked)))
     assert [line["step"] for line in logs if "samples" in line] == [0, 2]
-    assert config["policy"]["backend"] == "fake"
+    assert (config["policy"]["backend"], config["links"]) == ("fake", links(tracked))
     assert artifacts == ["quickstart-report"]
 
 

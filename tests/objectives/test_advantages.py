@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshrl.data import Ragged
 from meshrl.errors import DataError
-from meshrl.objectives import Gae, gae, group_advantages, leave_one_out, whiten
+from meshrl.objectives import Gae, gae, group_advantages, leave_one_out, turn_advantages, whiten
 
 Advantages: TypeAlias = Callable[[list[float], list[int]], NDArray[np.float32]]
 
@@ -192,3 +192,13 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_what_is_learn
     rounded = like(MASK, np.where(np.arange(9) % 2, 0.3, np.nextafter(np.float32(0.3), np.float32(1))))
     assert 0 < np.abs(floats(whiten(rounded, MASK).values)).max() < 1e-3, "rounding is no signal"
     assert whiten(Ragged.of([], np.float32), Ragged.of([], np.bool_)).values.tolist() == []
+
+
+def test_a_turn_has_the_rewards_from_it_on() -> None:
+    """By hand: the group 0 has the rewards 1, 0 and 0, of mean 1/3 and deviation sqrt(1/3)."""
+    told = turn_advantages(Ragged.of([[1, 0], [2, 2], [0], []], np.float32), [0, 1, 0, 0])
+    up, down = (2 / 3) / np.sqrt(1 / 3), -(1 / 3) / np.sqrt(1 / 3)
+    assert [len(row) for row in told] == [2, 2, 1, 0]
+    assert told.values == pytest.approx([up + down, down, 0, 0, down], abs=1e-5)
+    with pytest.raises(DataError, match="there are 1 rows of rewards"):
+        turn_advantages(Ragged.of([[1, 0]], np.float32), [0, 0])

@@ -110,6 +110,18 @@ def test_healthy_runs_have_no_sign(tmp_path: Path, otherwise: Mapping[str, At]) 
         assert signs(run_of(tmp_path, otherwise, noise=0.05, seed=seed)) == []
 
 
+REAL = Path(__file__).parent / "healthy"
+"""Real runs of five algorithms with nothing wrong; the README there says how they were made."""
+
+
+@pytest.mark.parametrize("run", ["sft", "dpo", "grpo", "rloo", "ppo"])
+def test_a_healthy_real_run_has_no_sign(run: str) -> None:
+    record = read_numbers(REAL / run)
+    assert len(record.metrics) >= 2 * STEPS
+    assert {"loss", "entropy"} <= record.metrics[0].keys()
+    assert diagnose(record) == ()
+
+
 def test_a_finding_tells_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_of(tmp_path, PLANTED["reward hacking"], noise=0)
     with pytest.raises(SystemExit) as ended:

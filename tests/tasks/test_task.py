@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -72,6 +73,21 @@ def test_blank_lines_are_skipped_and_the_answer_may_be_null(tmp_path: Path) -> N
     path.write_text('{"question": "a", "answer": null}\n\n{"question": "b", "answer": 2}\n', "utf-8")
     task = Task.load(TaskConfig(source=str(path), held_out=0))
     assert task.train.objects("answer") == ("", "2")
+
+
+def test_dialogues_of_templates(write: Write) -> None:
+    tells = [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": '{{"n": {metadata[n]}}}'}]
+    asks = [{"role": "user", "content": "{answer}"}, {"role": "tool", "content": "?"}]
+    config = TaskConfig.model_validate({"source": write(*sums(3)), "held_out": 0, "dialogues": [tells, asks]})
+    texts = [[message["content"] for message in row] for row in messages_of(Task.load(config))]
+    assert texts == [["0+1=", '{"n": 0}'], ["2", "?"], ["2+1=", '{"n": 2}']]
+    wrong = [[{"role": "user", "content": "{questions}"}]]
+    with pytest.raises(DataError, match=r"line 1: message 0: the template '{questions}' needs 'questions'"):
+        Task.load(TaskConfig.model_validate({"source": write(*sums(2)), "dialogues": wrong}))
+
+
+def messages_of(task: Task) -> list[list[dict[str, str]]]:
+    return cast("list[list[dict[str, str]]]", list(task.train.objects("messages")))
 
 
 def test_a_repeated_prompt_counts_once(write: Write) -> None:

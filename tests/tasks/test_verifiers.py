@@ -16,10 +16,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshrl import Batch, EnvironmentConfig, Episodes, SamplerConfig, Sampling, Task, TaskConfig, rollout
+from meshrl.agents import Agent, AgentConfig, Episode, Gateway
 from meshrl.environments.environment import FunctionEnvironment
 from meshrl.errors import ConfigError
 from meshrl.tasks.verifiers import load_episodes
-from meshrl.testing import FakeSampler
+from meshrl.testing import FakeSampler, ScriptedChat, ScriptedSampler
 
 SOURCE = "verifiers:guess-number"
 MARK = "<|im_start|>user\n"
@@ -224,6 +225,47 @@ async def test_episodes_play_it() -> None:
         batch = await rollout(episodes, prompts().drop("episode"), Sampling(n=2))
     assert batch.row("turns").tolist() == [1] * 4
     assert all("invalid literal" in str(error) for error in batch.objects("reward_error"))
+
+
+async def played_by_an_agent(kind: str, *said: str) -> Episode:
+    """The first row, to which the model says this."""
+    gateway = Gateway(ScriptedSampler(said), ScriptedChat())
+    agent = Agent(AgentConfig(source=SOURCE, options={"kind": kind} if kind else {}))
+    row = cast("dict[str, object]", prompts(kind).objects("row")[0])
+    return await agent.play(gateway, row, Sampling(max_tokens=200))
+
+
+@pytest.mark.usefixtures("library")
+async def test_an_agent_plays_it_by_the_gateway() -> None:
+    episode = await played_by_an_agent("", "7", "3")
+    assert (episode.error, episode.turns) == (None, 2)
+    assert episode.reward == pytest.approx(1.2)
+    assert episode.rows.objects("prompt") == ("system: Numbers only.\nuser: 1 to 9?\nassistant: ",)
+    assert episode.rows.objects("completion") == ("7\nuser: less\nassistant: 3",)
+    assert [sum(row) for row in episode.rows.loss_mask] == [4]
+
+
+@pytest.mark.usefixtures("library")
+async def test_an_agent_calls_its_tools_and_may_have_several_conversations() -> None:
+    call = '<tool_call>{"name": "is_more", "arguments": {"than": 4}}</tool_call>'
+    episode = await played_by_an_agent("tools", f"A look.{call}", "3")
+    assert (episode.error, len(episode.rows)) == (None, 1)
+    assert "tool: False\nuser: A look.\n" in str(episode.rows.objects("completion")[0])
+    rewritten = await played_by_an_agent("rewrites", "7", "3")
+    assert (rewritten.error, len(rewritten.rows)) == (None, 2)
+
+
+@pytest.mark.usefixtures("library")
+async def test_what_it_raises_for_an_agent_is_data() -> None:
+    with capture_logs():
+        failed = await played_by_an_agent("", "fail")
+        other = await Agent(AgentConfig(source=SOURCE)).play(
+            Gateway(ScriptedSampler([]), ScriptedChat()), {"prompt": "a"}, Sampling()
+        )
+    assert (failed.reward, failed.error) == (0.0, "Error: told in the state")
+    assert "the row has no 'verifiers'" in str(other.error)
+    with pytest.raises(ConfigError, match="its rubric judges the rollouts of a prompt together"):
+        Agent(AgentConfig(source=SOURCE, options={"kind": "group"}))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,35 @@ class Client(ABC):  # noqa: B024 -- the library's has abstract methods, none of 
     """Asked for the model's words."""
 
 
+class OpenAIChatCompletionsClient(Client):
+    """Asks a server."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    async def get_response(self, prompt: Any, model: str, tools: Any, sampling_args: Any, state: Any) -> Any:
+        offered = [{"type": "function", "function": each.model_dump(exclude_none=True)} for each in tools or ()]
+        told = await self.client.chat.completions.create(
+            model=model, messages=[_native(each) for each in prompt], **({"tools": offered} if offered else {})
+        )
+        said = told.choices[0].message
+        calls = [
+            SimpleNamespace(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in said.tool_calls or ()
+        ]
+        return SimpleNamespace(message=Message(content=said.content, tool_calls=calls or None))
+
+
+def _native(message: Any) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(message).items() if value is not None}
+    if calls := fields.pop("tool_calls", None):
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return fields
+
+
 class Error(Exception):
     """Told in a state."""
 
@@ -114,6 +143,6 @@ def modules() -> dict[str, ModuleType]:
         __version__="0.3.1", load_environment=load_environment, MultiTurnEnv=MultiTurnEnv, Rubric=Rubric, Error=Error
     )
     vars(types).update(Response=SimpleNamespace, ResponseMessage=Message, ToolCall=SimpleNamespace)
-    vars(clients).update(Client=Client)
+    vars(clients).update(Client=Client, OpenAIChatCompletionsClient=OpenAIChatCompletionsClient)
     vars(environment).update(signal=signal)
     return {each.__name__: each for each in (root, types, clients, envs, environment)}

@@ -1,0 +1,113 @@
+"""Calls that decode as one: a step of theirs is one forward pass over the rows of all of them.
+
+A sampler that is asked for few rows at a time, by many, would else decode them in many small passes, each of which
+costs almost as much as a large one. What a row draws hangs on its own call's seed and is the same alone; that the last
+bits of its log-probs may differ with who is beside it is why calls join only where they may (`JoinedSampling`).
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from meshrl.roles import GenerateCall
+from meshrl_hf.rollouts import Finished, Request
+from meshrl_hf.seeds import UInt64
+from meshrl_torch.decode import Decoder
+
+YIELD_STEPS: Final = 8
+"""Decode steps between two batches of finished rows: making a batch costs about as much as a step of a tiny model."""
+
+
+class Part:
+    """One of the calls."""
+
+    def __init__(self, call: GenerateCall, number: int) -> None:
+        self.call = call
+        self.number = number
+        self.ended = False
+        self.error: Exception | None = None
+        self.news = asyncio.Event()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Nothing more comes."""
+        self.ended, self.error = True, error
+        self.call.end()
+        self.news.set()
+
+
+class Joint:
+    """The calls that run, and the task that steps them."""
+
+    def __init__(self, decoder: Decoder, version: Callable[[], int]) -> None:
+        """`version`: of the weights, before each step; what it raises ends all calls."""
+        self._decoder = decoder
+        self._version = version
+        self._parts: list[Part] = []
+        self._steps = 0
+        self._stepping: asyncio.Task[None] | None = None
+
+    @property
+    def room(self) -> int:
+        """Rows that another call may bring; none where all calls have ended."""
+        return self._decoder.room if self._parts else 0
+
+    def begin(self, call: GenerateCall, ended: Callable[[], None]) -> Part:
+        """The call whose rows the decoder was made with. `ended` is called when all calls have."""
+        self._parts.append(part := Part(call, 0))
+        self._stepping = asyncio.create_task(self._step())
+        self._stepping.add_done_callback(lambda _: ended())
+        return part
+
+    def join(self, call: GenerateCall, request: Request, seed: UInt64) -> Part:
+        """Another call, for whose rows there is room."""
+        self._parts.append(part := Part(call, self._decoder.add(request, seed)))
+        return part
+
+    async def finished(self, part: Part) -> Finished | None:
+        """The next rows of a call that are done, or were aborted; None where all were."""
+        while True:
+            await part.news.wait()
+            part.news.clear()
+            if part.error is not None:
+                raise part.error
+            if (rows := self._decoder.take(part.number)) is not None:
+                if part.ended:
+                    part.news.set()
+                return rows
+            if part.ended:
+                return None
+
+    def leave(self, part: Part) -> None:
+        """Nobody wants what is not done of a call."""
+        if part in self._parts:
+            self._parts.remove(part)
+            self._decoder.stop(part.number)
+        self._decoder.take(part.number)
+
+    async def _step(self) -> None:
+        try:
+            while self._parts:
+                await asyncio.sleep(0)  # others run, who bring new weights for one; no call of a replay is here
+                for part in self._parts:
+                    if part.call.aborted:
+                        self._decoder.stop(part.number)
+                        part.end()
+                    else:
+                        part.call.count()
+                self._parts = [part for part in self._parts if not part.ended]
+                if self._parts:
+                    self._decoder.step(self._version())
+                    self._tell()
+        except Exception as error:  # noqa: BLE001 -- raised by each of the calls
+            for part in self._parts:
+                part.end(error)
+            self._parts.clear()
+
+    def _tell(self) -> None:
+        self._steps += 1
+        for part in self._parts:
+            if not self._decoder.has(part.number):
+                part.end()
+            elif self._steps % YIELD_STEPS == 0:
+                part.news.set()
+        self._parts = [part for part in self._parts if not part.ended]

@@ -1,0 +1,76 @@
+"""The table of an agent: which program talks to the model, and how it is found before a run begins."""
+
+import inspect
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Annotated, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from meshrl.agents.container import Runtime, check_runtime
+from meshrl.config import Config
+from meshrl.errors import ConfigError
+from meshrl.tasks import verifiers
+from meshrl.user_code import CODE, load_name
+
+
+class AgentConfig(Config):
+    """Which program talks to the model: a function, or a command."""
+
+    source: Annotated[str, CODE] = ""
+    """`file.py:function` or `package.module:function`, async or plain: called with a client of the package openai and
+    the task's row, it returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
+    options: Mapping[str, JsonValue] = Field(default={})
+    """Of verifiers: what the environment is loaded with, as of the task."""
+    command: tuple[str, ...] = ()
+    """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
+    the row as JSON in its input; the last line of its output is the reward."""
+    image: str = ""
+    """A container image, in which the command runs; without a command its own does."""
+    runtime: Runtime = "docker"
+    """What runs containers."""
+    seconds: float = Field(default=600.0, gt=0)
+    """The longest that it may take."""
+    retries: int = Field(default=0, ge=0)
+    """How often an episode is played again that fails, before its error is told."""
+    concurrency: int = Field(default=256, gt=0)
+    """Episodes at once; others wait."""
+    output_mib: int = Field(default=16, gt=0)
+    """The most that a command may write."""
+    outputs_kept: int = Field(default=1000, gt=0)
+    """Of how many commands the output is kept in the run's folder, the last ones."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if bool(self.source) == bool(self.command or self.image):
+            raise ValueError(
+                'give one of source, such as "my_agent.py:solve", and command, such as ["node", "agent.js"], or image'
+            )
+        return self
+
+
+def load_agent(config: AgentConfig) -> Callable[..., object] | None:
+    """The function that is called; None for a command. ConfigError where it is not found or none, or no program is.
+
+    A program in an image is not looked for, but what runs it is asked whether it works.
+    """
+    source = config.source
+    if config.image:
+        check_runtime(config.runtime)
+        return None
+    if not source:
+        program = config.command[0]
+        if shutil.which(program) is None:
+            raise ConfigError(f"agent.command: there is no program {program!r} here: install it, or give its path")
+        return None
+    kind, _, name = source.partition(":")
+    if kind == verifiers.NAME:
+        return verifiers.load_agent(name, config.options)
+    found = load_name("agent", source, (), inspect.isfunction)
+    if not callable(found):
+        raise ConfigError(f"agent {source!r}: is {found!r}, not a function")
+    try:
+        inspect.signature(found).bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"agent {source!r}: is called with a client and a row, and does not fit: {error}") from error
+    return found

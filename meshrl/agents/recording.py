@@ -1,0 +1,171 @@
+"""Recording what programs and a model say to each other, in rows that are trained on later.
+
+    async with Gateway(sampler, chat).serving() as gateway:
+        with Recording(Path("recorded/rows.jsonl"), chat) as rows:
+            await record(gateway, Sampling(max_tokens=1024), rows, idle=300.0, say=print)  # until it is cancelled
+
+A line of the file is what `Conversation.rows` has of a conversation, token for token, with its messages. `recorded`
+makes columns of lines that a task has read.
+"""
+
+import asyncio
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, cast
+
+import msgspec
+import numpy as np
+
+from meshrl.agents.chat import Chat
+from meshrl.agents.conversation import Transcript, Turn
+from meshrl.agents.gateway import Gateway
+from meshrl.data import Batch, Ragged, Source
+from meshrl.errors import ConfigError, DataError
+from meshrl.roles import Sampling
+
+_LOOK: Final = 1.0
+"""Seconds, at most, between two looks for conversations that are over."""
+_SHARE: Final = 50
+"""As many times as long as a file took to be written, it is then left alone."""
+_PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "sampler_logprobs": np.float32,
+    "versions": np.int32,
+}
+_PER_ROW: Final[Mapping[str, type[np.generic]]] = {
+    "oldest_version": np.int32,
+    "temperature": np.float32,
+    "truncated": np.bool_,
+}
+
+
+class Recording:
+    """A file of rows, which grows by whole rows: whenever the process ends, however it does, none is cut in two."""
+
+    def __init__(self, file: Path, chat: Chat) -> None:
+        """A file that is there already is gone on with."""
+        self.file = file
+        self.chat = chat
+        self._lock: int | None = None
+        self._began = f"{time.time_ns():x}"
+        self.rows = 0
+        """How many were added."""
+
+    def __enter__(self) -> Self:
+        """ConfigError where another process adds to it."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.file.with_name(f".{self.file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"{self.file}: another process records there: give another folder") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def add(self, conversations: Sequence[tuple[Batch, Sequence[Transcript]]]) -> None:
+        """Write the rows of conversations, each as `Conversation.take` gives it, behind those that are there."""
+        rows = [
+            (batch, row, transcript)
+            for batch, transcripts in conversations
+            for row, transcript in enumerate(transcripts)
+        ]
+        if not rows:
+            return
+        lines = [
+            msgspec.json.encode(self._line(*row, number)) + b"\n" for number, row in enumerate(rows, self.rows + 1)
+        ]
+        part = self.file.with_name(f".{self.file.name}.part")
+        if self.file.exists():
+            shutil.copyfile(self.file, part)
+        else:
+            part.write_bytes(b"")
+        with part.open("ab") as out:
+            out.writelines(lines)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(self.file)
+        self.rows += len(rows)
+
+    def _line(self, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
+        answer = () if isinstance(transcript.said, str) else (transcript.said,)
+        return {
+            "id": f"{self._began}-{number}",
+            "messages": [message.shown() for message in (*transcript.messages, *answer)],
+            "tools": transcript.tools,
+            "prompt": self._prompt(transcript, batch.tokens[row].tolist()),
+            "completion": self.chat.decode(transcript.drawn.tokens.tolist()),
+            **{name: batch.ragged(name)[row].tolist() for name in _PER_TOKEN},
+            **{name: batch.row(name)[row].item() for name in _PER_ROW},
+        }
+
+    def _prompt(self, transcript: Transcript, tokens: Sequence[int]) -> str:
+        """What the last answer was asked with, as the template writes it."""
+        if not transcript.messages:
+            return transcript.prompt
+        try:
+            return self.chat.render(transcript.messages, transcript.tools)
+        except DataError:  # a template may refuse what was said, such as two calls at once
+            return self.chat.decode(tokens[: -len(transcript.drawn.tokens)])
+
+
+async def record(
+    gateway: Gateway, sampling: Sampling, recording: Recording, idle: float, say: Callable[[str], None]
+) -> None:
+    """Let programs talk to the model until this is cancelled, and write down each conversation that is over.
+
+    One is over where nobody has gone on with it for `idle` seconds, and at the end. `say` is told the base URL and the
+    key.
+    """
+    session = gateway.open(sampling)
+    say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
+    seen: dict[Turn, tuple[int, float]] = {}
+    waiting: list[tuple[Batch, Sequence[Transcript]]] = []
+    pause = look = min(_LOOK, idle / 4)
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            await asyncio.sleep(pause)
+            now, sizes = loop.time(), session.conversation.sizes()
+            seen = {
+                first: seen[first] if first in seen and seen[first][0] == size else (size, now)
+                for first, size in sizes.items()
+            }
+            waiting += [session.conversation.take(first) for first, (_, since) in seen.items() if now - since >= idle]
+            recording.add(waiting)
+            waiting.clear()
+            pause = max(look, _SHARE * (loop.time() - now))
+    finally:
+        gateway.close(session)  # so that nothing comes after this
+        recording.add([*waiting, *map(session.conversation.take, session.conversation.sizes())])
+
+
+def recorded(batch: Batch) -> Batch:
+    """The rows of a task that `meshrl record` wrote, with the columns that they had, token for token.
+
+    Adds `tokens`, `loss_mask`, `sampler_logprobs`, `versions`, `oldest_version`, `temperature` and `truncated`, of the
+    table that each row of the task has in `row`. DataError where it has none of these.
+    """
+    rows = cast("tuple[Mapping[str, Sequence[object]], ...]", batch.objects("row") if len(batch) else ())
+    for number, row in enumerate(rows):
+        if lacks := [name for name in (*_PER_TOKEN, *_PER_ROW) if name not in row]:
+            raise DataError(f"row {number} has no {lacks[0]!r}: these are no rows that `meshrl record` wrote")
+    sources = {"sampler_logprobs": Source("sampler")}
+    columns = {
+        name: Ragged.of([np.array(row[name], kind) for row in rows], kind, source=sources.get(name))
+        for name, kind in _PER_TOKEN.items()
+    }
+    return batch.assign(
+        **columns, **{name: np.array([row[name] for row in rows], kind) for name, kind in _PER_ROW.items()}
+    )

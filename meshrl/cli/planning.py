@@ -1,0 +1,86 @@
+"""The command `plan`: which split of the ranks, which layouts, and how far ahead."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
+from meshrl.errors import ConfigError
+from meshrl.planning import Devices, Plan, Wanted, make_plan
+from meshrl.report import find_run
+
+
+@app.command(context_settings=WITH_SETTINGS)
+def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="To divide, a rank each.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="Or cores.")] = None,
+    recorded: Annotated[
+        list[str] | None, typer.Option("--from", metavar="RUN", help="A recorded run that tells what calls take.")
+    ] = None,
+    rollout: Annotated[float | None, typer.Option(help="Or a guess: seconds of one rank's rollouts of a step.")] = None,
+    train: Annotated[float | None, typer.Option(help="And: seconds of one rank's update on them.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Of each GPU; with --cpus of the machine.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU, or a core, an hour.")] = None,
+    best: Annotated[int, typer.Option(min=1, help="How many are told.")] = 5,
+    seed: Annotated[int, typer.Option(help="What is drawn of the recorded times.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
+) -> None:
+    """Say which split of GPUs or cores would make a configuration's steps the shortest."""
+    given = settings(config, overrides)
+    if (gpus is None) == (cpus is None):
+        raise ConfigError("what is there to divide? Give --gpus N, or --cpus N, one of the two")
+    made = make_plan(
+        config,
+        given,
+        Wanted(
+            devices=Devices(gpus, "gpus") if gpus else Devices(cpus or 0, "cpus"),
+            records=[find_run(each) for each in recorded or []],
+            rollout=rollout,
+            train=train,
+            memory=memory,
+            price=price,
+            best=best,
+            seed=seed,
+        ),
+    )
+    _show(made)
+    if json:
+        write(json, msgspec.json.encode(made))
+
+
+def _show(made: Plan) -> None:
+    """The best, by number; what each is, and what to paste; and how far all that is to be believed."""
+    told = list(enumerate(made.proposals, start=1))
+    gib, cost = (any(getattr(each, name) is not None for _, each in told) for name in ("needed_gib", "cost"))
+    table = Table(box=None, header_style="bold")
+    heads = ["", "steps a minute", "between", "efficiency", "bound by", "staleness"]
+    for head in (*heads, *(["GiB"] if gib else []), *(["cost a step"] if cost else [])):
+        table.add_column(head, no_wrap=True)
+    for number, each in told:
+        cells = [f"{number}", f"{each.steps_per_minute:,.3g}{'*' if each.guessed else ''}"]
+        cells += [f"{each.low:,.3g} to {each.high:,.3g}", f"{each.efficiency:.2f}", each.bound_by]
+        cells += [f"{each.staleness:.2f}"]
+        cells += ["?" if each.needed_gib is None else f"{each.needed_gib:.1f}"] if gib else []
+        cells += [f"{each.cost:.4g}"] if cost else []
+        table.add_row(*cells)
+    Console().print(table)
+    for number, each in told:
+        typer.echo(f"{number}: {each.name}\n   {made.command(each)}")
+    for guess in dict.fromkeys(guess for _, each in told for guess in each.guessed):
+        typer.echo(f"* guessed, as no record tells it: {guess}")
+    for run, ratio in made.records.items():
+        typer.echo(f"{run}: its own step is predicted at {ratio:.2f} of what was measured")
+    for unknown in made.unknown:
+        typer.echo(f"memory unknown, and taken to fit: {unknown}")
+    typer.echo(
+        f"{made.candidates:,} candidates on {made.devices}: {made.simulated:,} simulated, {made.pruned:,} cannot be "
+        f"among the best, {made.refused:,} do not fit; {made.seconds:.1f} s"
+    )

@@ -1,0 +1,43 @@
+"""The command that shows a run while it goes on: watch."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshrl.cli.application import app
+from meshrl.cli.signals import Terminated, cancelled_by_sigterm
+from meshrl.watch import run_to_watch
+
+
+@app.command()
+def watch(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="The folder of a run, or its name under runs/, begun or not; else the newest."
+        ),
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Else 6007, or one that is free.")] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Print a token that lets the page pause, checkpoint and stop the run.")
+    ] = False,
+) -> None:
+    """Show a run in a browser while it goes on: its report, live, on this machine alone, until Ctrl-C."""
+    folder, told = run_to_watch(run)
+    if told:
+        typer.echo(told, err=True)
+    with suppress(KeyboardInterrupt, Terminated):
+        asyncio.run(_watch(folder, port, control))
+
+
+async def _watch(folder: Path, port: int | None, control: bool) -> None:
+    from meshrl.watch import Watcher  # noqa: PLC0415 -- it needs packages of an extra
+
+    with cancelled_by_sigterm():
+        watcher = Watcher(folder, control=control)
+        async with watcher.serving(port):
+            typer.echo(f"{folder}: {watcher.address}")
+            await asyncio.Event().wait()

@@ -1,0 +1,242 @@
+"""The settings that a plan chooses from: how ranks are divided over meshes, and the ranks of a mesh along axes."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, cast
+
+from meshrl.config import Table
+from meshrl.errors import ConfigError
+from meshrl.rewards import RewardConfig
+from meshrl.roles import PolicyConfig, RoleConfig, SamplerConfig, axes_of, models_of
+from meshrl.run import Job, MeshConfig, RunConfig, tables_of
+
+Value: TypeAlias = "int | float | str | Mapping[str, Value]"
+
+_WIDEST: Final = 8
+"""Ranks along one axis other than dp, at most: those of a machine."""
+_HALVINGS: Final = 3
+"""How often a budget is halved, that memory may suffice."""
+_KEPT: Final = ("custom", "gib", "placement")
+"""What a mesh keeps of the configuration, whatever its ranks."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What there is to divide: so many GPUs, each a rank's, or so many cores."""
+
+    count: int
+    kind: Literal["gpus", "cpus"]
+
+    @property
+    def cores(self) -> int | None:
+        """Of the machine, where it computes with them."""
+        return self.count if self.kind == "cpus" else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of one mesh."""
+
+    ranks: int
+    each: int
+    """GPUs or cores of a rank."""
+    axes: Mapping[str, int]
+    """The last one fastest; dp, and those of more than one."""
+
+    @property
+    def rows(self) -> int:
+        """How many shares the rows are divided into."""
+        return self.axes["dp"]
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1)
+        cores = f", {self.each} cores each" if self.each > 1 else ""
+        return f"{self.ranks} ({axes}{cores})" if axes else f"1{' of ' + str(self.each) + ' cores' if cores else ''}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to divide the devices."""
+
+    trainer: Layout
+    sampler: Layout
+    shared: bool
+    """Whether both are on the same ranks."""
+    ahead: int
+    settings: Mapping[str, Value]
+    """By key, what it sets."""
+    variants: Sequence[Mapping[str, Value]]
+    """Further settings, of which those hold that come first and fit into memory."""
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        where = "one mesh: " if self.shared else ""
+        same = self.shared and self.trainer.axes == self.sampler.axes
+        told = f"{where}{self.trainer}" if same else f"{where}train {self.trainer}, sample {self.sampler}"
+        return f"{told}, ahead {self.ahead}"
+
+    def overrides(self, variant: int) -> list[str]:
+        """What a command line says of it."""
+        return [f"{key}={toml(value)}" for key, value in {**self.settings, **self.variants[variant]}.items()]
+
+    def table(self, table: Table, variant: int) -> Table:
+        """A configuration's tables with its settings."""
+        changed = dict(table)
+        for key, value in {**self.settings, **self.variants[variant]}.items():
+            here = changed
+            *above, last = key.split(".")
+            for part in above:
+                here[part] = dict(cast("Table", here.get(part) or {}))
+                here = cast("Table", here[part])
+            here[last] = value
+        return changed
+
+
+def toml(value: Value) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates of a configuration on some devices."""
+
+    devices: Devices
+    policy: PolicyConfig
+    sampler: SamplerConfig
+    reward: RoleConfig | None
+    """Where it calls a function, and so has room on a mesh of no cores."""
+    meshes: Mapping[str, MeshConfig]
+    others: Sequence[str]
+    """Meshes that other roles have for themselves: they stay as they are."""
+    engine: str | None
+    """What the configuration asks for; None where it leaves that to meshrl."""
+    aheads: Sequence[int] | None
+    """Of meshes apart; one mesh, which gains nothing by it, takes the least. None where the script is never ahead."""
+    budgets: bool
+    """Whether slots and micro-batch budgets are tried, as memory is known."""
+
+    @classmethod
+    def of(cls, job: Job[RunConfig], devices: Devices, aheads: Sequence[int], *, budgets: bool) -> "Space":
+        """ConfigError where the algorithm has no policy or no sampler: then there is nothing to divide."""
+        policy, sampler, reward = (getattr(job.config, name, None) for name in ("policy", "sampler", "reward"))
+        if not isinstance(policy, PolicyConfig) or not isinstance(sampler, SamplerConfig):
+            raise ConfigError(
+                f"{job.source}: a plan divides ranks between a policy and a sampler, and the algorithm has "
+                f"{'no sampler' if isinstance(policy, PolicyConfig) else 'no policy'}"
+            )
+        calls = isinstance(reward, RewardConfig) and models_of(reward.backend) == "none"
+        own = cast("RoleConfig", reward) if calls else None
+        roles = [table for _, table in tables_of(job.config) if isinstance(table, RoleConfig)]
+        divided = {policy.mesh, sampler.mesh, *([own.mesh] if own else [])}
+        others = sorted({role.mesh for role in roles} - divided)
+        engine = job.run.engine if "engine" in job.run.model_fields_set else None
+        overlaps = "ahead" in type(job.config).model_fields
+        return cls(devices, policy, sampler, own, job.run.meshes, others, engine, aheads if overlaps else None, budgets)
+
+    @property
+    def _count(self) -> int:
+        """Devices that are divided. ConfigError where other meshes take all."""
+        others = [self.meshes.get(name, MeshConfig()) for name in self.others]
+        taken = sum(mesh.ranks * int(mesh.gpus if self.devices.kind == "gpus" else mesh.cpus or 0) for mesh in others)
+        if taken >= self.devices.count:
+            raise ConfigError(
+                f"the meshes {', '.join(self.others)} take {taken} of {self.devices.count} {self.devices.kind}, and "
+                "the policy and the sampler have none: give more, or let these roles share the policy's mesh"
+            )
+        return self.devices.count - taken
+
+    def __iter__(self) -> Iterator[Candidate]:
+        yield from self._together()
+        yield from self._apart()
+
+    def _together(self) -> Iterator[Candidate]:
+        for trainer in self._layouts("Policy", self.policy.backend, self._count):
+            for sampler in self._layouts("Sampler", self.sampler.backend, self._count):
+                if (trainer.ranks, trainer.each) == (sampler.ranks, sampler.each):
+                    yield self._candidate(trainer, sampler, min(self.aheads or (0,)), shared=True)
+
+    def _apart(self) -> Iterator[Candidate]:
+        for trains in _parts(self._count):
+            trainers = self._layouts("Policy", self.policy.backend, trains)
+            samplers = list(self._layouts("Sampler", self.sampler.backend, self._count - trains))
+            for trainer, sampler, ahead in itertools.product(trainers, samplers, self.aheads or (0,)):
+                yield self._candidate(trainer, sampler, ahead, shared=False)
+
+    def _layouts(self, role: str, backend: str, count: int) -> Iterator[Layout]:
+        axes = axes_of(role, backend)
+        cores = self.devices.kind == "cpus"
+        for ranks in (each for each in range(1, count + 1) if count % each == 0) if cores else (count,):
+            if not axes and ranks > 1:
+                continue
+            for sizes in _sizes(ranks, [axis for axis in axes if axis != "dp"]):
+                kept = {axis: sizes[axis] for axis in axes if axis == "dp" or sizes[axis] > 1}
+                yield Layout(ranks, count // ranks, kept or {"dp": 1})
+
+    def _candidate(self, trainer: Layout, sampler: Layout, ahead: int, *, shared: bool) -> Candidate:
+        main = self.policy.mesh
+        other = main if shared else self.sampler.mesh if self.sampler.mesh != main else "rollout"
+        meshes: dict[str, Value] = {main: self._mesh(main, trainer)}
+        settings: dict[str, Value] = {"run.meshes": meshes, "sampler.mesh": other}
+        if self.aheads is not None:
+            settings["ahead"] = ahead
+        if not shared:
+            meshes[other] = self._mesh(other, sampler)
+        if self.reward:  # a function takes no cores, and beside a trainer it would wait for its updates
+            of_its_own = "reward" if self.reward.mesh in (main, other, self.sampler.mesh) else self.reward.mesh
+            settings["reward.mesh"] = main if shared else of_its_own
+            if not shared:
+                meshes[of_its_own] = {"cpus": 0}
+        meshes |= {
+            name: self.meshes[name].model_dump(exclude_defaults=True) for name in self.others if name in self.meshes
+        }
+        if self.engine == "local" or (self.engine is None and shared and trainer.ranks > 1):
+            settings["run.engine"] = "processes" if len(meshes) > 1 or trainer.ranks > 1 else "local"
+        if self.policy.axes:
+            settings["policy.axes"] = trainer.axes
+        if self.sampler.axes or (shared and sampler.axes != trainer.axes):
+            settings["sampler.axes"] = sampler.axes
+        return Candidate(trainer, sampler, shared, ahead, settings, self._variants())
+
+    def _mesh(self, name: str, layout: Layout) -> dict[str, Value]:
+        had = self.meshes.get(name, MeshConfig()).model_dump(exclude_defaults=True)
+        mesh: dict[str, Value] = {"ranks": layout.ranks} if layout.ranks > 1 else {}
+        mesh[self.devices.kind] = layout.each
+        if set(layout.axes) != {"dp"}:
+            mesh["axes"] = layout.axes
+        return mesh | {key: had[key] for key in _KEPT if key in had}
+
+    def _variants(self) -> Sequence[Mapping[str, Value]]:
+        if not self.budgets:
+            return [{}]
+        tokens, slots = self.policy.micro_batch_tokens, self.sampler.slots
+        halved = sorted(itertools.product(range(_HALVINGS + 1), repeat=2), key=lambda each: (sum(each), each))
+        return [
+            ({"policy.micro_batch_tokens": tokens >> less} if less else {})
+            | ({"sampler.slots": max(1, slots >> fewer)} if fewer else {})
+            for less, fewer in halved
+            if tokens >> less
+        ]
+
+
+def _parts(count: int) -> Iterator[int]:
+    """How many devices train: powers of two, and sixteenths of all; the rest draws."""
+    part = max(1, count // 16)
+    for each in range(1, count):
+        if each % part == 0 or each & (each - 1) == 0 or (count - each) & (count - each - 1) == 0:
+            yield each
+
+
+def _sizes(ranks: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
+    """The sizes of these axes and of dp that multiply to the ranks: powers of two, dp what is left."""
+    powers = [1 << power for power in range(_WIDEST.bit_length())]
+    for sizes in itertools.product(powers, repeat=len(axes)):
+        split = 1
+        for size in sizes:
+            split *= size
+        if ranks % split == 0:
+            yield {"dp": ranks // split, **dict(zip(axes, sizes, strict=True))}

@@ -1,0 +1,114 @@
+"""Runs that differ only in their seed, as one group, and the settings in which groups differ."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import msgspec
+
+from meshrl.errors import ConfigError
+from meshrl.report.reading import Line, Record
+
+SEED: Final = "run.seed"
+FORKED: Final = "forked from"
+"""The line of a fork among the settings."""
+_OF_A_RUN: Final = (
+    *("name", "folder", "resume", "restarts", "restart_wait", "checkpoint_every", "checkpoints_kept"),
+    *("checkpoint_async", "log", "project", "samples_every", "slow_after", "deterministic", "replay", "otlp"),
+)
+"""Keys of [run] that say how a run is kept and told of, not what it computes."""
+_TASK: Final = ("task.source", "task.options")
+"""What other rows are another task."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ only in their seed."""
+
+    runs: Sequence[Record]
+    settings: Mapping[str, str]
+    """By dotted key."""
+
+    @property
+    def name(self) -> str:
+        """That of its first run."""
+        return self.runs[0].name
+
+    @property
+    def seeds(self) -> Sequence[str]:
+        """Of its runs."""
+        return [_settings(run.table).get(SEED, "") for run in self.runs]
+
+
+def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
+    """The runs by their settings, in the order in which they are given.
+
+    ConfigError where there are not two runs with steps and a configuration, of the same task.
+    """
+    for run in runs:
+        if not run.metrics:
+            raise ConfigError(f"{run.folder} has no metrics.jsonl with a step: leave it out, or let it make one")
+        if not run.table:
+            raise ConfigError(f"{run.folder} has no config.toml that can be read, which says what is different in it")
+    folders = [run.folder.resolve() for run in runs]
+    if again := [str(run.folder) for run in runs if folders.count(run.folder.resolve()) > 1]:
+        raise ConfigError(f"{again[0]} is given twice: each run is compared once")
+    if len(runs) < 2:
+        alone = (
+            f"{runs[0].folder} is one: name another, or see it alone by `meshrl report`" if runs else "none is given"
+        )
+        raise ConfigError(f"two runs or more are compared, and {alone}")
+    settings = [_settings(run.table) for run in runs]
+    for run, own in zip(runs[1:], settings[1:], strict=True):
+        for key in _TASK:
+            if settings[0].get(key) != own.get(key):
+                raise ConfigError(
+                    f"{runs[0].folder} and {run.folder} are of different tasks: {key} is "
+                    f"{settings[0].get(key, 'not set')} there and {own.get(key, 'not set')} here. Compare runs that "
+                    "learn from the same rows"
+                )
+    found: dict[frozenset[tuple[str, str]], tuple[list[Record], Mapping[str, str]]] = {}
+    for run, every in zip(runs, settings, strict=True):
+        own = {key: value for key, value in every.items() if key != SEED} | dict(_forked(run.lineage))
+        # Forks of several seeds are a group: those of one step, whichever run each comes from.
+        alike = {key: value.rpartition(", ")[2] if key == FORKED else value for key, value in own.items()}
+        found.setdefault(frozenset(alike.items()), ([], own))[0].append(run)
+    return [Group(same, own) for same, own in found.values()]
+
+
+def differing(groups: Sequence[Group]) -> Mapping[str, Sequence[str | None]]:
+    """The settings that are not the same in all groups, by key: a value a group, None where it is not set."""
+    keys = dict.fromkeys(key for group in groups for key in group.settings)
+    every = {key: [group.settings.get(key) for group in groups] for key in sorted(keys, key=lambda key: key != FORKED)}
+    return {key: values for key, values in every.items() if len(set(values)) > 1}
+
+
+def told_lineage(lineage: Line) -> str:
+    """Where a fork comes from, and what is otherwise; empty where the run is none."""
+    if not lineage:
+        return ""
+    changed = cast("Sequence[object]", lineage.get("changed") or ())
+    other = f", with {' '.join(map(str, changed))}" if changed else ", without changes"
+    return f"{_forked(lineage)[FORKED]}{other}"
+
+
+def _forked(lineage: Line) -> Mapping[str, str]:
+    if not lineage:
+        return {}
+    return {FORKED: f"{str(lineage.get('run')).rpartition('/')[2]}, step {lineage.get('step')}"}
+
+
+def _settings(table: Mapping[str, object]) -> Mapping[str, str]:
+    """What the run computes with, as texts by dotted keys; without the seeds that roles have of the run."""
+    found = {".".join(path): value for path, value in _flat(table) if path[0] != "run" or path[1] not in _OF_A_RUN}
+    of_roles = {f"{key}.seed" for key, value in table.items() if isinstance(value, Mapping) and "backend" in value}
+    return {key: value for key, value in found.items() if key not in of_roles or value != found.get(SEED)}
+
+
+def _flat(table: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    for key, value in table.items():
+        path = (*above, key)
+        if isinstance(value, Mapping) and path != ("task", "options"):
+            yield from _flat(cast("Mapping[str, object]", value), path)
+        else:
+            yield path, value if isinstance(value, str) else msgspec.json.encode(value, order="sorted").decode()

@@ -1,0 +1,194 @@
+"""What a recorded run tells of calls: what they cost, and where they ran; and what they would cost elsewhere."""
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Final, Self, cast
+
+import numpy as np
+
+from meshrl.config import Table
+from meshrl.errors import DataError
+from meshrl.report import read_events
+from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows
+
+WARM_UP: Final = 2
+"""Steps, besides `ahead`, in which the pipeline fills."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the calls of a role run: on ranks of one shape."""
+
+    split: int = 1
+    """Ranks that share the same rows, along all axes but dp."""
+    cpus: int | None = None
+    """Cores of each rank; None where it is not known, or the rank computes on a GPU."""
+    stages: int = 1
+    """Of a pipeline, the ranks along pp."""
+    passes: int = 1
+    """Micro-batches of an update on a rank, about: what keeps the stages of a pipeline busy."""
+
+    @property
+    def bubble(self) -> float:
+        """How much longer an update takes because the pipeline fills and drains."""
+        return 1 + (self.stages - 1) / self.passes
+
+
+def places_of(table: Table, cores: int | None = None) -> dict[str, Place]:
+    """Where each role of a configuration's tables runs, by the role's name.
+
+    `cores`: of the machine, which a mesh has that is alone and does not say how many it takes.
+    """
+    meshes = _table(_table(table, "run"), "meshes")
+    tables = {role: _table(table, role.lower()) for role in ROLES}
+    named = {str(own.get("mesh", "main")) for own in tables.values()}
+    found: dict[str, Place] = {}
+    for role, own in tables.items():
+        mesh = _table(meshes, str(own.get("mesh", "main")))
+        ranks, cpus = number(mesh, "ranks", 1), mesh.get("cpus")
+        if cpus is None and len(named) == 1 and not mesh.get("gpus"):
+            cpus = cores and max(1, cores // ranks)
+        axes = _table(own, "axes") or _table(mesh, "axes")
+        split = prod(size for axis, size in axes.items() if axis != "dp" and isinstance(size, int))
+        passes = _passes(table, own, max(1, ranks // split))
+        found[role] = Place(split, cpus if isinstance(cpus, int) else None, number(axes, "pp", 1), passes)
+    return found
+
+
+def _passes(table: Table, own: Table, shares: int) -> int:
+    """Micro-batches of an update on a rank, if each completion had its most tokens."""
+    sampling = _table(table, "sampling")
+    rows = number(table, "prompts", 1) * number(sampling, "n", 1) / number(table, "minibatches", 1)
+    tokens = rows * number(sampling, "max_tokens", 1) / shares
+    return max(1, math.ceil(tokens / number(own, "micro_batch_tokens", 1 << 62)))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A recorded run."""
+
+    folder: Path
+    table: Table
+    """Its configuration."""
+    pace: Pace
+    measured: float
+    """Seconds of its median step."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a run's folder. DataError where it has too few steps, or no events."""
+        notes: list[str] = []
+        events = read_events(folder / "events.jsonl", notes)
+        if not events:
+            raise DataError(
+                f"{folder}: there is nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}"
+            )
+        source = folder / "config.toml"
+        if not source.is_file():
+            raise DataError(f"{folder}: there is no config.toml, which tells how many completions a prompt had")
+        table: Table = tomllib.loads(source.read_text("utf-8"))
+        first = number(table, "ahead", 0) + WARM_UP
+        windows = step_windows(events, first)
+        splits = {role: place.split for role, place in places_of(table).items()}
+        pace = Pace.recorded(events, number(_table(table, "sampling"), "n", 1), first, splits)
+        return cls(folder, table, pace, float(np.median(windows[:, 1] - windows[:, 0])))
+
+    @classmethod
+    def guessed(cls, pace: Pace) -> Self:
+        """In the place of a record: what somebody guesses of one rank, whatever it computes with."""
+        return cls(Path(), {"run": {"meshes": {"main": {"gpus": 1}}}}, pace, 0.0)
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What is taken for granted where no record tells."""
+
+    cores: float = 0.4
+    """A call goes at cores ** this of its speed on one: small models gain little from threads."""
+    split: float = 0.9
+    """Of each doubling of the ranks that share the same rows, along tp, pp or cp, so much is gained."""
+
+
+GUESSES: Final = Guesses()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What calls cost in a configuration."""
+
+    pace: Pace
+    guessed: Sequence[str] = ()
+    """What no record tells, and was taken for granted."""
+
+
+def fit(records: Sequence[Record], table: Table, cores: int | None = None, guesses: Guesses = GUESSES) -> Fit:
+    """What records tell of calls in a configuration: of each role, those of the record that is most like it.
+
+    That is the one with as many cores a rank, and as many ranks to the same rows; of two, the one given first. On other
+    cores a call goes at `cores ** e` of its speed on one, with the e that records with different cores tell of the
+    endpoint. `table`: of the configuration, with its defaults; `cores`: of the machine, as in `places_of`.
+    """
+    asked, places = places_of(table, cores), [places_of(record.table, cores) for record in records]
+    works: dict[Endpoint, Sequence[Work]] = {}
+    told: dict[str, None] = {}
+    chosen = {role: _nearest([each[role] for each in places], wanted) for role, wanted in asked.items()}
+    for role, wanted in asked.items():
+        had, pace = places[chosen[role]][role], records[chosen[role]].pace
+        keys = [key for key in pace.works if key[0] == role]
+        if keys and had.split != wanted.split:
+            told[f"{role}: {wanted.split} ranks to the same rows, of each doubling {guesses.split:.0%}"] = None
+        for key in keys:
+            factor = _gain(had.split, guesses.split) / _gain(wanted.split, guesses.split)
+            factor *= wanted.bubble / had.bubble if key[1] == "update" else 1.0
+            if had.cpus and wanted.cpus and had.cpus != wanted.cpus:
+                learned = _exponent(
+                    [(each[role].cpus, of.pace.works.get(key, ())) for each, of in zip(places, records, strict=True)]
+                )
+                exponent = guesses.cores if learned is None else learned
+                factor *= (had.cpus / wanted.cpus) ** exponent
+                if learned is None:
+                    told[f"{role}: cores ** {exponent:.2g}, from ranks of {had.cpus} to ranks of {wanted.cpus}"] = None
+            works[key] = [replace(work, seconds=[each * factor for each in work.seconds]) for work in pace.works[key]]
+    return Fit(replace(records[chosen["Policy"]].pace, works=works), list(told))
+
+
+def _nearest(places: Sequence[Place], wanted: Place) -> int:
+    def apart(place: Place) -> tuple[float, float]:
+        cores = math.log(place.cpus / wanted.cpus) if place.cpus and wanted.cpus else 0.0
+        return abs(cores), abs(math.log(place.split / wanted.split))
+
+    return min(range(len(places)), key=lambda at: apart(places[at]))
+
+
+def _gain(split: int, each: float) -> float:
+    """How many times as fast so many ranks are with the same rows, as one is."""
+    return float(split * each ** math.log2(split))
+
+
+def _exponent(measured: Sequence[tuple[int | None, Sequence[Work]]]) -> float | None:
+    """How a call's speed grows with cores, by the two records whose ranks have the fewest and the most; or None."""
+    rates = {cpus: _per_row(works) for cpus, works in measured if cpus and works}
+    if len(rates) < 2 or not all(rates.values()):
+        return None
+    few, many = min(rates), max(rates)
+    return min(1.0, max(0.0, math.log(rates[few] / rates[many]) / math.log(many / few)))
+
+
+def _per_row(works: Sequence[Work]) -> float:
+    """Seconds a row, or a call where rows are not told: of the median call."""
+    return float(np.median([sum(work.seconds) / len(work.seconds) / (work.rows or 1.0) for work in works]))
+
+
+def number(table: Table, name: str, default: int) -> int:
+    """A whole number of a table."""
+    value = table.get(name, default)
+    return value if isinstance(value, int) else default
+
+
+def _table(table: Table, name: str) -> Table:
+    inner = table.get(name)
+    return cast("Table", inner) if isinstance(inner, dict) else {}

@@ -1,0 +1,169 @@
+"""OpenTelemetry, through its own SDK: a trace a step, over HTTP; OTEL_EXPORTER_OTLP_HEADERS and its like act."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Final, TypeAlias, cast
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import Span as Sent
+from opentelemetry.trace import StatusCode, set_span_in_context
+
+from meshrl import log
+from meshrl.events import Call, Event, Span, Step, Wait
+from meshrl.trackers.base import TrackedRun, Tracker
+
+_MOST: Final = 50_000
+"""Events that are kept of a step that goes on; of a step with more, the newest."""
+_AT_ONCE: Final = 2_000
+"""Spans of a request."""
+_AWAY: Final = 30.0
+"""Seconds for which a collector that took nothing is left alone."""
+
+Timed: TypeAlias = Call | Span | Wait
+
+
+class Otlp(Tracker):
+    """A trace a step: the step, its calls and waits in it, and in each call what ran on which rank.
+
+    A step is sent when it has ended, with what ended in it. The traces of a run have ids that begin with its own.
+    """
+
+    wants_events = True
+
+    def begin(self, run: TrackedRun) -> None:
+        """Open the way to the collector at `run.otlp`."""
+        # What its exporter logs of each try is told once, here.
+        logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
+        self._address = str(cast("Mapping[str, object]", run.config["run"])["otlp"])
+        self._exporter: SpanExporter = OTLPSpanExporter(f"{self._address.rstrip('/')}/v1/traces")
+        about = {f"meshrl.{name}": value for name, value in run.links.items()}
+        own = {"service.name": run.project or "meshrl", "meshrl.run": run.name, "meshrl.run_id": run.id}
+        self._ids = _Ids(run.id)
+        self._ended = _Ended()
+        provider = TracerProvider(resource=Resource.create(own | about), id_generator=self._ids, shutdown_on_exit=False)
+        provider.add_span_processor(self._ended)
+        self._tracer = provider.get_tracer("meshrl")
+        self._kept: deque[Timed] = deque(maxlen=_MOST)
+        self._began = 0.0
+        self._alone_until = 0.0
+        self._warned = False
+
+    def events(self, events: Sequence[Event], began: float) -> None:
+        """Send the steps that have ended."""
+        self._began = began
+        self._kept.extend(event for event in events if isinstance(event, Timed))
+        for step in (event for event in events if isinstance(event, Step)):
+            self._send(self._taken(step.began))
+            self._send(self._taken(step.ended), step)
+
+    def end(self, summary: Mapping[str, object], report: Path | None) -> None:
+        """Send what came after the last step."""
+        self._send(self._taken(inf))
+        self._exporter.shutdown()
+
+    def _taken(self, until: float) -> Sequence[Timed]:
+        """Those that ended until then; what ran on a rank goes with its call, which ends after it."""
+        calls = {event.id for event in self._kept if isinstance(event, Call) and event.ended <= until}
+        taken: list[Timed] = []
+        for _ in range(len(self._kept)):
+            event = self._kept.popleft()
+            goes = event.call in calls if isinstance(event, Span) and until < inf else event.ended <= until
+            (taken if goes else self._kept).append(event)
+        return taken
+
+    def _send(self, events: Sequence[Timed], step: Step | None = None) -> None:
+        """A step's trace, or what ran outside of steps."""
+        if not events and step is None:
+            return
+        self._ids.step = step.step if step else -1
+        began = step.began if step else min(event.began for event in events)
+        ended = step.ended if step else max(event.ended for event in events)
+        root = self._tracer.start_span(f"step {step.step}" if step else "outside of steps", start_time=self._at(began))
+        calls = {event.id: self._child(root, event) for event in events if isinstance(event, Call)}
+        for event in events:
+            if not isinstance(event, Call):
+                parent = calls.get(event.call, root) if isinstance(event, Span) else root
+                self._child(parent, event).end(self._at(event.ended))
+        for event in events:
+            if isinstance(event, Call):
+                calls[event.id].end(self._at(event.ended))
+        root.end(self._at(ended))
+        self._export(self._ended.take())
+
+    def _child(self, parent: Sent, event: Timed) -> Sent:
+        name, about = _described(event)
+        told = {f"meshrl.{key}": value for key, value in about.items() if value is not None}
+        began = self._at(event.began)
+        child = self._tracer.start_span(name, set_span_in_context(parent), attributes=told, start_time=began)
+        if isinstance(event, Call) and event.error:
+            child.set_status(StatusCode.ERROR, event.error)
+        return child
+
+    def _at(self, seconds: float) -> int:
+        """Nanoseconds since 1970."""
+        return int((self._began + seconds) * 1e9)
+
+    def _export(self, spans: Sequence[ReadableSpan]) -> None:
+        """Send spans, or drop them while the collector is away."""
+        for first in range(0, len(spans), _AT_ONCE):
+            if time.monotonic() < self._alone_until:
+                return
+            if self._exporter.export(spans[first : first + _AT_ONCE]) is not SpanExportResult.SUCCESS:
+                self._alone_until = time.monotonic() + _AWAY
+                if not self._warned:
+                    log.warning(
+                        f"run.otlp: {self._address} takes no traces: see that a collector for OTLP over HTTP is there. "
+                        f"Steps are left out until it does; it is asked every {_AWAY:g} s"
+                    )
+                self._warned = True
+
+
+def _described(event: Timed) -> tuple[str, Mapping[str, str | int | None]]:
+    if isinstance(event, Call):
+        return f"{event.actor}.{event.endpoint}", {"rows": event.rows, "tokens": event.tokens}
+    if isinstance(event, Span):
+        return f"{event.actor}.{event.endpoint} on {event.mesh}", {"mesh": event.mesh, "rank": event.rank}
+    return f"{event.who} waits for {event.what}", {"blocked_by": event.on}
+
+
+class _Ids(IdGenerator):
+    """Ids of spans that are drawn apart from the program's random numbers, and of traces that tell run and step."""
+
+    def __init__(self, run: str) -> None:
+        self._run = int(run, 16)
+        self._random = Random()
+        self.step = -1
+        """Of the trace that begins next; -1 outside of steps."""
+
+    def generate_span_id(self) -> int:
+        """Any number of 64 bits but 0."""
+        return self._random.getrandbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        """The run's id, and the number of the step, from 1."""
+        return (self._run << 64) + self.step + 1
+
+
+class _Ended(SpanProcessor):
+    """Keeps the spans that have ended."""
+
+    def __init__(self) -> None:
+        self._spans: list[ReadableSpan] = []
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Keep one."""
+        self._spans.append(span)
+
+    def take(self) -> Sequence[ReadableSpan]:
+        """All that are kept."""
+        taken, self._spans = self._spans, []
+        return taken

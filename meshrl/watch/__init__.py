@@ -1,0 +1,28 @@
+"""A run that is under way, in a browser: the report's page on 127.0.0.1, which grows as the run's files do.
+
+`Watcher` follows the files and sends each browser what is new. It needs `pip install 'meshrl[watch]'`, and is loaded
+when it is asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from meshrl.watch.choosing import run_to_watch
+
+__all__ = ["Watcher", "run_to_watch"]
+
+if TYPE_CHECKING:
+    from meshrl.watch.server import Watcher
+else:
+    from importlib import import_module
+
+    from meshrl.errors import BackendError
+
+    def __getattr__(name: str) -> object:
+        if name != "Watcher":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return import_module("meshrl.watch.server").Watcher
+        except ModuleNotFoundError as error:
+            raise BackendError(
+                f"meshrl watch needs the package {error.name!r}, which is not installed: pip install 'meshrl[watch]'"
+            ) from error

@@ -1,0 +1,293 @@
+"""A run as the page shows it now, from what is appended to its files: bounded, however long the run."""
+
+import sys
+import time
+import tomllib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from meshrl.config import Table
+from meshrl.events import Delivery, Event, Gauge, Restart, Step
+from meshrl.report import FILES, Line, Record, make_content
+from meshrl.run import LOOKS, NOW, PAUSED, Now, asked, table_of
+from meshrl.watch.tail import Tail
+from meshrl.watch.thinned import POINTS, Thinned
+
+EVENTS: Final = 4000
+"""The most events that are kept, the newest; of more, a quarter is left out at once."""
+SAMPLES: Final = 64
+"""The newest that are kept."""
+PACE: Final = 20
+"""The newest steps that tell how fast the run is."""
+SILENT: Final = 10 * LOOKS
+"""Seconds after which a run that did not end, and writes nothing any more, is said to be silent."""
+
+_LINES: Final = msgspec.json.Decoder(Line)
+_EVENTS: Final = msgspec.json.Decoder[Event](Event)
+T = TypeVar("T")
+
+
+class Live:
+    """The files of one run's folder, which need not be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics, self._evaluations = Thinned(), Thinned()
+        self._newest: deque[Line] = deque(maxlen=PACE)
+        self._rewards: list[float] = []
+        """The first and the last."""
+        self._samples: deque[Line] = deque(maxlen=SAMPLES)
+        self._events = Events()
+        self._bad: Counter[str] = Counter()
+        """By file: lines that cannot be read."""
+        self._read: dict[str, Callable[[Sequence[bytes], bool], None]] = {
+            "metrics.jsonl": self._take_metrics,
+            "evaluations.jsonl": self._take_evaluations,
+            "samples.jsonl": self._take_samples,
+            "events.jsonl": self._take_events,
+        }
+        self._tails = {name: Tail(folder / name) for name in self._read}
+        self._small = {name: _Small(folder / name) for name in ("config.toml", "summary.json", NOW)}
+        self._told: tuple[str, list[str]] = "", []
+        self._page: dict[str, object] | None = None
+        """What the report shows; None where something was read since."""
+
+    def look(self) -> tuple[bool, bool]:
+        """Read what is new. Whether anything is, and whether more is there to be read at once."""
+        changed = more = False
+        for name, tail in self._tails.items():
+            with suppress(OSError):  # of a folder that is moved meanwhile; the next look finds it
+                grown = tail.read()
+                if grown.lines or grown.anew:
+                    self._read[name](grown.lines, grown.anew)
+                    self._page, changed = None, True
+                more |= grown.more
+        for name, small in self._small.items():
+            if small.read():
+                self._page, changed = self._page if name == NOW else None, True
+        told = self.status, asked(self.folder)
+        if told != self._told:
+            self._page, self._told, changed = None, told, True
+        return changed, more
+
+    @property
+    def now(self) -> Now | None:
+        """What the run does; None where it does not run, or is silent."""
+        file = self._small[NOW]
+        return _read(file.content, Now) if file.age < SILENT else None
+
+    def is_under_way(self) -> bool:
+        """Whether the run lives, by a look of its own: nobody may have looked for long."""
+        file = _Small(self.folder / NOW)
+        return file.read() and file.age < SILENT
+
+    @property
+    def status(self) -> str:
+        """How far the run is: not begun, running, paused, silent, not ended, or how it ended."""
+        if now := self.now:
+            return "paused" if any(each.what == PAUSED for each in now.waits) else "running"
+        summary, alive = self._small["summary.json"], self._small[NOW]
+        if alive.content and alive.changed > summary.changed:
+            return "silent"
+        if summary.content:
+            return str(self._summary.get("status", "not ended"))
+        return "not ended" if any((self.folder / file).is_file() for file in FILES) else "not begun"
+
+    @property
+    def _summary(self) -> Line:
+        return _read(self._small["summary.json"].content, Line) or {}
+
+    def content(self) -> dict[str, object]:
+        """What the page shows, as plain values: the report's, and what is so now."""
+        config = self._small["config.toml"].content.decode("utf-8", "replace")
+        if self._page is None:
+            self._page = self._report(config)
+        table = _table(config)
+        return {
+            **self._page,
+            "now": msgspec.to_builtins(self.now),
+            "pace": self._pace(),
+            "ahead": table.get("ahead"),
+            "asked": asked(self.folder),
+            "keeps": bool(table_of(table, "run").get("checkpoint_every")),
+        }
+
+    def _report(self, config: str) -> dict[str, object]:
+        status = self.status
+        ended = status in {"finished", "interrupted", "failed"}
+        summary = self._summary if ended else self._so_far()
+        record = Record(
+            self.folder,
+            {**summary, "status": status},
+            self._metrics.lines,
+            list(self._samples),
+            self._events.shown(),
+            config,
+            self._notes(status),
+            self._evaluations.lines,
+        )
+        page: dict[str, object] = msgspec.to_builtins(make_content(record))
+        return {**page, "staleness": self._events.behind(), "dropped": dict(self._events.dropped)}
+
+    def _so_far(self) -> Line:
+        """What a summary would say."""
+        seconds = self._newest[-1].get("seconds") if self._newest else None
+        first, last = (self._rewards[0], self._rewards[-1]) if self._rewards else (None, None)
+        return {"steps": self._metrics.count, "wall_s": seconds, "first_reward": first, "last_reward": last}
+
+    def _pace(self) -> dict[str, float]:
+        """How fast the newest steps were, and how far behind their rows; what is not known is not there."""
+        found = {name: value for name in ("staleness", "step_s") if (value := self._number(-1, name)) is not None}
+        first, last = self._number(0, "seconds"), self._number(-1, "seconds")
+        if first is not None and last is not None and last > first:
+            steps = len(self._newest) - 1
+            found["steps_per_minute"] = 60 * steps / (last - first)
+            tokens = [self._number(at, "tokens") for at in range(1, steps + 1)]
+            if all(each is not None for each in tokens):
+                found["tokens_per_second"] = sum(filter(None, tokens)) / (last - first)
+        return found
+
+    def _number(self, at: int, name: str) -> float | None:
+        value = self._newest[at].get(name) if self._newest else None
+        return float(value) if isinstance(value, int | float) and abs(value) < sys.float_info.max else None
+
+    def _notes(self, status: str) -> list[str]:
+        """What the page must say of what it shows."""
+        notes = [f"{bad:,} lines of {name} cannot be read, and are left out." for name, bad in self._bad.items() if bad]
+        if status == "not begun":
+            notes.append(f"There is no run in {self.folder} yet: the page shows it when it begins.")
+        if status == "silent":
+            notes.append(f"The run has not shown that it lives for {SILENT:g} s or more: was it killed?")
+        if self._metrics.count > POINTS:
+            notes.append(f"Curves have {len(self._metrics.lines):,} points for {self._metrics.count:,} steps.")
+        if self._events.dropped_until is not None:
+            notes.append(f"Times are those of the newest {EVENTS:,} events; `meshrl report` shows all that were kept.")
+        return notes
+
+    def _take_metrics(self, lines: Sequence[bytes], anew: bool) -> None:
+        if anew:
+            self._metrics, self._rewards, self._bad["metrics.jsonl"] = Thinned(), [], 0
+            self._newest.clear()
+        for line in self._decoded("metrics.jsonl", lines):
+            self._metrics.add(line)
+            self._newest.append(line)
+            if isinstance(reward := line.get("reward"), int | float):
+                self._rewards[1:] = [float(reward)]
+
+    def _take_evaluations(self, lines: Sequence[bytes], anew: bool) -> None:
+        if anew:
+            self._evaluations, self._bad["evaluations.jsonl"] = Thinned(), 0
+        for line in self._decoded("evaluations.jsonl", lines):
+            self._evaluations.add(line)
+
+    def _take_samples(self, lines: Sequence[bytes], anew: bool) -> None:
+        if anew:
+            self._bad["samples.jsonl"] = 0
+            self._samples.clear()
+        self._samples.extend(self._decoded("samples.jsonl", lines[-SAMPLES:]))
+
+    def _take_events(self, lines: Sequence[bytes], anew: bool) -> None:
+        if anew:
+            self._events, self._bad["events.jsonl"] = Events(), 0
+        for line in lines:
+            try:
+                self._events.add(_EVENTS.decode(line))
+            except ValueError:
+                self._bad["events.jsonl"] += 1
+
+    def _decoded(self, name: str, lines: Sequence[bytes]) -> Iterator[Line]:
+        for line in lines:
+            try:
+                yield _LINES.decode(line)
+            except ValueError:
+                self._bad[name] += 1
+
+
+class Events:
+    """The newest events of a run, and sums of all."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[str] = Counter()
+        """Groups, by why."""
+        self.dropped_until: float | None = None
+        """When the last event ended that is not kept; None where all are."""
+        self._kept: deque[Event] = deque()
+        self._restarts: deque[Restart] = deque(maxlen=8)
+        self._staleness: Counter[int] = Counter()
+
+    def add(self, event: Event) -> None:
+        """One more."""
+        if isinstance(event, Restart):
+            self._restarts.append(event)
+            return
+        if isinstance(event, Delivery):
+            self.dropped.update(event.dropped)
+            self._staleness.update(dict(enumerate(event.staleness)))
+        self._kept.append(event)
+        if len(self._kept) > EVENTS:
+            for _ in range(EVENTS // 4 - 1):
+                self._kept.popleft()
+            gone = self._kept.popleft()
+            self.dropped_until = gone.at if isinstance(gone, Gauge | Delivery | Restart) else gone.ended
+
+    def shown(self) -> list[Event]:
+        """Restarts, and what is kept, without steps of which some is not."""
+        since = self.dropped_until
+        return [*self._restarts, *(each for each in self._kept if since is None or not _began_before(each, since))]
+
+    def behind(self) -> list[int]:
+        """Rows that were 0, 1, 2, ... versions behind when they were delivered."""
+        return [self._staleness[versions] for versions in range(max(self._staleness, default=-1) + 1)]
+
+
+class _Small:
+    """A file that is written anew each time, and what it holds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.content = b""
+        """Empty where it is not there."""
+        self.changed = 0.0
+        """When it was, in seconds since 1970."""
+
+    def read(self) -> bool:
+        """Look at it; whether it changed."""
+        try:
+            changed = self._path.stat().st_mtime
+            if changed == self.changed:
+                return False
+            self.content, self.changed = self._path.read_bytes(), changed
+        except OSError:
+            was_there, self.content, self.changed = bool(self.changed), b"", 0.0
+            return was_there
+        return True
+
+    @property
+    def age(self) -> float:
+        """Seconds since it changed."""
+        return time.time() - self.changed
+
+
+def _began_before(event: Event, since: float) -> bool:
+    return isinstance(event, Step) and event.began < since
+
+
+def _read(content: bytes, of: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(content, type=of)
+    except ValueError:
+        return None
+
+
+@lru_cache(maxsize=4)
+def _table(config: str) -> Table:
+    try:
+        return tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return {}

@@ -1,0 +1,287 @@
+"""The server: the report's own page on 127.0.0.1, and what is new by server-sent events to each browser that looks."""
+
+import asyncio
+import hmac
+import secrets
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Final, Self, cast, get_args
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshrl.errors import ConfigError
+from meshrl.report import SCRIPTS, STYLES, joined
+from meshrl.run import Command, ask
+from meshrl.watch.live import Live
+from meshrl.watch.patches import SAME, difference
+
+HOST: Final = "127.0.0.1"
+PORT: Final = 6007
+LOOKS: Final = 0.1
+"""Seconds between two looks at the run's files, where somebody looks at the page."""
+_IDLE: Final = 3
+"""A look that takes long is followed by so many times as long without one."""
+_BROWSERS: Final = 32
+"""The most that may look at once."""
+_BEHIND: Final = 16
+"""A browser that has so many patches to take is sent the whole instead."""
+_ALIVE: Final = 15.0
+"""Seconds after which a line says that the connection lives."""
+_BODY: Final = 256
+"""The most bytes of a command."""
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Watcher:
+    """Serves the page of one run, whose folder need not be there yet."""
+
+    def __init__(self, folder: Path, *, control: bool = False) -> None:
+        """`control`: whether who has the token may pause, checkpoint and stop the run."""
+        self.token = secrets.token_urlsafe(24) if control else None
+        """What a command must bring; None where none is taken."""
+        self.app: ASGIApp = _guarded(self, _app(self))
+        """The ASGI application."""
+        self.port = 0
+        """Where it listens, while `serving`."""
+        self._live = Live(folder)
+        self._shown: dict[str, object] = {}
+        """What the browsers have."""
+        self._browsers: set[_Browser] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._looking = asyncio.Lock()
+
+    @property
+    def address(self) -> str:
+        """The page's, with the token where commands are taken: behind a #, so that no browser sends it along."""
+        return f"http://{HOST}:{self.port}/{f'#{self.token}' if self.token else ''}"
+
+    @asynccontextmanager
+    async def serving(self, port: int | None = None) -> AsyncGenerator[Self]:
+        """Listen while the block lasts: on this port, 0 for any; without one on PORT, or any where that is taken.
+
+        ConfigError where the port that is asked for is taken.
+        """
+        listening = _listening(port)
+        self.port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            self.app, log_level="error", lifespan="off", timeout_graceful_shutdown=1, ws="none", server_header=False
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve([listening]))
+        try:
+            yield self
+        finally:
+            for browser in self._browsers:
+                browser.leave()
+            server.should_exit = True
+            await task
+            listening.close()
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """What one browser is sent: the whole, then patches, as server-sent events."""
+        browser = _Browser()
+        if not self._browsers:
+            await self._look()
+        # From here to the first message nothing else runs: no patch is missed, and none is sent twice.
+        self._browsers.add(browser)
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+        try:
+            yield _event("whole", self._shown)
+            async for patches in browser.messages():
+                yield _event("whole", self._shown) if patches is None else patches
+        finally:
+            self._browsers.discard(browser)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many look as may."""
+        return len(self._browsers) >= _BROWSERS
+
+    def ask(self, command: Command) -> None:
+        """Ask something of the run; ConfigError where none is under way."""
+        if not self._live.is_under_way():
+            raise ConfigError(f"no run is under way in {self._live.folder}: it has ended, was killed, or did not begin")
+        ask(self._live.folder, command)
+
+    async def _follow(self) -> None:
+        """Send what is new while there is anybody to send it to."""
+        loop = asyncio.get_running_loop()
+        while self._browsers:
+            began = loop.time()
+            patch = await self._look()
+            if patch is not SAME:
+                message = _event("patch", patch)
+                for browser in self._browsers:
+                    browser.send(message)
+            await asyncio.sleep(max(LOOKS, _IDLE * (loop.time() - began)))
+
+    async def _look(self) -> object:
+        """Read what is new; the patch of it, SAME where nothing is."""
+        async with self._looking:
+            before = self._shown
+            after = await asyncio.to_thread(_read, self._live, first=not before)
+            if after is None:
+                return SAME
+            patch = await asyncio.to_thread(difference, before, after)
+            self._shown = after
+            return patch
+
+
+def _read(live: Live, *, first: bool) -> dict[str, object] | None:
+    """What the page shows once all is read that there is; None where nothing is new."""
+    changed, more = live.look()
+    while more:
+        _, more = live.look()
+    return live.content() if changed or first else None
+
+
+class _Browser:
+    """One that looks at the page, and what it has not been sent yet."""
+
+    def __init__(self) -> None:
+        self._patches: list[bytes] = []
+        self._is_lost = self._is_gone = False
+        self._woken = asyncio.Event()
+
+    def send(self, patch: bytes) -> None:
+        """A patch; where too many are left, the whole stands for all of them."""
+        if len(self._patches) == _BEHIND:
+            self._patches, self._is_lost = [], True
+        if not self._is_lost:
+            self._patches.append(patch)
+        self._woken.set()
+
+    def leave(self) -> None:
+        """Send nothing more."""
+        self._is_gone = True
+        self._woken.set()
+
+    async def messages(self) -> AsyncIterator[bytes | None]:
+        """The patches, as they come; None where the whole is to be sent instead."""
+        while True:
+            try:
+                async with asyncio.timeout(_ALIVE):
+                    await self._woken.wait()
+            except TimeoutError:
+                yield b": it lives\n\n"
+            if self._is_gone:
+                return
+            self._woken.clear()
+            patches, lost = b"".join(self._patches), self._is_lost
+            self._patches, self._is_lost = [], False
+            yield None if lost else patches
+
+
+class _Server(uvicorn.Server):
+    """A server beside others' work: signals are the command's."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Leave them."""
+        yield
+
+
+def _event(name: str, data: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+def _listening(port: int | None) -> socket.socket:
+    try:
+        return socket.create_server((HOST, PORT if port is None else port), backlog=64)
+    except OSError as error:
+        if port is None:
+            return socket.create_server((HOST, 0), backlog=64)
+        raise ConfigError(f"port {port} of {HOST}: {error.strerror}: take another one with --port") from error
+
+
+def _app(watcher: Watcher) -> Starlette:
+    """The routes."""
+    own = Path(__file__).parent
+    files = {
+        "/": ("text/html", (own / "page.html").read_text("utf-8")),
+        "/style.css": ("text/css", joined(STYLES) + (own / "live.css").read_text("utf-8")),
+        "/script.js": ("text/javascript", joined(SCRIPTS) + (own / "live.js").read_text("utf-8")),
+    }
+
+    async def file(request: Request) -> Response:
+        kind, text = files[request.url.path]
+        return Response(text, media_type=kind)
+
+    async def events(_: Request) -> Response:
+        if watcher.is_full:
+            return PlainTextResponse(f"{_BROWSERS} pages look at this run: close one\n", 503)
+        return StreamingResponse(watcher.events(), media_type="text/event-stream")
+
+    async def control(request: Request) -> Response:
+        if refused := _refused(watcher, request):
+            return refused
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _BODY:
+                return PlainTextResponse(f"a command has at most {_BODY} bytes\n", 413)
+        if (command := body.decode("utf-8", "replace")) not in get_args(Command):
+            return PlainTextResponse(f"no command: write one of {', '.join(get_args(Command))}\n", 400)
+        try:
+            watcher.ask(cast("Command", command))
+        except (ConfigError, OSError) as error:
+            return PlainTextResponse(f"{error}\n", 409)
+        return PlainTextResponse("asked: it is done before the next step\n")
+
+    return Starlette(
+        routes=[
+            *(Route(path, file) for path in files),
+            Route("/events", events),
+            Route("/control", control, methods=["POST"]),
+        ]
+    )
+
+
+def _refused(watcher: Watcher, request: Request) -> Response | None:
+    """Why a command is not taken; None where it is."""
+    if watcher.token is None:
+        return PlainTextResponse("this page is read-only: start `meshrl watch` with --control\n", 403)
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    right = hmac.compare_digest(token.strip().encode(), watcher.token.encode())
+    if kind.lower() != "bearer" or not right:
+        return PlainTextResponse("a command needs the token that `meshrl watch --control` printed\n", 401)
+    return None
+
+
+def _guarded(watcher: Watcher, app: ASGIApp) -> ASGIApp:
+    """Only for requests that name this server, as those of a page of another site whose name leads here do not."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if hosts not in ([f"{name}:{watcher.port}".encode()] for name in (HOST, "localhost")):
+            await PlainTextResponse("this server answers to its own address alone\n", 421)(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await app(scope, receive, with_headers)
+
+    return guarded

@@ -1,0 +1,68 @@
+"""A file that somebody else appends to: each look reads what is new, and no more than a bounded part of it."""
+
+import os
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
+
+_CHUNK: Final = 1 << 22
+"""The most bytes of a look. A longer line is left out."""
+_SEEN: Final = 64
+"""Bytes before the place that was reached, by which a file is known again."""
+
+
+class Grown(NamedTuple):
+    """What a look found."""
+
+    lines: list[bytes]
+    anew: bool = False
+    """Whether these are the first lines: of a file that is new, or was cut or replaced since the last look."""
+    more: bool = False
+    """Whether another look finds more at once."""
+
+
+class Tail:
+    """The whole lines of a file, each read once."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: need not be there yet."""
+        self._path = path
+        self._known: tuple[int, int, int] | None = None
+        """Inode, size and time of the last look: a file that has the same has nothing new."""
+        self._inode = -1
+        self._reached = 0
+        self._before = b""
+        """What stood before that place."""
+
+    def read(self) -> Grown:
+        """The lines since the last look. OSError where the file may not be read."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            was_there, self._known = self._known is not None, None
+            self._inode = -1
+            return Grown([], anew=was_there)
+        known = found.st_ino, found.st_size, found.st_mtime_ns
+        if known == self._known:
+            return Grown([])
+        with self._path.open("rb") as file:
+            anew = not self._goes_on(file)
+            if anew:
+                self._inode, self._reached, self._before = os.fstat(file.fileno()).st_ino, 0, b""
+            file.seek(self._reached)
+            chunk = file.read(_CHUNK)
+        end = chunk.rfind(b"\n") + 1
+        if not end and len(chunk) == _CHUNK:
+            end = _CHUNK  # of a line that is too long; its end will be no line
+        whole = chunk[:end]
+        self._reached += len(whole)
+        self._before = (self._before + whole)[-_SEEN:]
+        more = len(chunk) == _CHUNK
+        self._known = None if more else known
+        return Grown(whole.splitlines(), anew, more)
+
+    def _goes_on(self, file: BinaryIO) -> bool:
+        """Whether the file is the one of the last look, with what was read of it."""
+        if os.fstat(file.fileno()).st_ino != self._inode:
+            return False
+        file.seek(self._reached - len(self._before))
+        return file.read(len(self._before)) == self._before

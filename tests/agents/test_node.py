@@ -1,0 +1,63 @@
+"""Agents in JavaScript, by OpenAI's own package from npm: `make test` brings it where there is npm."""
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl import Sampling
+from meshrl.agents import Agent, AgentConfig, Gateway
+from meshrl.testing import ScriptedChat, ScriptedSampler
+
+HERE = Path(__file__).parent / "node"
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+CALL = '<tool_call>{"name": "add", "arguments": {"numbers": [2, 3]}}</tool_call>'
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(shutil.which("node") is None, reason="there is no node on this machine"),
+    pytest.mark.skipif(
+        not (HERE / "node_modules/openai").exists(),
+        reason="the package openai of npm is not installed: npm ci --prefix tests/agents/node",
+    ),
+]
+
+
+def says(prompt: str) -> str:
+    return "that" if "what?" in prompt else "5" if CALL in prompt else CALL
+
+
+async def test_the_agent_that_the_page_shows(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^```js\n(// agent\.js\n.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "agent.mjs").write_text(shown, "utf-8")
+    (tmp_path / "node_modules").symlink_to(HERE / "node_modules")
+    agent = Agent(AgentConfig(command=("node", str(tmp_path / "agent.mjs"))))
+    async with Gateway(ScriptedSampler(says), ScriptedChat()).serving() as gateway:
+        rows = [{"prompt": "2 + 3?", "answer": answer} for answer in ("5", "6")]
+        right, wrong = await asyncio.gather(*(agent.play(gateway, row, Sampling(max_tokens=200)) for row in rows))
+    assert (right.error, wrong.error) == (None, None)
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert int(right.rows.loss_mask[0].sum()) == len(CALL) + len("5") + 2
+    assert len(right.rows) == 1
+
+
+async def test_sessions_at_once_stream_and_call_tools() -> None:
+    async with Gateway(ScriptedSampler(says), ScriptedChat()).serving() as gateway:
+        sessions = [gateway.open(Sampling(max_tokens=200)) for _ in range(16)]
+        node = await asyncio.create_subprocess_exec(
+            "node", str(HERE / "sessions.js"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        given = json.dumps([{"url": each.url, "token": each.token} for each in sessions])
+        output, _ = await node.communicate(given.encode())
+        assert node.returncode == 0
+        rows = [gateway.close(session) for session in sessions]
+    told: Any = json.loads(output)
+    each = {"pieces": 4, "arguments": '{"numbers": [2, 3]}', "drawn": len(CALL) + 1, "content": "5", "response": "that"}
+    assert told == [each] * 16
+    for session, held in zip(sessions, rows, strict=True):
+        assert session.url in str(held.objects("prompt")[0])
+        assert [int(mask.sum()) for mask in held.loss_mask] == [len(CALL) + len("5") + 2, len("that") + 1]

@@ -1,0 +1,180 @@
+"""`run.otlp`: steps, calls and waits as traces at a collector, which may be away, or never answer."""
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Thread
+from typing import cast
+
+import msgspec
+import pytest
+
+from meshrl import events
+from meshrl.config import validate
+from meshrl.errors import ConfigError
+from meshrl.run import RunConfig
+from meshrl.trackers import TrackedRun, make_tracker
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+pytestmark = pytest.mark.process
+FAKES = ("policy.backend=fake", "sampler.backend=fake", "reward.backend=fake", "run.log=[]")
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes what is sent, or holds it back until it is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, *, answers: bool = True) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.answers = answers
+        self.closed = Event()
+        self.taken: list[ExportTraceServiceRequest] = []
+        self.asked = 0
+        self.paths: set[str] = set()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def spans(self) -> list[Span]:
+        return [
+            span
+            for request in self.taken
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        collector = cast("Collector", self.server)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        collector.asked += 1
+        if not collector.answers:
+            collector.closed.wait()
+            return
+        collector.paths.add(self.path)
+        collector.taken.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        """Nothing is told of it."""
+
+
+def serving(collector: Collector) -> Iterator[Collector]:
+    thread = Thread(target=collector.serve_forever)
+    thread.start()
+    yield collector
+    collector.closed.set()
+    collector.shutdown()
+    thread.join()
+    collector.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    yield from serving(Collector())
+
+
+@pytest.fixture
+def silent() -> Iterator[Collector]:
+    yield from serving(Collector(answers=False))
+
+
+def run(folder: Path, address: str, *arguments: str) -> str:
+    """What is told on the terminal."""
+    environment = os.environ | {"OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    code = "from meshrl.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", "grpo/quickstart", *FAKES, f"run.otlp={address}", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
+    return done.stderr
+
+
+def test_each_step_is_a_trace_of_its_waits_and_calls_down_to_ranks(tmp_path: Path, collector: Collector) -> None:
+    said = run(tmp_path, collector.address, "steps=3", "run.name=mine", "ahead=1")
+    assert "takes no traces" not in said
+    assert collector.paths == {"/v1/traces"}
+    own = (tmp_path / "runs/mine/run_id").read_text("utf-8").strip()
+    about = {each.key: each.value.string_value for each in collector.taken[0].resource_spans[0].resource.attributes}
+    assert (about["service.name"], about["meshrl.run"], about["meshrl.run_id"]) == ("meshrl", "mine", own)
+    assert (about["meshrl.folder"], about["meshrl.traces"]) == (str((tmp_path / "runs/mine").resolve()), own)
+    traces: dict[str, list[Span]] = defaultdict(list)
+    for span in collector.spans:
+        traces[span.trace_id.hex()].append(span)
+    assert sorted(traces) == [f"{own}{number:016x}" for number in range(4)]  # 0 is what was outside of steps
+    for number in range(1, 4):
+        spans = traces[f"{own}{number:016x}"]
+        by_id = {span.span_id: span for span in spans}
+        (root,) = (span for span in spans if not span.parent_span_id)
+        assert root.name == f"step {number - 1}"
+        updates = [span for span in spans if span.name.endswith(".update")]
+        assert [by_id[span.parent_span_id] for span in updates] == [root]
+        ranks = [span for span in spans if span.name.endswith(".update on main")]
+        assert [by_id[span.parent_span_id] for span in ranks] == updates
+        assert all(root.start_time_unix_nano <= span.end_time_unix_nano <= root.end_time_unix_nano for span in updates)
+    written = (tmp_path / "runs/mine/events.jsonl").read_bytes().splitlines()
+    kinds = [msgspec.json.decode(line)["kind"] for line in written]
+    names = [span.name for span in collector.spans]
+    assert sum(" waits for " in name for name in names) == kinds.count("wait") > 0
+    assert sum("." in name and " on " not in name for name in names) == kinds.count("call")
+    assert sum("." in name and " on " in name for name in names) == kinds.count("span")
+
+
+def test_what_ran_on_a_rank_goes_with_its_call_and_a_call_that_failed_says_so(
+    tmp_path: Path, collector: Collector
+) -> None:
+    """A stream ends in a later step than what ran for it."""
+    tracker = make_tracker("otlp")
+    table = {"run": {"otlp": collector.address + "/"}}
+    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    ran, called = ("Sampler", "generate", 0.5, 1.5), ("Sampler", "generate", 0.25, 2.5)
+    tracker.events([events.Span(1, "rollout", 3, *ran), events.Step(0, 0.0, 2.0)], 1000.0)
+    tracker.events([events.Call(1, *called, rows=8, error="ValueError"), events.Step(1, 2.0, 3.0)], 1000.0)
+    tracker.end({"status": "finished"}, None)
+    steps = {span.name: span for span in collector.spans if not span.parent_span_id}
+    assert {name: span.trace_id.hex()[16:] for name, span in steps.items()} == {
+        "step 0": f"{1:016x}",
+        "step 1": f"{2:016x}",
+    }
+    call, on_rank = (
+        next(span for span in collector.spans if span.name == f"Sampler.generate{of}") for of in ("", " on rollout")
+    )
+    assert (call.parent_span_id, on_rank.parent_span_id) == (steps["step 1"].span_id, call.span_id)
+    assert (call.start_time_unix_nano, call.end_time_unix_nano) == (1000_250_000_000, 1002_500_000_000)
+    assert (call.status.code, call.status.message) == (Status.STATUS_CODE_ERROR, "ValueError")
+    about = {
+        each.key: each.value.int_value or each.value.string_value for each in (*call.attributes, *on_rank.attributes)
+    }
+    assert about == {"meshrl.rows": 8, "meshrl.mesh": "rollout", "meshrl.rank": 3}
+
+
+def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_the_run_nothing(
+    tmp_path: Path, silent: Collector
+) -> None:
+    gone = Collector()
+    gone.server_close()
+    for address in (gone.address, silent.address):
+        said = run(tmp_path, address, "steps=5", "run.name=mine")
+        assert said.count(f"run.otlp: {address} takes no traces") == 1
+        assert said.count("warning") == 1
+        assert msgspec.json.decode((tmp_path / "runs/mine/summary.json").read_bytes())["status"] == "finished"
+        assert len((tmp_path / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 5
+    assert silent.asked == 1
+
+
+def test_traces_are_asked_for_by_an_address() -> None:
+    for given, told in (({"log": "otlp"}, "set otlp ="), ({"otlp": "127.0.0.1:4318"}, "otlp")):
+        with pytest.raises(ConfigError, match=told):
+            validate(RunConfig, given, "test")

@@ -1,0 +1,82 @@
+"""The wheel and the sdist, and environments to install them into."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import Distribution, distribution, requires
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+Meshrl: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def build(source: Path, target: str, into: Path) -> Path:
+    """Build a wheel or an sdist of the project in the folder `source`. Needs no network."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(into)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = into.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return built
+
+
+def uv(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run uv, which takes no setting but these and downloads no Python."""
+    own = {key: value for key, value in os.environ.items() if not key.startswith(("UV_", "VIRTUAL_ENV"))}
+    environment = own | {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"} | variables
+    command = [str(Path(sys.executable).parent / "uv"), *arguments]
+    return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+
+
+def run_in(environment: Path, folder: Path) -> Meshrl:
+    """Runs the command `meshrl` of an environment in a folder, as a shell does that knows nothing of this project."""
+
+    def run(*arguments: str, program: str = "meshrl") -> subprocess.CompletedProcess[str]:
+        variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        command = [str(environment / "bin" / program), *arguments]
+        return subprocess.run(command, cwd=folder, env=variables, check=False, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install WHEEL` makes of an empty environment, without an index: the dependencies are links to ours."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+    done = uv("pip", "install", "--offline", "--no-deps", "--python", python, str(wheel))
+    assert done.returncode == 0, done.stderr
+    (site,) = folder.glob("lib/python*/site-packages")
+    for each in dependencies():
+        for top in {file.parts[0] for file in each.files or () if file.parts[0] != ".."}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(each.locate_file(top))))
+    return folder
+
+
+def dependencies() -> Iterator[Distribution]:
+    """The packages that meshrl needs without an extra, and those that they need."""
+    seen, names = set[str](), ["meshrl"]
+    while names:
+        for line in requires(names.pop()) or ():
+            need = Requirement(line)
+            if need.name not in seen and (need.marker is None or need.marker.evaluate({"extra": ""})):
+                seen.add(need.name)
+                names.append(need.name)
+                yield distribution(need.name)
+
+
+@pytest.fixture
+def meshrl(environment: Path, tmp_path: Path) -> Meshrl:
+    """Runs the command `meshrl` of that environment in an empty folder."""
+    return run_in(environment, tmp_path)

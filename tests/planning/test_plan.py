@@ -1,0 +1,236 @@
+"""Plans: the best split of a planted run, what is left out, what is told, and what the command prints."""
+
+import random
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl import cli
+from meshrl.errors import ConfigError, DataError
+from meshrl.events import Call, Event, Span, Step
+from meshrl.planning import Devices, Plan, Wanted, make_plan
+from meshrl.planning.plan import Planner
+from meshrl.planning.search import search
+from meshrl.roles import Memory, ModelConfig, Term, Work
+from meshrl.run import RunConfig, load_job
+from meshrl.simulation import Record
+
+GIB = 2**30
+ROWS = 12
+"""Of a step: 6 prompts, 2 completions each."""
+CONFIG: Mapping[str, object] = {
+    "algorithm": "grpo",
+    "prompts": 6,
+    "steps": 24,
+    "task": {"source": "words.jsonl", "held_out": 4, "held_out_fraction": 0.5},
+    "policy": {"model": "nowhere"},
+    "reward": {"function": "exact_match"},
+    "sampling": {"n": 2},
+    "evaluation": {"every": 5},
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{number}>", "answer": str(number)} for number in range(40)]
+    Path("words.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, rows)))
+    Path("grpo.toml").write_text(tomli_w.dumps(CONFIG), "utf-8")
+    return "grpo.toml"
+
+
+def record(
+    source: str,
+    name: str,
+    draw: float,
+    train: float,
+    *,
+    cpus: int = 1,
+    noise: float = 0.0,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """A run on one mesh whose steps draw and train so many seconds, more by up to `noise`, and do nothing else."""
+    folder = Path(name)
+    folder.mkdir()
+    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}", *overrides], RunConfig)
+    (folder / "config.toml").write_text(tomli_w.dumps(_without_none(job.resolved)), "utf-8")
+    numbers, events, t = random.Random(name), list[Event](), 0.0
+    for step in range(9):
+        began = t
+        longer = 1 + noise * numbers.random()
+        parts = [
+            ("TorchSampler", "generate", draw * longer, ROWS // 2),
+            ("FunctionReward", "score", 0.0, ROWS),
+            ("TorchPolicy", "update", train * longer, ROWS),
+            ("TorchPolicy", "weights", 0.0, None),
+            ("TorchSampler", "load", 0.0, None),
+        ]
+        for number, (actor, endpoint, seconds, rows) in enumerate(parts, start=10 * step):
+            events.append(Call(number, actor, endpoint, t, t + seconds, rows))
+            events.append(Span(number, "main", 0, actor, endpoint, t, t + seconds))
+            t += seconds
+        events.append(Step(step, began, t))
+    (folder / "events.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(events))
+    return folder
+
+
+def _without_none(table: Mapping[str, object]) -> dict[str, object]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+        for key, value in table.items()
+        if value is not None
+    }
+
+
+def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -> None:
+    run = record(source, "recorded", draw=3.0, train=1.0)
+    made = make_plan(source, [], Wanted(Devices(4, "cpus"), [run], price=9.0))
+    best = made.proposals[0]
+    assert best.name == "train 1, sample 3 (dp 3), ahead 1"  # 3 s over 3 replicas, beside 1 s
+    assert best.step_seconds == pytest.approx(1.0, rel=0.02)
+    assert best.steps_per_minute == pytest.approx(60, rel=0.02)
+    assert best.efficiency > 0.95
+    assert best.staleness == pytest.approx(1, abs=0.05)
+    assert best.cost == pytest.approx(9.0 * 4 / 3600, rel=0.02)
+    assert best.guessed == []
+    assert best.low <= best.steps_per_minute <= best.high
+    assert made.records == {"recorded": pytest.approx(1.0)}
+    job = load_job(Path(source), best.overrides, RunConfig)
+    assert job.run.engine == "processes"
+    assert {name: mesh.ranks for name, mesh in job.run.meshes.items()} == {"main": 1, "rollout": 3, "reward": 1}
+    assert f"meshrl run {source} {shlex.join(best.overrides)}" == made.command(best)
+
+
+def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
+    runs = [record(source, "two", draw=1.0, train=1.0, cpus=2), record(source, "one", draw=1.9, train=1.9)]
+    made = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), runs))
+    assert made.proposals[0].name == "one mesh: 1 of 2 cores, ahead 0"
+    assert made.proposals[0].step_seconds == pytest.approx(2.0)
+    assert [proposal.step_seconds for proposal in made.proposals[1:]] == [pytest.approx(3.8)]
+
+
+def test_what_no_record_tells_is_marked_and_given_room(source: str) -> None:
+    run = record(source, "two", draw=1.0, train=1.0, cpus=2)
+    apart, together = make_plan(source, [], Wanted(Devices(2, "cpus"), [run])).proposals[:2]
+    assert together.guessed == []
+    assert together.high == pytest.approx(together.low)
+    assert [told.partition(":")[0] for told in apart.guessed] == ["Policy", "Sampler"]
+    assert apart.low < 0.8 * apart.high
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_simulated_step_is_shorter_than_its_lower_bound(source: str, seed: int, tmp_path: Path) -> None:
+    numbers = random.Random(seed)
+    runs = [
+        record(
+            source,
+            f"of {seed}",
+            numbers.uniform(0.5, 4),
+            numbers.uniform(0.5, 4),
+            cpus=numbers.choice((1, 2)),
+            noise=1.0,
+        )
+    ]
+    asked = Wanted(Devices(3, "cpus"), runs, aheads=(0, 1, 2, 4))
+    planner = Planner.of(source, [], asked, tmp_path)
+    assert len(planner.candidates) > 10
+    for candidate in planner.candidates:
+        assert planner.bound(candidate) <= planner.seconds(candidate, 0) * (1 + 1e-9), candidate.name
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.booleans()), min_size=1, max_size=40),
+    st.integers(1, 5),
+)
+def test_pruning_drops_none_of_the_best(candidates: Sequence[tuple[int, int, bool]], keep: int) -> None:
+    numbered = list(enumerate(candidates))  # a bound, how much longer the steps are, and whether it fits
+    found = search(
+        numbered,
+        lambda each: each[1][0],
+        lambda each: 0 if each[1][2] else None,
+        lambda each, _: each[1][0] + each[1][1],
+        keep,
+    )
+    every = sorted((bound + more, number) for number, (bound, more, fits) in numbered if fits)
+    assert [each.seconds for each in found.best] == [seconds for seconds, _ in every[:keep]]
+    assert found.simulated + found.pruned + found.refused == len(candidates)
+
+
+def of_memory(gib: float) -> object:
+    """Roles that hold as much, divided by tp, and refuse four ranks along it; slots take a tenth of it each 512."""
+
+    def memory_of(config: ModelConfig, work: Work) -> Memory:
+        tp = work.axes.get("tp", 1)
+        if tp == 4:
+            raise ConfigError("3 heads cannot be divided by tp = 4")
+        budget = getattr(config, "slots", 0) / 512
+        return Memory([Term("parameters", int(gib * (1 + budget / 10) * GIB / tp), "", "")])
+
+    return memory_of
+
+
+GPUS = ["policy.backend=megatron", "sampler.backend=vllm"]
+
+
+def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_is_kept(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.run.memory.memory_of", of_memory(80.0))
+    made = make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=42.1))
+    assert made.proposals
+    assert made.refused > 0
+    for each in made.proposals:
+        assert each.needed_gib is not None
+        assert each.needed_gib == pytest.approx(42)
+        assert "sampler.slots=128" in each.overrides  # twice as many would take a GiB more
+        assert "tp 4" not in each.name
+
+
+def test_where_nothing_fits_the_missing_memory_is_told(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.run.memory.memory_of", of_memory(80.0))
+    with pytest.raises(
+        ConfigError, match=r"nothing fits into memory: 11\.5 GiB more of each GPU are needed by .*tp = 2"
+    ):
+        make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=30.0))
+
+
+def test_what_is_missing_is_told(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--rollout SECONDS"):
+        make_plan(source, [], Wanted(Devices(2, "cpus")))
+    with pytest.raises(ConfigError, match="a plan chooses it"):
+        make_plan(source, ["run.meshes.main.cpus=1"], Wanted(Devices(2, "cpus"), rollout=1, train=1))
+    with pytest.raises(ConfigError, match="the algorithm has no policy"):
+        make_plan("reward_model/quickstart", [], Wanted(Devices(2, "cpus"), rollout=1, train=1))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="nothing to simulate from"):
+        make_plan(source, [], Wanted(Devices(2, "cpus"), [tmp_path / "empty"]))
+
+
+def test_the_command_prints_the_best_and_what_to_paste(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    record(source, "recorded", draw=1.0, train=1.0)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            ["plan", source, "--cpus", "2", "--from", "recorded", "--price", "1", "--json", "plan.json", "ahead=1"]
+        )
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    made = msgspec.json.decode(Path("plan.json").read_bytes(), type=Plan)
+    assert f"1: train 1, sample 1, ahead 1\n   {made.command(made.proposals[0])}" in told
+    assert "recorded: its own step is predicted at 1.00 of what was measured" in told
+    assert f"{made.candidates} candidates on 2 cpus" in told
+
+
+def test_the_command_asks_what_is_to_be_divided(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", source])
+    assert "--gpus N" in capsys.readouterr().err
+
+
+def test_a_record_knows_its_step(source: str) -> None:
+    assert Record.read(record(source, "recorded", draw=3.0, train=1.0)).measured == pytest.approx(4.0)

@@ -1,0 +1,189 @@
+"""`meshrl compare`: groups of seeds, what differs, whether chance explains it, and a page that shows it."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl import cli
+from meshrl.errors import ConfigError
+from meshrl.report import Comparison, compare, read_run, render_comparison
+from meshrl.report.difference import resampled
+from tests.report.test_report import data_of
+
+STEPS = 100
+HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
+
+
+def a_run(
+    folder: Path, *, lr: float = 1e-3, seed: int = 0, better: float = 0.0, held_out: int = 200, source: str = "words"
+) -> Path:
+    """The files of a run whose reward rises to .5 and by `better` more, on prompts that are easy or hard."""
+    luck = np.random.default_rng(seed + 1)
+    hard = np.random.default_rng(7).uniform(0.0, 1.0, held_out)
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": step, "seconds": 2.0 * step, "step_s": 2.0, "rows": 8, "reward": (0.5 + better) * step / STEPS}
+        for step in range(STEPS)
+    ]
+    noisy = [{**line, "reward": line["reward"] + luck.uniform(-0.05, 0.05)} for line in lines]
+    right = (hard + luck.uniform(-0.1, 0.1, held_out) < 0.5 + better).astype(float).tolist()
+    tested = [
+        {"prompt": f"word {at}>", "completion": f"{folder.name} {at}", "greedy": each, "sampled": each}
+        for at, each in enumerate(right)
+    ]
+    sample = {"step": 80, "prompt": f"{HOSTILE}>", "completion": f"{folder.name} {HOSTILE}", "reward": 0.5}
+    write(folder / "metrics.jsonl", noisy)
+    write(folder / "samples.jsonl", [sample])
+    write(folder / "held_out.jsonl", tested)
+    (folder / "config.toml").write_text(
+        f'algorithm = "grpo"\n[task]\nsource = "{source}"\n[policy]\nbackend = "torch"\nseed = {seed}\n'
+        f"[policy.optimizer]\nlr = {lr}\n"
+        f'[run]\nname = "{folder.name}"\nseed = {seed}\nresume = {"true" if seed else "false"}\n',
+        "utf-8",
+    )
+    (folder / "summary.json").write_text(f'{{"status": "finished", "steps": {STEPS}}}', "utf-8")
+    return folder
+
+
+def write(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def compared(*folders: Path) -> Comparison:
+    return compare([read_run(folder) for folder in folders])
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_group_with_a_band(tmp_path: Path) -> None:
+    base = [a_run(tmp_path / f"base-{seed}", seed=seed) for seed in range(3)]
+    slow = [a_run(tmp_path / f"slow-{seed}", lr=1e-4, seed=seed, better=-0.2) for seed in range(2)]
+    found = compared(base[0], slow[0], base[1], slow[1], base[2])
+    assert found.groups == ["base-0", "slow-0"]
+    assert [(run.name, run.group, run.seed) for run in found.runs[:3]] == [(f"base-{s}", 0, str(s)) for s in range(3)]
+    assert found.settings == {"policy.optimizer.lr": ["0.001", "0.0001"]}
+    (rewards,) = (chart.lines for chart in found.charts if chart.name == "reward")
+    for line in rewards:
+        assert line.low is not None
+        assert line.high is not None
+        assert all(low <= mean <= high for low, mean, high in zip(line.low, line.mean, line.high, strict=True))
+    assert rewards[0].mean[-1] == pytest.approx(0.49, abs=0.03)
+    assert [len(runs) for runs in found.measures[0].runs] == [3, 2]
+    assert not any(chart.name == "rows" for chart in found.charts)  # one and the same everywhere
+
+
+def test_a_difference_is_told_where_there_is_one(tmp_path: Path) -> None:
+    base, alike = a_run(tmp_path / "base"), a_run(tmp_path / "alike", lr=2e-3, seed=1)
+    worse = a_run(tmp_path / "worse", lr=1e-4, better=-0.2)
+    found = compared(base, alike, worse)
+    assert [each.is_seen for each in found.differences] == [False] * 3 + [True] * 3
+    held_out = found.differences[3]
+    assert held_out.low < -0.2 < held_out.high < 0
+    assert held_out.value == pytest.approx(held_out.values[1] - held_out.values[0])
+    assert "lower in worse than in base" in held_out.sentence
+    assert "more than chance over 200 prompts explains" in held_out.sentence
+    assert held_out.sentence.endswith("other seeds are not in it")
+    assert compared(base, alike, worse).differences == found.differences  # seeded
+    assert compare([read_run(base), read_run(worse)], seed=1).differences != found.differences[3:]
+
+
+def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
+    luck = np.random.default_rng(0)
+    held = 0
+    for seed in range(100):
+        hard = luck.normal(0, 1, 60)
+        base, other = (hard + luck.normal(mean, 0.5, (1, 60)) for mean in (0.0, 0.3))
+        _, low, high = resampled(base, other, seed, paired=True)
+        held += low <= 0.3 <= high
+        assert high - low < 0.5  # unpaired, what makes a prompt hard would be in it: about 0.8
+    assert 88 <= held <= 99
+
+
+def test_seeds_that_differ_widen_the_interval() -> None:
+    luck = np.random.default_rng(0)
+    base = np.array([[0.2] * 50, [0.8] * 50, [0.5] * 50]) + luck.normal(0, 0.01, (3, 50))
+    _, low, high = resampled(base, base[:1] + 0.3, 0, paired=True)
+    _, alone, narrow = resampled(base[2:], base[:1] + 0.3, 0, paired=True)
+    assert high - low > 0.4
+    assert narrow - alone < 0.02
+
+
+def test_forks_tell_where_they_come_from_and_are_a_group_of_their_own(tmp_path: Path) -> None:
+    base, fork = a_run(tmp_path / "base"), a_run(tmp_path / "fork", lr=1e-4)
+    plain = a_run(tmp_path / "plain", lr=1e-4)
+    lineage = {"run": str(base), "step": 40, "changed": ["policy.optimizer.lr=1e-4"]}
+    (fork / "fork.json").write_text(json.dumps(lineage), "utf-8")
+    found = compared(base, fork, plain)
+    assert found.groups == ["base", "fork", "plain"]
+    assert found.runs[1].lineage == "base, step 40, with policy.optimizer.lr=1e-4"
+    assert found.settings == {
+        "forked from": [None, "base, step 40", None],
+        "policy.optimizer.lr": ["0.001", "0.0001", "0.0001"],
+    }
+
+
+def test_what_cannot_be_compared_is_refused_by_its_name(tmp_path: Path) -> None:
+    base, other = a_run(tmp_path / "base"), a_run(tmp_path / "other", source="sums")
+    empty = a_run(tmp_path / "empty")
+    (empty / "metrics.jsonl").unlink()
+    bare = a_run(tmp_path / "bare")
+    (bare / "config.toml").unlink()
+    for folders, told in (
+        ((base,), "two runs or more are compared, and .*base is one"),
+        ((base, base), "is given twice"),
+        ((base, empty), r"empty has no metrics.jsonl with a step"),
+        ((base, bare), r"bare has no config.toml"),
+        ((base, other), "of different tasks: task.source is words there and sums here"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            compared(*folders)
+
+
+def test_held_out_prompts_are_compared_where_both_have_them(tmp_path: Path) -> None:
+    base, fewer = a_run(tmp_path / "base"), a_run(tmp_path / "fewer", lr=1e-4, held_out=100)
+    assert compared(base, fewer).differences[0].over == "100 prompts"
+    none = a_run(tmp_path / "none", lr=1e-4, held_out=2)
+    found = compared(base, none)
+    assert [each.measure for each in found.differences] == ["reward in the last 10 steps"]
+    assert "base and none held out other prompts, which are not compared." in found.notes
+
+
+def test_the_command_writes_a_page_and_the_same_for_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("runs/base"))
+    a_run(Path("runs/slow"), lr=1e-4, better=-0.2)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", "base", "slow", "--json", "found.json"])
+    said = capsys.readouterr().out
+    assert (ended.value.code, "wrote compare.html" in said) == (0, True)
+    assert "policy.optimizer.lr" in said
+    assert "lower in slow than in base" in said
+    page = Path("compare.html").read_text("utf-8")
+    assert data_of(page) == json.loads(Path("found.json").read_bytes())
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.process
+def test_a_browser_draws_the_page_and_a_prompt_is_text(tmp_path: Path) -> None:
+    base, slow = a_run(tmp_path / "base"), a_run(tmp_path / "slow", lr=1e-4, better=-0.2)
+    page = tmp_path / "page.html"
+    page.write_text(render_comparison(compared(base, slow)), "utf-8")
+    assert CHROMIUM is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run([CHROMIUM, *flags, page.as_uri()], capture_output=True, text=True, check=True, timeout=60)
+    drawn = done.stdout.partition('<main id="page">')[2].partition("</main>")[0]
+    for title in ("What is different", "What it came to", "Runs", "Curves", "The same prompts"):
+        assert f"<h2>{title}</h2>" in drawn
+    assert '<path d="M' in drawn
+    assert "&lt;/script&gt;&lt;script&gt;document.title" in drawn
+    assert "<img" not in drawn
+    assert "<title>base · slow · meshrl</title>" in done.stdout

@@ -1,0 +1,107 @@
+"""What somebody asks of a run by a file, and what a run says of itself each second."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meshrl.data import Metrics
+from meshrl.events import Pending, waiting
+from meshrl.run import NOW, PAUSED, Command, Now, Run, RunConfig, ask, asked
+
+Act = Callable[[Run], Awaitable[None]]
+
+
+def play(folder: Path, act: Act, every: int | None = None, *, resume: bool = False) -> Path:
+    """A run of 4 steps, with something done in the one numbered 1; its folder."""
+
+    async def script() -> None:
+        config = RunConfig(name="mine", folder=str(folder), checkpoint_every=every, resume=resume)
+        async with Run(config) as run:
+            async for step in run.steps(4):
+                await run.record(Metrics.of(loss=(1.0, 1.0)))
+                if step == 1:
+                    await act(run)
+
+    asyncio.run(script())
+    return folder / "mine"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while True:
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+
+
+def asking(*commands: Command) -> Act:
+    async def act(run: Run) -> None:
+        for command in commands:
+            ask(run.folder, command)
+
+    return act
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("every", "written"), [(4, ["step-000002", "step-000004"]), (2, ["step-000002", "step-000004"])]
+)
+def test_a_checkpoint_that_is_asked_for_is_written_once(tmp_path: Path, every: int, written: list[str]) -> None:
+    run = play(tmp_path, asking("checkpoint"), every)
+    assert checkpoints(run) == written
+    assert asked(run) == []
+
+
+def test_a_run_that_keeps_no_checkpoints_writes_none(tmp_path: Path) -> None:
+    run = play(tmp_path, asking("checkpoint"))
+    assert checkpoints(run) == asked(run) == []
+
+
+def test_a_run_that_is_stopped_has_ended_as_by_an_interrupt_and_goes_on_from_there(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        play(tmp_path, asking("pause", "stop"), every=100)
+    run = tmp_path / "mine"
+    summary = msgspec.json.decode((run / "summary.json").read_bytes(), type=dict[str, object])
+    assert (summary["status"], summary["steps"], checkpoints(run)) == ("interrupted", 2, ["step-000002"])
+    ask(run, "stop")  # of the part that has ended: what comes is not stopped by it
+    play(tmp_path, asking(), every=100, resume=True)
+    assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 4
+
+
+def test_a_run_that_is_paused_waits_until_it_is_told_to_go_on(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    async def pause(run: Run) -> None:
+        async def go_on() -> None:
+            await until(lambda: any(each.what == PAUSED for each in Pending.table.values()))
+            ask(run.folder, "checkpoint")
+            await until(lambda: asked(run.folder) == ["pause"])
+            steps.append((run.folder / "metrics.jsonl").read_bytes().count(b"\n"))
+            ask(run.folder, "resume")
+
+        ask(run.folder, "pause")
+        going = asyncio.create_task(go_on())
+        going.add_done_callback(lambda done: done.result())
+
+    run = play(tmp_path, pause, every=100)
+    assert (steps, checkpoints(run)) == ([2], ["step-000002", "step-000004"])
+
+
+def test_a_run_says_who_waits_now_and_nothing_when_it_has_ended(tmp_path: Path) -> None:
+    found: list[Now] = []
+
+    async def wait(run: Run) -> None:
+        with waiting("the judge", "a verdict", lambda: "3 of 4 are there"):
+            (run.folder / NOW).unlink(missing_ok=True)
+            await until((run.folder / NOW).exists)
+            found.append(msgspec.json.decode((run.folder / NOW).read_bytes(), type=Now))
+
+    run = play(tmp_path, wait)
+    (now,) = found
+    assert [(each.who, each.what, each.on) for each in now.waits] == [("the judge", "a verdict", "3 of 4 are there")]
+    assert not (run / NOW).exists()

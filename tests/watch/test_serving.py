@@ -1,0 +1,232 @@
+"""The server of a run's page: what it sends of a run that goes on, whom it answers, and what it lets be asked."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import httpx
+import pytest
+
+from meshrl import cli
+from meshrl.data import Metrics
+from meshrl.errors import ConfigError
+from meshrl.run import Run, RunConfig, ask
+from meshrl.watch import Watcher, run_to_watch
+
+Message: TypeAlias = tuple[str, dict[str, object]]
+
+
+def append(file: Path, *lines: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as opened:
+        opened.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@asynccontextmanager
+async def looking(watcher: Watcher) -> AsyncGenerator[AsyncIterator[Message]]:
+    """The messages to one browser."""
+    async with (
+        httpx.AsyncClient(timeout=None) as client,  # noqa: S113 -- the test has a limit
+        client.stream("GET", f"http://127.0.0.1:{watcher.port}/events") as response,
+    ):
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield _messages(response)
+
+
+async def _messages(response: httpx.Response) -> AsyncIterator[Message]:
+    name = ""
+    async for line in response.aiter_lines():
+        kind, _, text = line.partition(": ")
+        if kind == "event":
+            name = text
+        elif kind == "data":
+            yield name, json.loads(text)
+
+
+async def first(messages: AsyncIterator[Message], holds: Callable[[Message], bool]) -> Message:
+    """The first message that is meant."""
+    async for message in messages:
+        if holds(message):
+            return message
+    raise AssertionError("the stream has ended")
+
+
+def has_curves(message: Message) -> bool:
+    return "curves" in message[1]
+
+
+def says(status: str) -> Callable[[Message], bool]:
+    return lambda message: message[1].get("status") in (status, [status])
+
+
+async def test_a_browser_is_sent_the_whole_and_then_what_is_new(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    async with Watcher(run).serving() as watcher, looking(watcher) as messages:
+        name, whole = await anext(messages)
+        assert (name, whole["status"], whole["curves"]) == ("whole", "not begun", [])
+        append(run / "metrics.jsonl", {"step": 0, "seconds": 1.0, "reward": 0.25})
+        name, patch = await first(messages, has_curves)
+        (reward,) = cast("list[list[dict[str, object]]]", patch["curves"])[0]
+        assert (name, reward["x"], reward["y"]) == ("patch", [0.0], [0.25])
+        append(run / "metrics.jsonl", {"step": 1, "seconds": 2.0, "reward": 0.5})
+        _, patch = await first(messages, has_curves)
+        assert patch["curves"] == {"0": {"x": [0, 1, [1.0]], "y": [0, 1, [0.5]]}}
+        assert "config" not in patch
+        async with looking(watcher) as late:  # who comes later has it all at once
+            _, whole = await anext(late)
+            (reward,) = cast("list[dict[str, object]]", whole["curves"])
+            assert reward["y"] == [0.25, 0.5]
+            append(run / "metrics.jsonl", {"step": 2, "seconds": 3.0, "reward": 1.0})
+            for each in (messages, late):
+                _, patch = await first(each, has_curves)
+                assert patch["curves"] == {"0": {"x": [0, 2, [2.0]], "y": [0, 2, [1.0]]}}
+
+
+async def test_who_is_far_behind_is_sent_the_whole_instead(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    watcher = Watcher(run)
+    messages = watcher.events()
+    assert (await anext(messages)).startswith(b"event: whole")
+    (browser,) = watcher._browsers
+    for _ in range(1000):
+        browser.send(b"event: patch\ndata: {}\n\n")
+    append(run / "metrics.jsonl", {"step": 0, "reward": 0.25})
+    assert (await anext(messages)).startswith(b"event: whole")
+    assert (await anext(messages)).startswith(b"event: patch")
+    await messages.aclose()
+
+
+async def test_the_page_brings_all_that_it_needs_and_may_ask_nobody_else(tmp_path: Path) -> None:
+    async with Watcher(tmp_path / "mine").serving() as watcher, httpx.AsyncClient(base_url=watcher.address) as client:
+        page = await client.get("/")
+        policy = page.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';")
+        assert "connect-src 'self'" in policy
+        for path in ("/style.css", "/script.js"):
+            assert path in page.text
+            assert (await client.get(path)).status_code == 200
+        assert "http" not in page.text
+        assert (await client.get("/metrics.jsonl")).status_code == 404
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1"])
+async def test_a_request_that_names_another_host_is_refused(tmp_path: Path, host: str) -> None:
+    async with Watcher(tmp_path, control=True).serving() as watcher, httpx.AsyncClient() as client:
+        headers = {"host": host.format(port=watcher.port), "authorization": f"Bearer {watcher.token}"}
+        for method, path in (("GET", "/"), ("GET", "/events"), ("POST", "/control")):
+            answer = await client.request(method, f"http://127.0.0.1:{watcher.port}{path}", headers=headers)
+            assert answer.status_code == 421
+        answer = await client.get(f"http://127.0.0.1:{watcher.port}/", headers={"host": f"localhost:{watcher.port}"})
+        assert answer.status_code == 200
+
+
+async def test_it_listens_on_this_machine_alone_and_says_which_port_is_taken(tmp_path: Path) -> None:
+    async with Watcher(tmp_path).serving() as watcher:
+        assert watcher.address == f"http://127.0.0.1:{watcher.port}/"
+        with pytest.raises(ConfigError, match=rf"port {watcher.port} of 127\.0\.0\.1: .*--port"):
+            async with Watcher(tmp_path).serving(watcher.port):
+                pass
+
+
+# --- what may be asked -------------------------------------------------------------------------------
+
+
+def play(folder: Path) -> str:
+    """A run of many steps, to its end; how it ended."""
+
+    async def script() -> None:
+        async with Run(RunConfig(name="mine", folder=str(folder), checkpoint_every=10_000)) as run:
+            async for step in run.steps(1500):
+                await asyncio.sleep(0.002)
+                await run.record(Metrics.of(loss=(1.0, 1.0)), reward=float(step))
+
+    try:
+        asyncio.run(script())
+    except KeyboardInterrupt:
+        return "stopped"
+    return "finished"
+
+
+async def test_a_run_is_paused_kept_and_stopped_by_who_has_the_token_alone(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+
+    def steps() -> int:
+        return (run / "metrics.jsonl").read_bytes().count(b"\n")
+
+    async with (
+        AsyncExitStack() as ends,
+        Watcher(run, control=True).serving() as watcher,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{watcher.port}") as client,
+        looking(watcher) as messages,
+    ):
+
+        async def post(command: str, token: str | None = watcher.token) -> int:
+            headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+            return (await client.post("/control", content=command, headers=headers)).status_code
+
+        assert await post("pause") == 409  # there is no run yet
+        playing = asyncio.create_task(asyncio.to_thread(play, tmp_path))
+        ends.callback(ask, run, "stop")  # else it would stay paused where the test fails
+        await first(messages, says("running"))
+        assert [await post("pause", token) for token in (None, "guess")] == [401] * 2
+        assert [await post(command) for command in ("rm", "../stop", "x" * 10_000)] == [400, 400, 413]
+        assert not (run / "control").exists()
+
+        assert await post("pause") == 200
+        await first(messages, says("paused"))
+        paused = steps()
+        assert await post("checkpoint") == 200
+        await until(lambda: not (run / "control" / "checkpoint").exists())
+        assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{paused:06}"]
+        assert steps() == paused
+
+        Watcher(run, control=True).ask("resume")  # nobody looks at what this one serves
+        await until(lambda: steps() > paused)
+        assert await post("stop") == 200
+        assert await playing == "stopped"
+        await first(messages, says("interrupted"))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while True:
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+
+
+async def test_without_control_nothing_can_be_asked(tmp_path: Path) -> None:
+    async with Watcher(tmp_path).serving() as watcher, httpx.AsyncClient(base_url=watcher.address) as client:
+        answer = await client.post("/control", content="stop", headers={"Authorization": "Bearer None"})
+    assert (answer.status_code, watcher.token) == (403, None)
+    assert "--control" in answer.text
+
+
+# --- which run ---------------------------------------------------------------------------------------
+
+
+def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="name the one that will begin"):
+        run_to_watch(None)
+    append(Path("runs/one/metrics.jsonl"), {})
+    append(Path("runs/two/metrics.jsonl"), {})
+    os.utime("runs/two/metrics.jsonl", (1, 1))
+    assert run_to_watch(None) == (Path("runs/one"), "the newest run is runs/one")
+    assert run_to_watch("two") == (Path("runs/two"), "")
+    folder, told = run_to_watch("tow")
+    assert folder == Path("runs/tow")
+    assert "did you mean two?" in told
+    assert "waiting for runs/tow to begin" in told
+    append(Path("two/metrics.jsonl"), {})
+    with pytest.raises(ConfigError, match="write which"):
+        run_to_watch("two")
+
+
+def test_the_command_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["watch", "--help"])
+    assert "--control" in capsys.readouterr().out
