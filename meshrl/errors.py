@@ -109,7 +109,7 @@ class RankFailed(MeshrlError):
     ) -> None:
         self.actor = actor
         self.rank = rank
-        self.axes = dict(axes)
+        self.axes: dict[str, int] = dict(axes)
         self.endpoint = endpoint
         self.reason = reason
         self.traceback = traceback
@@ -142,7 +142,7 @@ class RankDied(MeshrlError):
     ) -> None:
         self.actor = actor
         self.rank = rank
-        self.axes = dict(axes)
+        self.axes: dict[str, int] = dict(axes)
         self.endpoint = endpoint
         self.pid = pid
         self.host = host

@@ -140,7 +140,7 @@ class EventLog:
         self, path: Path, most: int = 1 << 28, tell: Callable[[Sequence[Event], float], None] | None = None
     ) -> None:
         """`most`: bytes of both files. `tell`: is given what is written, and the start in seconds since 1970."""
-        self.began = clock()
+        self.began: float = clock()
         """The start of the run, on the event loop's clock."""
         self._since = time.time()
         self._tell = tell

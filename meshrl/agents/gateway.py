@@ -87,15 +87,15 @@ class Gateway:
     """The server, and its sessions."""
 
     def __init__(self, sampler: Sampler, chat: Chat, config: GatewayConfig | None = None) -> None:
-        self.config = config or GatewayConfig()
+        self.config: GatewayConfig = config or GatewayConfig()
         self._chat = chat
         self._drawing = Drawing(sampler)
         self._sessions: dict[str, Session] = {}
         self._in_flight = 0
         self._base = "http://meshrl"
-        self.is_serving = False
+        self.is_serving: bool = False
         """Whether it listens, so that programs of other processes reach it."""
-        self.app = _app(self)
+        self.app: ASGIApp = _app(self)
 
     def open(self, sampling: Sampling) -> Session:
         """A session of its own.

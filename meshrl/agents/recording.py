@@ -54,7 +54,7 @@ class Recording:
         self.chat = chat
         self._lock: int | None = None
         self._began = f"{time.time_ns():x}"
-        self.rows = 0
+        self.rows: int = 0
         """How many were added."""
 
     def __enter__(self) -> Self:

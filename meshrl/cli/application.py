@@ -8,7 +8,7 @@ import typer
 
 from meshrl.errors import ConfigError
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Reinforcement learning of language models.",
     no_args_is_help=True,
     add_completion=False,

@@ -23,7 +23,7 @@ from meshrl.launch import (
 )
 from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
 
-launch = typer.Typer(
+launch: typer.Typer = typer.Typer(
     help="Run on several machines: by SLURM, by KubeRay, or on hosts that ssh reaches.", no_args_is_help=True
 )
 app.add_typer(launch, name="launch")

@@ -1,6 +1,7 @@
 """The base of every configuration table, and the keys that lead to a value."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,7 +17,7 @@ class Config(BaseModel):
     A validator of a subclass raises ValueError; `validate` says where in the file it happened.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:

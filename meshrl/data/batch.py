@@ -5,7 +5,7 @@ from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it 
 from itertools import accumulate, pairwise
 from pickle import PickleBuffer
 from types import MappingProxyType
-from typing import Self, SupportsIndex, TypeAlias, cast
+from typing import ClassVar, Self, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -367,7 +367,7 @@ class Batch(HasRefs):
             and all(kinds.same(self[name], other[name]) for name in self._columns)
         )
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: object) -> Self:
         columns: table.Table = {

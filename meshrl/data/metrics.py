@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Self
+from typing import ClassVar, Self
 
 from meshrl.errors import DataError, did_you_mean
 
@@ -71,7 +71,7 @@ class Metrics:
     def __eq__(self, other: object) -> bool:
         return self.entries == other.entries if isinstance(other, Metrics) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pickle import PickleBuffer
-from typing import SupportsIndex, TypeAlias, TypeVar
+from typing import ClassVar, SupportsIndex, TypeAlias, TypeVar
 
 import ml_dtypes  # registers bfloat16 and the 8-bit floats with numpy, by name
 import numpy as np
@@ -206,7 +206,7 @@ class Ragged:
             return NotImplemented
         return equal(self._offsets, other.offsets) and equal(self._values, other.values)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., "Ragged"], tuple[object, ...]]:
         version = protocol.__index__()

@@ -77,7 +77,7 @@ class InlineRef(Ref):
     __slots__ = ("column",)
 
     def __init__(self, column: Column) -> None:
-        self.column = column
+        self.column: Column = column
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:
@@ -135,12 +135,12 @@ class RemoteColumn:
 
         `source`: what computed a ragged column, if that is known.
         """
-        self.form = form
-        self.pieces = tuple(pieces)
-        self.places = places
-        self.offsets = offsets
+        self.form: ColumnType = form
+        self.pieces: tuple[Chunk, ...] = tuple(pieces)
+        self.places: RowIndex = places
+        self.offsets: Rows | None = offsets
         self.values: tuple[Column | None, ...] = tuple(values or [None] * len(self.pieces))
-        self.source = source
+        self.source: Source | None = source
         self._column: Column | None = None
 
     def __len__(self) -> int:

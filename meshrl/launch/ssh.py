@@ -91,7 +91,7 @@ class SshCluster:
             told = list(asking.map(self._asked, hosts))
         if wrong := [each for each in told if isinstance(each, str)]:
             raise ConfigError("\n".join([f"{len(wrong)} of {len(hosts)} hosts cannot be used:", *wrong]))
-        self.machines = cast("list[Machine]", told)
+        self.machines: list[Machine] = cast("list[Machine]", told)
 
     def check(self, needs: Sequence[Need]) -> None:
         """Raise `ConfigError` where the hosts have no room for the meshes."""

@@ -31,7 +31,7 @@ class Observation:
         self._tokens = sum(tokens) if tokens else None
         self._began = to.now()
         self._start = clock() - self._began
-        self.waiting = Waiting(f"{actor}.{endpoint}", members)
+        self.waiting: Waiting = Waiting(f"{actor}.{endpoint}", members)
 
     def __call__(self, number: int, began: float, ended: float) -> None:
         """As the engine's `OnSpan`."""

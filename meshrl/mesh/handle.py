@@ -113,7 +113,7 @@ class BoundEndpoint:
 
     def __init__(self, deployment: Deployment, endpoint: Endpoint, owners: Rows | None = None) -> None:
         self.whole = deployment
-        self.deployment = deployment.present
+        self.deployment: Deployment = deployment.present
         self.endpoint = endpoint
         self.owners = owners
         """Which part takes each row, where the caller has decided it."""

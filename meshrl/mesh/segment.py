@@ -68,13 +68,13 @@ class _Mapped:
     """A file that is open here, and mapped from the first reader on."""
 
     def __init__(self, file: int, place: _Place, nbytes: int) -> None:
-        self.file = file
+        self.file: int = file
         self.place: Final = place
         self.nbytes: Final = nbytes
         self.leases = 0
         self.path = ""
         """Its name, which stays as long as it is leased."""
-        self.address = 0
+        self.address: int = 0
         """Where it is mapped."""
         self._memory: mmap.mmap | None = None
 

@@ -80,8 +80,8 @@ class _Own:
         """OSError where there is no room."""
         self._share = share
         while True:
-            self.path = share.new_path(folder)
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self.path: Path = share.new_path(folder)
+            self.file: int = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self.file, fcntl.LOCK_EX)
             with suppress(OSError):  # a sweeper may have been quicker than the lock
                 if self.path.stat().st_ino == os.fstat(self.file).st_ino:
@@ -99,7 +99,7 @@ class _Own:
             self.close()
             raise
         self.address: Final = address_of(self.memory)
-        self.written = False
+        self.written: bool = False
         self.filled: weakref.ref[Array] | None = None
         """The array that lies there and is given away when nobody can write it any more."""
         self._is_parents = False
@@ -190,9 +190,9 @@ class Pool:
         self._lock = threading.Lock()
         self._swept = False
         self._full = False
-        self.share = Share()
+        self.share: Share = Share()
         """What it may take. Where one process has several engines, the last one's."""
-        self.hands_on = False
+        self.hands_on: bool = False
         """Whether what this process makes is read by others: it is a rank's, or calls ranks that are processes."""
         self.copied = 0
         """Bytes of arrays that were copied into it to be handed on."""

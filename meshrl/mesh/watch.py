@@ -26,7 +26,7 @@ class Waiting:
         self.where = where
         self._members = members
         self._ended: set[int] = set()
-        self.since = 0.0
+        self.since: float = 0.0
         self._told = 0.0
 
     async def until(self, answer: Awaitable[R], timeout: float | None) -> R:  # noqa: ASYNC109 -- a role has it

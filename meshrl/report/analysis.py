@@ -131,12 +131,13 @@ class Timeline:
 
     def __init__(self, events: Iterable[Event]) -> None:
         events = list(events)
-        self.spans = [event for event in events if isinstance(event, Span)]
-        self.waits = [event for event in events if isinstance(event, Wait)]
-        self.steps = sorted((event for event in events if isinstance(event, Step)), key=lambda step: step.began)
-        self.starving = union([(wait.began, wait.ended) for wait in self.waits if _waits_for_a_batch(wait)])
+        self.spans: list[Span] = [event for event in events if isinstance(event, Span)]
+        self.waits: list[Wait] = [event for event in events if isinstance(event, Wait)]
+        steps = (event for event in events if isinstance(event, Step))
+        self.steps: list[Step] = sorted(steps, key=lambda step: step.began)
+        self.starving: Intervals = union([(wait.began, wait.ended) for wait in self.waits if _waits_for_a_batch(wait)])
         # A stream says when the trainer waits for it; a script without one awaits its rollouts itself.
-        self.streams = len(self.starving) > 0 or any(isinstance(event, Delivery) for event in events)
+        self.streams: bool = len(self.starving) > 0 or any(isinstance(event, Delivery) for event in events)
         self._calls = [event for event in events if isinstance(event, Call)]
         self._swaps = [event for event in events if isinstance(event, Swap)]
 

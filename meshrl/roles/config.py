@@ -43,7 +43,7 @@ class RoleConfig(Config):
     `with_options` sets; those of the backend that is chosen are always there.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
     # As pydantic asks for it: narrower than in its base.
     __pydantic_extra__: dict[  # pyright: ignore[reportIncompatibleVariableOverride]
         Annotated[str, AfterValidator(_of_a_backend)], object

@@ -36,7 +36,7 @@ class GenerateCall:
         What random numbers hang on, together with the version: they are then the same in a run that goes on from a
         checkpoint, in which calls are counted anew. Calls beside training count among themselves: -1, -2, ...
         """
-        self.steps = -1
+        self.steps: int = -1
         """Decode steps that it has made; -1 before it begins."""
         self.aborted = False
 

@@ -96,8 +96,8 @@ class Producer:
         self._sampling = sampling
         self._mode = swap
         self._state = state
-        self.replicas = Replicas(sampler, retries, state.condition, state.start, self._changed)
-        self.suspects = Suspects()
+        self.replicas: Replicas = Replicas(sampler, retries, state.condition, state.start, self._changed)
+        self.suspects: Suspects = Suspects()
         self._router = Router(parts(sampler.generate))
         self._resumable: dict[int, tuple[Batch, GenerateRequest]] = {}
         """By the call that was aborted, so that they go on in one order, whichever ended first; and where they were."""

@@ -19,7 +19,7 @@ class PromptQueue:
         self._batches = iter(batches)
         self._here = here
         self._next: deque[Batch] = deque()
-        self.size = 0
+        self.size: int = 0
         """Rows of a batch, the first that came."""
         bool(self)
 

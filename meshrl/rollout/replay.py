@@ -148,7 +148,7 @@ class Schedule:
     def __init__(self, path: Path, replayed: Sequence[Entry] | None = None, kept_rows: KeptRows | None = None) -> None:
         """`replayed`: what `read_schedule` gave of the run that is to be repeated; `kept_rows`: what it kept."""
         self._replayed = replayed
-        self.rows = RowKeeper(path.parent, kept_rows)
+        self.rows: RowKeeper = RowKeeper(path.parent, kept_rows)
         """For samplers whose rows no seed draws again."""
         self._file = path.open("wb")
         self._streams = 0

@@ -44,7 +44,7 @@ class Replicas:
         changed: Callable[[str, tuple[Life, Exception] | None], None],
     ) -> None:
         """`start`: as in `StreamState`. `changed` is told what happened, and which life of a replica ended by what."""
-        self.each = replicas(sampler)
+        self.each: list[Sampler] = replicas(sampler)
         self._sampler = sampler
         self._least = least(sampler)
         self._retries = retries

@@ -41,13 +41,13 @@ class StalenessLedger:
         self.late = late
         self.groups: dict[int, Group] = {}
         """What is running or ready, by its label, in the order in which it was drawn."""
-        self.ready = 0
+        self.ready: int = 0
         """Groups that are finished and not delivered."""
-        self.batches = 0
-        self.delivered = 0
+        self.batches: int = 0
+        self.delivered: int = 0
         """Groups of all batches."""
         self.dropped: Counter[str] = Counter()
-        self.waited = 0
+        self.waited: int = 0
         """Batches that were full, and waited for a group that would have been too old for the next."""
         self.floor = 0
         """The number of weights that nothing may be older than: in a run that goes on, those of its checkpoint."""

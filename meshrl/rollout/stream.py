@@ -119,9 +119,7 @@ class Rollouts:
         opened = Opened(ledger.size, ledger.ahead, plan.sampling.n, ledger.late, plan.swap, replicas)
         self._decisions = kept.decisions(plan.sampler, opened) if kept else DecisionLog()
         state = StreamState(ledger, self._buffer, prompts, self._condition, self._decisions, self._start)
-        self._producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
-        self.replicas = self._producer.replicas
-        """Of its sampler."""
+        self.producer: Producer = Producer(plan.sampler, plan.sampling, plan.swap, plan.retries, state)
         self._cursor = data_cursor.get()
         if self._cursor:
             ledger.floor = self._cursor.open(self, ledger.ahead)
@@ -149,7 +147,7 @@ class Rollouts:
         for task in (tasks := list(self._tasks)):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.replicas.end()
+        self.producer.replicas.end()
 
     def __aiter__(self) -> Self:
         return self
@@ -161,7 +159,7 @@ class Rollouts:
         if not self._begun:
             self._begun = True
             await self._decisions.begin()
-            self._start(self._producer.run())
+            self._start(self.producer.run())
             self._start(self._collect())
         labels: list[int] = []
 
@@ -169,14 +167,14 @@ class Rollouts:
             labels.extend(self._take())
             return bool(labels or self._is_over())
 
-        self._producer.demand = True
+        self.producer.demand = True
         self._condition.notify_all()
         impatient = asyncio.get_running_loop().call_later(_PATIENCE, self._say_who_waits)
         try:
             await self._condition.wait_for(ready, "trainer", "a batch", self._why_no_batch)
         finally:
             impatient.cancel()
-            self._producer.demand = False
+            self.producer.demand = False
         if labels:
             return self._deliver(labels)
         raise StopAsyncIteration("the prompts have ended")
@@ -209,7 +207,7 @@ class Rollouts:
                 self._decisions.note("publish")
                 if not self._decisions.is_free:
                     self._condition.notify_all()  # a draw may be next, whose call these weights are to find
-                await self._producer.swap(weights)
+                await self.producer.swap(weights)
         except BaseException:
             self._withdraw(ticket)
             raise
@@ -293,7 +291,7 @@ class Rollouts:
 
     async def _collect(self) -> None:
         """Put what has come to its groups; those that are whole are scored, while others come."""
-        producer = self._producer
+        producer = self.producer
         while True:
             await self._condition.wait_quietly_for(lambda: bool(producer.arrived))
             arrived, producer.arrived = producer.arrived, []
@@ -312,7 +310,7 @@ class Rollouts:
 
     async def _add(self, call: GenerateRequest, replica: int, chunk: Batch) -> dict[int, int]:
         """Put rows to their groups; those that are whole now."""
-        rows = await self._producer.read(call, replica, chunk)
+        rows = await self.producer.read(call, replica, chunk)
         if not len(rows):
             return {}
         aborted = np.asarray(rows.row("aborted"), np.bool_)
@@ -338,7 +336,7 @@ class Rollouts:
                     async with asyncio.timeout(_NEWS):
                         await self._condition.wait_quietly_for(lambda: bool(lost()))
             if not lost() and is_lost(error):  # from where it was wanted; perhaps not from here
-                self._producer.unread(list(whole), error)
+                self.producer.unread(list(whole), error)
             if not (gone := lost()):
                 raise
             if rest := {label: oldest for label, oldest in whole.items() if label not in gone}:

@@ -28,7 +28,8 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
         return [chunk async for chunk in sampler.generate(tagged, sampling)]
 
     stream = next((each for each in Rollouts.live if each.feeds_on(sampler)), None)
-    done = Batch.join(await (stream.replicas.outlive(draw, len(prompts)) if stream else outlive(sampler, draw)))
+    drawn = stream.producer.replicas.outlive(draw, len(prompts)) if stream else outlive(sampler, draw)
+    done = Batch.join(await drawn)
     if "aborted" in done and bool(np.any((await done.load("aborted")).row("aborted"))):
         raise DataError(
             'rollouts were aborted by a stream with swap="abort" on the same sampler: draw these when no stream is '

@@ -69,7 +69,8 @@ class FolderLock:
         stopped = threading.Event()
         beats = threading.Thread(target=_beat, args=(self._descriptors[0], stopped), name="meshrl-lease", daemon=True)
         beats.start()
-        self.release = weakref.finalize(self, _release, self._file, self._descriptors, self._own, stopped, beats)
+        leased = self._file, self._descriptors, self._own, stopped, beats
+        self.release: weakref.finalize[..., FolderLock] = weakref.finalize(self, _release, *leased)
         """Let the next run have the folder."""
 
     def hold(self) -> None:

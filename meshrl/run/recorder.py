@@ -70,10 +70,10 @@ class Recorder:
         """
         self._trackers = trackers or Trackers(())
         self._place = folder
-        self.folder = beginning(folder) if goes_on is None else folder
+        self.folder: Path = beginning(folder) if goes_on is None else folder
         """Where the files are now."""
         self._check = check
-        self.began = clock()
+        self.began: float = clock()
         """Since when `seconds` count, on the event loop's clock."""
         folder = self.folder
         if goes_on is not None:

@@ -74,7 +74,7 @@ class Run:
     ) -> None:
         """`resolved`: the whole configuration, which is written to the run's folder."""
         self.config = config
-        self.engine = engine or engine_of(config, resolved or {})
+        self.engine: Engine = engine or engine_of(config, resolved or {})
         folder = Path(config.folder) / config.name
         self._lock = FolderLock(folder)
         try:
@@ -92,7 +92,7 @@ class Run:
         self._expects_evaluation = (resolved or {}).get("evaluation") is not None
         self._loops = count()
         self._done = 0
-        self.waits = 0.0
+        self.waits: float = 0.0
         """Seconds that it waits for room for a mesh."""
         self._meshes: dict[str, asyncio.Task[Mesh]] = {}
         self._numbered = count(1)
@@ -121,7 +121,7 @@ class Run:
             goes_on = {} if config.resume and was_cut_short(folder) else None
             if config.resume and (anew := told_anew(folder, config.checkpoint_every)):
                 log.warning(anew)
-        self.recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
+        self.recorder: Recorder = Recorder(folder, resolved or {"run": config.model_dump()}, goes_on, check, trackers)
         self._control = Control(lambda: self.recorder.folder)
 
     @property

@@ -128,7 +128,7 @@ class SimEngine(LocalEngine):
 
     def __init__(self, pace: Pace, seed: int = 0) -> None:
         super().__init__(inline_bytes=None, isolates=False)
-        self.tape = Tape(pace.steps, seed)
+        self.tape: Tape = Tape(pace.steps, seed)
         self._pace = pace
         self._processors: dict[LocalSlot, Processor] = {}
 

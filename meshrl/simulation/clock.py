@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     ) -> None:
         """`before_each`: called before each callback, also before each step of a task."""
         super().__init__()
-        self.callbacks = 0
+        self.callbacks: int = 0
         """How many were ready and had their turn."""
         self.unseen: list[Mapping[str, object]] = []
         """What was reported to the loop's exception handler, for want of anybody who awaits it."""

@@ -50,7 +50,7 @@ class FakePolicy(Policy):
     """A policy that learns by `rate` an update, from a skill of `skill`."""
 
     def __init__(self, config: PolicyConfig, skill: float = 0.2, rate: float = 0.1) -> None:
-        self.skill = skill
+        self.skill: float = skill
         self.rate = rate
         self.updates: deque[Batch] = deque(maxlen=256)
         """The batches that this rank was given last."""
@@ -145,8 +145,8 @@ class FakeSampler(Sampler):
     """
 
     def __init__(self, config: SamplerConfig) -> None:
-        self.seed = config.seed
-        self.weights = Weights(0, {_SKILL: np.array([0.0])})
+        self.seed: int = config.seed
+        self.weights: Weights = Weights(0, {_SKILL: np.array([0.0])})
         self._calls = GenerateCalls()
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:

@@ -22,7 +22,7 @@ class FaultyFiles:
         self._folder = folder.resolve()
         self._at = at
         self._fault: Fault = fault
-        self.operations = 0
+        self.operations: int = 0
         """How many there were."""
 
     @contextmanager

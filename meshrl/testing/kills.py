@@ -58,7 +58,7 @@ class KillPoints:
         self._seen: set[bytes] = set()
         self._last = "nothing"
         self._noting = False
-        self.moments = 0
+        self.moments: int = 0
         """How many there were."""
         self.awaits: Counter[str] = Counter()
         """Where tasks stood, `FILE:LINE in FUNCTION`, and at how many moments."""

@@ -26,8 +26,8 @@ class FakeRun(Run):
     """
 
     def __init__(self, *actors: Actor, seed: int = 0, engine: Engine | None = None) -> None:
-        self.config = RunConfig(seed=seed)
-        self.engine = engine or LocalEngine()
+        self.config: RunConfig = RunConfig(seed=seed)
+        self.engine: Engine | LocalEngine = engine or LocalEngine()
         self._folder: Path | None = None
         self.actors = actors
         self.recorded: list[dict[str, float]] = []

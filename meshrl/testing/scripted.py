@@ -16,7 +16,7 @@ _END: Final = "\0"
 class ScriptedChat:
     """As `meshrl.agents.Chat`: a line for each message, `user: hello`, and for the tools that are offered."""
 
-    ends = frozenset({0})
+    ends: frozenset[int] = frozenset({0})
     max_tokens = 1 << 20
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:

@@ -56,11 +56,11 @@ class Watcher:
 
     def __init__(self, folder: Path, *, control: bool = False) -> None:
         """`control`: whether who has the token may pause, checkpoint and stop the run."""
-        self.token = secrets.token_urlsafe(24) if control else None
+        self.token: str | None = secrets.token_urlsafe(24) if control else None
         """What a command must bring; None where none is taken."""
         self.app: ASGIApp = _guarded(self, _app(self))
         """The ASGI application."""
-        self.port = 0
+        self.port: int = 0
         """Where it listens, while `serving`."""
         self._live = Live(folder)
         self._shown: dict[str, object] = {}

@@ -14,7 +14,7 @@ class Thinned:
     """Lines of metrics.jsonl as they come."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         """Of lines so far."""
         self._names: set[str] = set()
         self._points: list[_Point] = []

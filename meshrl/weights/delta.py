@@ -139,7 +139,7 @@ class DeltaRef(Ref):
         self._held = held
         self._index = index
         self._nbytes = nbytes
-        self.way = f"changes through {held[0].way}"
+        self.way: str = f"changes through {held[0].way}"
 
     @classmethod
     async def fetch(cls, held: Sequence[Ref]) -> list[object]:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple, Self, cast
+from typing import ClassVar, Final, NamedTuple, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,7 +160,7 @@ class Weights(HasRefs):
             return NotImplemented
         return self._version == other.version and self.fingerprint() == other.fingerprint()
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

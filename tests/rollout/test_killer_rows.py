@@ -125,7 +125,7 @@ def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(least: int) -> No
             engine.kill(0)
             engine.kill(1)
             await asyncio.sleep(0.1)
-            assert not len(stream.replicas.here)
+            assert not len(stream.producer.replicas.here)
         return await (await rollout(sampler, sums(4), Sampling(n=1))).load()
 
     with capture_logs():

@@ -30,7 +30,7 @@ class Reply:
     __slots__ = ("_told", "error", "is_here", "value")
 
     def __init__(self) -> None:
-        self.is_here = False
+        self.is_here: bool = False
         self.value: object = None
         self.error: Exception | None = None
         """`Gone` or `Broken`, where it has no value."""

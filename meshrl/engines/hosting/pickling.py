@@ -17,6 +17,9 @@ from meshrl.mesh import Ref
 
 if TYPE_CHECKING:
     from collections import ChainMap
+    from pickle import Pickler as _Base  # what cloudpickle's derives from: cloudpickle has no types of its own
+else:
+    _Base = cloudpickle.Pickler
 
 _INSTALLED = tuple(f"{Path(folder).resolve()}{os.sep}" for folder in set(sysconfig.get_paths().values()))
 _looked_at: set[str] = {"__main__", "__mp_main__"}
@@ -81,10 +84,10 @@ def _can_be_imported(name: str, module: ModuleType) -> bool:
     return False
 
 
-class Pickler(cloudpickle.Pickler):
+class Pickler(_Base):
     """cloudpickle's, which carries classes and functions of scripts by value, with less asked about each object."""
 
-    def reducer_override(self, obj: object) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reducer_override(self, obj: object) -> object:  # type: ignore[override]
         """How to reduce it. cloudpickle looks each class and function up in its module, and all types in tables."""
         if isinstance(obj, _NAMED):
             return NotImplemented if _is_everywhere(obj) else super().reducer_override(obj)

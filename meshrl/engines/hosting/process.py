@@ -28,13 +28,13 @@ class Process:
         self.key = key
         self.channel = channel
         self.known = place
-        self.ahead = 0.0
+        self.ahead: float = 0.0
         """Seconds by which its clock is ahead of this process's."""
         self.death: Death | None = None
         self.log: RankLog | None = None
         """What it writes, where the run of this process keeps that."""
         self.spawns: WeakSet[Spawn] = WeakSet()
-        self.line = token_hex(8)
+        self.line: str = token_hex(8)
         """Names the calls that are sent with this object; they are numbered."""
         self.sent = 0
         _processes[key] = self
@@ -80,7 +80,7 @@ class Spawn:
         self.name = name
         self.ranks = ranks
         self.together = together
-        self.processes = list(processes)
+        self.processes: list[Process] = list(processes)
         self.dead: Process | None = None
         """One that is gone; where the ranks wait for each other, none takes a call then."""
         for process in self.processes:
@@ -102,9 +102,9 @@ class RankMember:
     def __init__(self, spawn: Spawn, index: int, attempt: int = 0) -> None:
         self.spawn = spawn
         self.index = index
-        self.attempt = attempt
-        self.stopped = False
-        self.is_made = False
+        self.attempt: int = attempt
+        self.stopped: bool = False
+        self.is_made: bool = False
 
     def __reduce__(self) -> tuple[type["RankMember"], tuple[object, ...]]:
         return RankMember, (self.spawn, self.index, self.attempt)
@@ -214,17 +214,17 @@ class Sent:
         self._seen = seen
         self._timed = seen is not None
         self._began = clock() if seen else 0.0
-        self.member = cast("RankMember", request.member)
+        self.member: RankMember = cast("RankMember", request.member)
         self.endpoint = endpoint
         self.consumed = consumed
-        self.process = self.member.process
-        self.number = self.process.sent
-        self.ended = False
+        self.process: Process = self.member.process
+        self.number: int = self.process.sent
+        self.ended: bool = False
         ask = Ask(endpoint, self.member.spawn.key, self.process.line, self.number, consumed, self._timed)
         channel = self._channel = self.process.channel
         given = (request.arguments, dict(request.keywords)) if request.arguments or request.keywords else None
         send = partial(channel.call, ask, given, stream=stream)
-        self.reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
+        self.reply: Reply = sendable(f"{self.member.spawn.name}.{endpoint}", send) if given else send()
         self.process.sent += 1  # only what was sent is waited for by what comes after it
 
     @property

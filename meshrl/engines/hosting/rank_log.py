@@ -25,7 +25,7 @@ class LogFolder:
     def __init__(self, place: Path) -> None:
         """`place`: FOLDER/MESH. The folder is made where it is missing."""
         place.parent.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
+        self.descriptor: int = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
         self._mesh = place.name
         finalize(self, os.close, self.descriptor)
 

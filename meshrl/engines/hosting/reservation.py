@@ -47,17 +47,17 @@ class Reservation(ABC):
 
         `log`: as in `Engine.reserve`.
         """
-        self.logs = LogFolder(Path(log)) if log else None
-        self.least = least or count
-        self.cpus = cpus * count
+        self.logs: LogFolder | None = LogFolder(Path(log)) if log else None
+        self.least: int = least or count
+        self.cpus: float = cpus * count
         """Cores that are reserved in all."""
         self.members: list[RankMember] = []
         self.environments: dict[int, Mapping[str, str]] = {}
         """What each rank finds there, by its number."""
-        self.slots = [ProcessSlot(self, index, threads) for index in range(count)]
-        self.meeting = asyncio.Lock()
+        self.slots: list[ProcessSlot] = [ProcessSlot(self, index, threads) for index in range(count)]
+        self.meeting: asyncio.Lock = asyncio.Lock()
         """Held while an actor is made: its ranks may wait for each other."""
-        self.released = False
+        self.released: bool = False
         self.processes: list[Process] = []
 
     async def settle(self, slots: Sequence[ProcessSlot] | None = None) -> None:

@@ -26,7 +26,7 @@ class LocalEngine:
     def __init__(
         self, cores: int | None = None, inline_bytes: int | None = INLINE_BYTES, *, isolates: bool = True
     ) -> None:
-        self.cores = cores or free_cores()
+        self.cores: int = cores or free_cores()
         self.inline_bytes = inline_bytes
         self.shares_memory = False  # a value is handed on by reference
         self._isolates = isolates

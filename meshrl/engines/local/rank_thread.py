@@ -28,8 +28,8 @@ class LocalSlot:
     def __init__(self, cores: int, turns: Turns) -> None:
         """`turns`: where calls begin if the loop is the caller's."""
         self.cores = cores
-        self.turns = None if cores else turns
-        self.threads = max(1, cores)
+        self.turns: Turns | None = None if cores else turns
+        self.threads: int = max(1, cores)
         self._loop: RankLoop | None = None
         self._thread: threading.Thread | None = None
         self._actors = 0
@@ -77,12 +77,12 @@ class LocalMember:
         self.slot = slot
         self.name = name
         self.rank = rank
-        self.place = own_place()
-        self.stopped = False
+        self.place: str = own_place()
+        self.stopped: bool = False
         self.is_made = True
-        self.attempt = 0
+        self.attempt: int = 0
         """How many times it was stopped."""
-        self.loop = slot.enter()
+        self.loop: asyncio.AbstractEventLoop = slot.enter()
         self._context = Context()
         self._context.run(rank_context.set, rank)
         self._instance: object = None
@@ -199,16 +199,16 @@ class Work:
 
     def __init__(self, endpoint: str, request: Request, reply: Reply, index: int, *, isolate: bool) -> None:
         """`index`: which of the reply's works it is. `isolate`: give the rank copies of the arguments."""
-        self.member = cast("LocalMember", request.member)
+        self.member: LocalMember = cast("LocalMember", request.member)
         if self.member.stopped:
             raise _stopped(self.member, endpoint)
-        self.endpoint = endpoint
-        self.reply = reply
-        self.index = index
-        self.arguments, self.keywords = request.arguments, request.keywords
+        self.endpoint: str = endpoint
+        self.reply: Reply = reply
+        self.index: int = index
+        self.arguments: tuple[object, ...] = request.arguments
+        self.keywords: Mapping[str, object] = request.keywords
         if isolate:
-            where = f"{self.member.name}.{endpoint}"
-            self.arguments, self.keywords = sendable(where, request.arguments, request.keywords)
+            self.arguments, self.keywords = sendable(f"{self.member.name}.{endpoint}", self.arguments, self.keywords)
         self._task: asyncio.Task[None] | None = None
         self._attempt = self.member.attempt
         self._dropped = False

@@ -13,7 +13,7 @@ class LocalRef(Ref):
     """A value that ranks of this process share. It is not copied: nobody can write it."""
 
     def __init__(self, value: object) -> None:
-        self.value = value
+        self.value: object = value
         if isinstance(value, np.ndarray) and (value.flags.writeable or not value.flags.owndata):
             self.value = frozen(value.copy())
         elif type(value) is dict:  # columns

@@ -58,7 +58,7 @@ class Cluster:
         """Here when this is closed."""
         self._gone = asyncio.Event()
         """Set when the head is given up."""
-        self.lost = ""
+        self.lost: str = ""
         """Why the cluster can be asked for nothing any more."""
         self.silent: dict[str, Door] = {}
         """Nodes that do not answer, which Ray takes for living ones up to a minute longer."""

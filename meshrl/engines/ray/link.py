@@ -58,9 +58,9 @@ class Link:
         self.meeting: Final = meeting or Meeting(token_hex(8), ip, self._store.port)
         self.numbers: Final = count()
         """For the values that the second asks for."""
-        self.failed = ""
+        self.failed: str = ""
         """Why it serves no more."""
-        self.used = time.monotonic()
+        self.used: float = time.monotonic()
         """When a piece last went by it."""
         self._group: _Group | None = None
         self._making = threading.Lock()

@@ -52,9 +52,9 @@ class RayRef(Ref):
 
     def __init__(self, ref: "ObjectRef[object]", home: Home | None = None, route: Route = ()) -> None:
         """`route`: by which it comes to this machine. Where the last is none of its ranks, Ray brings it."""
-        self.ref = ref
-        self.way = "the object store"
-        self.home = home
+        self.ref: ObjectRef[object] = ref
+        self.way: str = "the object store"
+        self.home: Home | None = home
         """Where the process is that has put it, and without which nobody can fetch it."""
         self._lost = ""
         """Why nobody waits for it any more."""

@@ -76,7 +76,7 @@ class RayReservation(Reservation):
         self._avoided: dict[int, Mapping[str, Door]] = {}
         """By group, the nodes where it is not put, because they did not answer when it was made."""
         self._groups = [self._group(number) for number in range(groups)]
-        self.processes = [self.begin(slot) for slot in self.slots]
+        self.processes: list[Process] = [self.begin(slot) for slot in self.slots]
 
     def _group(self, number: int) -> PlacementGroup:
         """Resources for ranks on nodes that answer: Ray itself would put them on one that it takes for living."""

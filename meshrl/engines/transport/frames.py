@@ -2,9 +2,11 @@
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 import msgspec
+from typing_extensions import Buffer
 
 from meshrl.engines.hosting import Ask, Pickler, Service
 from meshrl.mesh import Segment, in_transit, seal_arrays
@@ -48,8 +50,8 @@ class Taken(msgspec.Struct, array_like=True, tag="t", frozen=True):
 
 
 Frame: TypeAlias = Question | Answer | Taken
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Frame).decode
+encode: Final[Callable[[object], bytes]] = msgspec.msgpack.Encoder().encode
+decode: Final[Callable[[Buffer], Frame]] = msgspec.msgpack.Decoder(Frame).decode
 
 _PLAIN: Final = (int, float, str, bytes, bool)
 

@@ -43,8 +43,8 @@ class Host:
         self, network: Network, number: int, node: Node | None, environment: Mapping[str, str], shared: Sequence[Path]
     ) -> None:
         """`node`: what runs on it of Ray; the rest is as of `Cluster`."""
-        self.name = f"node{number}"
-        self.address = address(number)
+        self.name: str = f"node{number}"
+        self.address: str = address(number)
         self._network = network
         self._number = number
         self._environment = environment

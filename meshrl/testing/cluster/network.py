@@ -23,11 +23,11 @@ class Network:
     """A switch in a namespace of its own: nothing of it is seen on the machine's own network."""
 
     def __init__(self) -> None:
-        self.switch = Namespace("net")
+        self.switch: Namespace = Namespace("net")
         make = f"link add {_SWITCH} type bridge mcast_snooping 0"
         self.switch.do("ip", "-batch", "-", lines=[make, f"link set {_SWITCH} {_MTU} up"])
-        self.has_netem = self._has("netem")
-        self.has_tbf = self._has(*_tbf(1e9))
+        self.has_netem: bool = self._has("netem")
+        self.has_tbf: bool = self._has(*_tbf(1e9))
 
     def _has(self, *queue: str) -> bool:
         """Whether the kernel has a kind of queue."""

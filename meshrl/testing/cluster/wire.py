@@ -27,7 +27,8 @@ class Way:
     """One direction."""
 
     def __init__(self, end: int, seed: int) -> None:
-        self.delay = self.loss = 0.0
+        self.delay: float = 0.0
+        self.loss: float = 0.0
         self.rate: float | None = None
         self._end = end
         self._luck = random.Random(seed)
@@ -84,6 +85,6 @@ def carry(ends: tuple[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    made = opened(sys.argv[1]), opened(sys.argv[2])
+    _ends = opened(sys.argv[1]), opened(sys.argv[2])
     os.write(1, b"ready\n")
-    carry(made)
+    carry(_ends)
