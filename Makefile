@@ -11,7 +11,7 @@ TORCH := $(shell grep '^torch==' requirements.txt)
 TESTS := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 # What needs neither a process, a model nor the third-party packages of a backend.
 CORE := $(addprefix tests/,mesh data weights roles run report simulation planning testing rollout)
-FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks \
+FAST := $(CORE) $(addprefix tests/,cli engines environments evaluation losses objectives rewards tasks watch \
 	test_architecture.py test_public_api.py)
 # Tests of the same bits, under each of these sets of a processor's instructions.
 CAPABILITIES := default avx2 $(shell grep -qs avx512f /proc/cpuinfo && echo avx512)
