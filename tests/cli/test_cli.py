@@ -167,7 +167,7 @@ def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Pat
         (("missing.toml",), "missing.toml: no such file"),
         (("cuont.toml",), "cuont.toml: no such file; did you mean count.toml?"),
         (("grpo/quikstart",), "grpo/quikstart: no such file or shipped configuration; did you mean grpo/quickstart?"),
-        (("zzzzz",), "zzzzz: no such file or shipped configuration; the shipped ones are cispo/quickstart, "),
+        (("zzzzz",), "zzzzz: no such file or shipped configuration; the shipped ones are agent/quickstart, "),
         (("count.toml", "steps"), "command line: 'steps' is no override; write key.sub=value"),
         (("count.toml", "algorithm=grop"), "no algorithm 'grop' is shipped; did you mean 'grpo'?"),
         (("count.toml", "algorithm=other.py"), "count.toml: algorithm = 'other.py': there is no file /"),
