@@ -41,7 +41,7 @@ smollm2: setup  ## GRPO on SmolLM2-135M-Instruct: about 5 minutes
 test: setup $(if $(shell command -v npm),$(NODE))  ## the tests
 	$(TESTS) --ignore tests/attack --ignore tests/cluster --ignore tests/inference --ignore tests/packaging/index --ignore tests/vllm
 
-test-index: setup  ## what pip's index gives: the wheel on each Python that is here, and packages for each extra
+test-index: setup  ## what pip's index gives today: the wheel on each Python that is here, and packages for each extra
 	$(BIN)/pytest -rs tests/packaging/index
 
 test-attack: setup  ## attacks: killed and doubled runs, damaged files, hostile code, calls that hang
@@ -89,7 +89,7 @@ docs-serve: .venv-docs/.done  ## the site on http://127.0.0.1:8000, made anew wh
 prose: .venv-docs/.done  ## the English of the pages: proselint, the words of docs/prose.toml, and how readable each page is
 	.venv-docs/bin/python docs/prose.py
 
-check: lint prose docs test test-attack test-bits test-lowest test-index test-vllm test-sglang  ## all of it: what CI runs
+check: lint prose docs test test-attack test-bits test-lowest test-vllm test-sglang  ## all of it: what CI runs
 
 bench: setup peers  ## every benchmark, into bench/results
 	@mkdir -p bench/results

@@ -49,8 +49,7 @@ def solve(tmp_path: Path) -> str:
     return f"{tmp_path / 'one_answer.py'}:solve"
 
 
-@pytest.mark.parametrize("credit", ["episode", "turns"])
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("ahead", "credit"), [(0, "episode"), (2, "turns")])
 def test_it_learns_and_is_judged_in_virtual_time(solve: str, ahead: int, credit: str) -> None:
     async def main() -> tuple[FakeRun, FakePolicy]:
         policy = delayed(FakePolicy, update=2.0)(PolicyConfig(model="none"))
