@@ -96,7 +96,9 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     there already, or its name is a path; and where the overrides name what makes it a fork.
     """
     if name is not None and (name in {"", ".."} or Path(name).name != name):
-        raise ConfigError(f"--name {name!r}: a fork goes beside the run it comes from: write a name, as in --name slower")
+        raise ConfigError(
+            f"--name {name!r}: a fork goes beside the run it comes from: write a name, as in --name slower"
+        )
     for override in overrides:
         if (key := _parted(override)[0]) in _OWN:
             raise ConfigError(f"{override}: {key} is the fork's own to set; --name gives the new run its name")
