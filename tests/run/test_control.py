@@ -96,7 +96,8 @@ def test_a_control_folder_that_is_a_link_stops_the_run_and_stays(tmp_path: Path)
     with pytest.raises(KeyboardInterrupt):
         play(tmp_path, act)
     assert asked(tmp_path / "mine") == ["stop"]
-    assert play(tmp_path, asking(), every=100, resume=True)  # it is not stopped again by what is left
+    run = play(tmp_path, asking(), every=100)  # it is not stopped again by what is left
+    assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 4
 
 
 def test_a_run_that_is_stopped_has_ended_as_by_an_interrupt_and_goes_on_from_there(tmp_path: Path) -> None:
