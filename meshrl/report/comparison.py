@@ -268,11 +268,11 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
     for kind, name in _HELD_OUT.items():
         every = [[finite(line.get(kind)) for line in run.held_out] for run, own in kept if own == prompts]
         rewards = np.array(every, np.float64)  # None is nan
-        there = np.isfinite(rewards).all(axis=0)
-        if not there.all():
-            missing = f"{(~there).sum()} of the {len(prompts)} held-out prompts"
+        there = np.flatnonzero(np.isfinite(rewards).all(axis=0))
+        if len(there) < len(prompts):
+            missing = f"{len(prompts) - len(there)} of the {len(prompts)} held-out prompts"
             notes.append(f"{missing} of {group.name} have no {name}, and are left out of it.")
-        names = [prompt for prompt, is_there in zip(prompts, there.tolist(), strict=True) if is_there]
+        names = [prompts[at] for at in there.tolist()]
         found[kind] = _HeldOut({prompt: place for place, prompt in enumerate(names)}, rewards[:, there])
     return found
 
