@@ -203,9 +203,9 @@ def planning() -> list[Figure]:
     made: Plan = make_plan(CONFIG, backends, Wanted(Devices(GPUS, "gpus"), rollout=3000, train=4000))
     took = time.perf_counter() - began
     return [
-        figure(f"candidates on {GPUS} GPUs", made.candidates, "candidates"),
+        figure(f"layouts on {GPUS} GPUs", made.candidates, "layouts"),
         figure("of which were simulated", made.simulated, "layouts"),
-        at_most("time of 1,000 candidates", took * 1000 / made.candidates, "s", 120),
+        at_most("time of 1,000 layouts", took * 1000 / made.candidates, "s", 120),
         figure("time of all", took, "s"),
     ]
 

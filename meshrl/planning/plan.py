@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -16,7 +17,7 @@ from meshrl.planning.rehearsal import Rehearsal
 from meshrl.planning.search import Demand, Found, lower_bound, search
 from meshrl.planning.space import Candidate, Devices, Space
 from meshrl.run import Job, RunConfig, find_config, load_job
-from meshrl.simulation import GUESSES, WARM_UP, Fit, Forecast, Guesses, Record, ahead_of, fit, forecast_of, sources
+from meshrl.simulation import WARM_UP, Fit, Forecast, Pace, Record, ahead_of, fit, fit_ends, forecast_of, sources
 
 Load: TypeAlias = Callable[[Sequence[str]], Job[RunConfig]]
 """The job of the configuration with further overrides."""
@@ -25,8 +26,6 @@ _COUNTED: Final = 12
 """Steps of a simulation that count, while many candidates are compared."""
 _FINAL: Final = 60
 """And of those that are told."""
-_WORSE, _BETTER = Guesses(cores=0.0, split=0.75), Guesses(cores=0.8, split=1.0)
-"""What might hold in place of what is taken for granted."""
 _CHOSEN: Final = ("sampler.mesh", "reward.mesh", "policy.axes", "sampler.axes")
 _NOTHING: Final = Demand(0.0, 0.0)
 _GAIN: Final = 0.99
@@ -88,6 +87,7 @@ class Plan(msgspec.Struct, frozen=True):
     """The overrides that were given."""
     devices: str
     candidates: int
+    """Layouts: `simulated`, `pruned` and `refused` together."""
     simulated: int
     pruned: int
     refused: int
@@ -109,15 +109,24 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(config: str, given: Sequence[str], wanted: Wanted) -> Plan:
     """The best settings of a configuration, by its name or path, under the overrides that are given.
 
-    ConfigError where nothing tells what calls take, where no setting fits into memory, and for an algorithm without a
-    policy or a sampler; DataError where a record lacks what the script asks for.
+    ConfigError where nothing tells what calls take, where no setting fits into memory, for numbers that cannot be, and
+    for an algorithm without a policy or a sampler; DataError where a record lacks what the script asks for.
     """
+    if wanted.memory is not None and not 0 < wanted.memory < inf:
+        raise ConfigError(f"--memory is {wanted.memory:g} GiB: give what each GPU has, or with --cpus the machine")
+    if wanted.rollout == wanted.train == 0:
+        raise ConfigError(
+            "--rollout and --train are both 0: every setting would take 0 s a step, and none is the best. Give the "
+            "seconds that one rank takes"
+        )
     with tempfile.TemporaryDirectory(prefix="meshrl-") as folder:
         return _made(config, given, wanted, Planner.of(config, given, wanted, Path(folder)))
 
 
 def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner") -> Plan:
-    found = search(planner.candidates, planner.bound, planner.room.fits, planner.seconds, 4 * wanted.best)
+    found = search(
+        planner.candidates, planner.bound, planner.room.fits, planner.seconds, len(wanted.aheads) * wanted.best
+    )
     if not found.best:
         raise ConfigError(f"{config}: {planner.room.why_nothing_fits()}")
     chosen = _worth_telling(found.best)[: wanted.best]
@@ -126,7 +135,7 @@ def _made(config: str, given: Sequence[str], wanted: Wanted, planner: "Planner")
         config=config,
         given=list(given),
         devices=f"{wanted.devices.count} {wanted.devices.kind}",
-        candidates=sum(len(each.variants) for each in planner.candidates),
+        candidates=len(planner.candidates),
         simulated=found.simulated,
         pruned=found.pruned,
         refused=found.refused,
@@ -195,22 +204,22 @@ class Planner:
         planner = cls(wanted, load, job, records, candidates, room, Rehearsal(job, folder), began)
         for record in records if wanted.records else ():
             own = load_job(record.folder / "config.toml", [], RunConfig)
-            light = planner.rehearsal.light(own, _steps(_COUNTED, ahead_of(own.config)))
+            light = planner.rehearsal.light(own, _steps(max(_FINAL, record.pace.steps), ahead_of(own.config)))
             pace = planner.fitted(own.resolved).pace
             predicted = forecast_of(light, pace, seed=wanted.seed, quiet=True).step_seconds_median
             planner.ratios.append(predicted / record.measured)
         first = candidates[0]
-        forecast = planner.forecast(first, 0, _COUNTED, planner.fit(first, 0))
+        forecast = planner.forecast(first, 0, _COUNTED, planner.fit(first, 0).pace)
         planner.demand = Demand(forecast.drawn, forecast.trained)
         return planner
 
-    def fitted(self, table: dict[str, object], guesses: Guesses = GUESSES) -> Fit:
+    def fitted(self, table: dict[str, object]) -> Fit:
         """What calls cost in a configuration."""
-        return fit(self.records, table, self.wanted.devices.cores, guesses)
+        return fit(self.records, table, self.wanted.devices.cores)
 
-    def fit(self, candidate: Candidate, variant: int, guesses: Guesses = GUESSES) -> Fit:
+    def fit(self, candidate: Candidate, variant: int) -> Fit:
         """What calls cost there."""
-        return self.fitted(candidate.table(self.job.resolved, variant), guesses)
+        return self.fitted(candidate.table(self.job.resolved, variant))
 
     def bound(self, candidate: Candidate) -> float:
         """As `search` asks for it. The smallest budgets leave the smallest bubble in a pipeline."""
@@ -220,30 +229,30 @@ class Planner:
 
     def seconds(self, candidate: Candidate, variant: int) -> float:
         """The mean step."""
-        return self.forecast(candidate, variant, _COUNTED, self.fit(candidate, variant)).step_seconds
+        return self.forecast(candidate, variant, _COUNTED, self.fit(candidate, variant).pace).step_seconds
 
-    def forecast(self, candidate: Candidate, variant: int, steps: int, fitted: Fit) -> Forecast:
+    def forecast(self, candidate: Candidate, variant: int, steps: int, pace: Pace) -> Forecast:
         """What the simulator says."""
         job = self.rehearsal.light(self.load(candidate.overrides(variant)), _steps(steps, candidate.ahead))
-        return forecast_of(job, fitted.pace, seed=self.wanted.seed, quiet=True)
+        return forecast_of(job, pace, seed=self.wanted.seed, quiet=True)
 
     def proposal(self, found: Found[Candidate]) -> Proposal:
         """What is told of one of the best."""
         it, variant, wanted = found.candidate, found.variant, self.wanted
         fitted = self.fit(it, variant)
-        forecast = self.forecast(it, variant, _FINAL, fitted)
-        seconds = [forecast.step_seconds]
-        if fitted.guessed:
-            ends = (self.fit(it, variant, guesses) for guesses in (_WORSE, _BETTER))
-            seconds += [self.forecast(it, variant, _COUNTED, end).step_seconds for end in ends]
-        missed = max((abs(1 - ratio) for ratio in self.ratios), default=0.0)
+        forecast = self.forecast(it, variant, _FINAL, fitted.pace)
+        # Of as many steps as the search counted, so that the guess alone is what differs.
+        table = it.table(self.job.resolved, variant)
+        ends = fit_ends(self.records, table, wanted.devices.cores) if fitted.guessed else ()
+        longer = [1.0, *(self.forecast(it, variant, _COUNTED, end).step_seconds / found.seconds for end in ends)]
+        missed = max((max(ratio, 1 / ratio) for ratio in self.ratios), default=1.0)
         rows = sum(forecast.staleness)
         return Proposal(
             name=it.name,
             overrides=it.overrides(variant),
             steps_per_minute=60 / forecast.step_seconds,
-            low=60 / (max(seconds) * (1 + missed)),
-            high=60 / (min(seconds) / (1 + missed)),
+            low=60 / (forecast.step_seconds * max(longer) * missed),
+            high=60 / (forecast.step_seconds * min(longer) / missed),
             step_seconds=forecast.step_seconds,
             efficiency=forecast.efficiency,
             bound_by=next(iter(forecast.bound)),

@@ -1,5 +1,6 @@
 """The best of many candidates, by simulating as few of them as will do."""
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,9 +81,12 @@ def lower_bound(pace: Pace, rows: Demand, shares: tuple[int, int], *, ahead: int
 
     Each step trains its rows, and the script does its own work. All but `ahead + 1` of as many batches as there are
     steps are drawn meanwhile: beside that where the rollouts are ahead, else before it. `shares`: into how many the
-    rows are divided to be trained, and to be drawn.
+    rows are divided to be trained, and to be drawn. An update lasts until the fullest share is trained.
     """
-    train = lowest_cost(pace.works_of("Policy", "update"), rows.trained / shares[0])
+    share = rows.trained / shares[0]
+    if rows.trained.is_integer():  # else steps have other numbers of rows, of which this is the mean
+        share = math.ceil(share)
+    train = lowest_cost(pace.works_of("Policy", "update"), share)
     draw = lowest_cost(pace.works_of("Sampler", "generate"), rows.drawn / shares[1])
     own = min((work.seconds[0] for work in pace.own), default=0.0)
     if not ahead:

@@ -9,7 +9,7 @@ import numpy as np
 from meshrl.events import Step
 from meshrl.report.analysis import overlap
 from meshrl.report.content import TEXT
-from meshrl.report.curves import Curve, Curves
+from meshrl.report.curves import Curve, Curves, finite
 from meshrl.report.difference import Difference, Values, resampled
 from meshrl.report.groups import Group, differing, make_groups, told_lineage
 from meshrl.report.lanes import rounded
@@ -119,7 +119,12 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
     """
     groups = make_groups(runs)
     notes = [f"{run.folder}: {note}" for run in runs for note in run.notes]
-    found = [each for other in groups[1:] for each in _differences(groups[0], other, seed, notes)]
+    notes += [note for group in groups for note in _uneven(group)]
+    held_out = [_held_out(group, notes) for group in groups]
+    found: list[Difference] = []
+    for other, theirs in zip(groups[1:], held_out[1:], strict=True):
+        found += _of_held_out((groups[0], other), (held_out[0], theirs), seed, notes)
+        found += _of_the_end((groups[0], other), seed, notes)
     if len(groups) == 1:
         notes.append("All runs differ only in their seed: there is no difference to test.")
     charts = _charts(groups)
@@ -129,13 +134,27 @@ def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
         runs=[_shown(run, number, seed) for number, group in enumerate(groups) for run, seed in _seeded(group)],
         notes=notes,
         settings={key: list(values) for key, values in differing(groups).items()},
-        measures=_measures(groups),
+        measures=_measures(groups, held_out),
         differences=found,
         sentences=[each.sentence for each in found],
         charts=[*front, *(each for each in charts if each not in front)],
         front=len(front),
         samples=_samples(groups),
     )
+
+
+def _uneven(group: Group) -> list[str]:
+    """What is amiss between the runs of a group."""
+    notes: list[str] = []
+    for seed in sorted(set(group.seeds)):
+        same = [run.name for run, own in _seeded(group) if own == seed]
+        if len(same) > 1:
+            notes.append(f"{', '.join(same)} have the same settings and the same seed: they count as one seed.")
+    ends = {run.name: int(rewards.steps[-1]) for run in group.runs if (rewards := Curves(run.metrics).get("reward"))}
+    if len(set(ends.values())) > 1:
+        told = ", ".join(f"{name} at {end}" for name, end in ends.items())
+        notes.append(f"Runs of one group end at other steps ({told}): the steps that all have count.")
+    return notes
 
 
 def _seeded(group: Group) -> list[tuple[Record, str]]:
@@ -221,32 +240,48 @@ def _end(group: Group) -> tuple[np.typing.NDArray[np.int64], Values]:
     return steps[-last:], rewards[:, -last:]
 
 
-def _held_out(group: Group, kind: str) -> tuple[Mapping[str, int], Values] | None:
-    """The held-out prompts by place, and their rewards, float64[runs, prompts], of runs that kept the same ones."""
-    runs = [run.held_out for run in group.runs if run.held_out]
-    if not runs:
-        return None
-    prompts = [str(line.get("prompt")) for line in runs[0]]
-    alike = [lines for lines in runs if [str(line.get("prompt")) for line in lines] == prompts]
-    rewards = np.array([[_reward(line.get(kind)) for line in lines] for lines in alike], np.float64)
-    return {prompt: place for place, prompt in enumerate(prompts)}, rewards
+@dataclass(frozen=True)
+class _HeldOut:
+    """The final rewards of a group's held-out prompts."""
+
+    places: Mapping[str, int]
+    """Of the prompts that have a reward in each run."""
+    rewards: Values
+    """float64[runs, prompts]."""
+
+    def of(self, prompts: Sequence[str]) -> Values:
+        """The rewards of these prompts."""
+        return self.rewards[:, [self.places[prompt] for prompt in prompts]]
 
 
-def _of(held_out: tuple[Mapping[str, int], Values], prompts: Sequence[str]) -> Values:
-    """The rewards of these prompts."""
-    places, rewards = held_out
-    return rewards[:, [places[prompt] for prompt in prompts]]
+def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
+    """By kind, of the runs that kept the same prompts as the first that kept any; empty where none did."""
+    kept = [(run, [str(line.get("prompt")) for line in run.held_out]) for run in group.runs]
+    prompts = next((own for _, own in kept if own), None)
+    if prompts is None:
+        return {}
+    for run, own in kept:
+        if own != prompts:
+            why = "held out other prompts than the first run of its group" if own else "has no held_out.jsonl"
+            notes.append(f"{run.folder} {why}: its held-out rewards are left out.")
+    found: dict[str, _HeldOut] = {}
+    for kind, name in _HELD_OUT.items():
+        every = [[finite(line.get(kind)) for line in run.held_out] for run, own in kept if own == prompts]
+        rewards = np.array(every, np.float64)  # None is nan
+        there = np.flatnonzero(np.isfinite(rewards).all(axis=0))
+        if len(there) < len(prompts):
+            missing = f"{len(prompts) - len(there)} of the {len(prompts)} held-out prompts"
+            notes.append(f"{missing} of {group.name} have no {name}, and are left out of it.")
+        names = [prompts[at] for at in there.tolist()]
+        found[kind] = _HeldOut({prompt: place for place, prompt in enumerate(names)}, rewards[:, there])
+    return found
 
 
-def _reward(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else np.nan
-
-
-def _measures(groups: Sequence[Group]) -> list[Measure]:
+def _measures(groups: Sequence[Group], held_out: Sequence[Mapping[str, _HeldOut]]) -> list[Measure]:
     found = [Measure("reward, last steps", *_summed([_end(group)[1] for group in groups]))]
     for kind, name in _HELD_OUT.items():
-        every = [_held_out(group, kind) for group in groups]
-        found.append(Measure(name, *_summed([each[1] if each else np.zeros((0, 0)) for each in every])))
+        every = [each[kind].rewards if each else np.zeros((0, 0)) for each in held_out]
+        found.append(Measure(name, *_summed(every)))
     times = [_common(group, "step_s")[1] for group in groups]
     found.append(Measure("seconds a step", *_summed(times)))
     return [each for each in found if any(value is not None for value in each.values)]
@@ -257,29 +292,48 @@ def _summed(groups: Sequence[Values]) -> tuple[list[float | None], list[list[flo
     return [float(f"{np.mean(each):.6g}") if each else None for each in runs], runs
 
 
-def _differences(base: Group, other: Group, seed: int, notes: list[str]) -> list[Difference]:
+def _of_held_out(
+    groups: tuple[Group, Group],
+    kept: tuple[Mapping[str, _HeldOut], Mapping[str, _HeldOut]],
+    seed: int,
+    notes: list[str],
+) -> list[Difference]:
+    """What the prompts that both groups held out tell."""
     found: list[Difference] = []
+    names = f"{groups[0].name} and {groups[1].name}"
+    if without := [group.name for group, own in zip(groups, kept, strict=True) if not own]:
+        have = "has" if len(without) == 1 else "have"
+        notes.append(f"{' and '.join(without)} {have} no held_out.jsonl, so held-out prompts are not tested.")
+        return found
     for kind, name in _HELD_OUT.items():
-        first, second = _held_out(base, kind), _held_out(other, kind)
-        if first is None or second is None:
-            continue
-        both = [prompt for prompt in first[0] if prompt in second[0]]
-        if len(both) < _LEAST:
-            notes.append(f"{base.name} and {other.name} held out other prompts, which are not compared.")
-            break
-        values = _of(first, both), _of(second, both)
-        if all(np.isfinite(each).all() for each in values):
-            over = f"{len(both)} prompts"
-            found.append(_difference(name, (base, other), values, seed, over, paired=True))
-    (steps, rewards), (others, theirs) = _end(base), _end(other)
-    if min(rewards.shape[1], theirs.shape[1]) >= _LEAST:
-        same = np.array_equal(steps, others)
-        over = f"the batches of {' and '.join(str(each) for each in sorted({len(steps), len(others)}))} steps"
-        name = f"reward in the last {len(steps)} steps" if same else "reward in the last steps of each"
-        found.append(_difference(name, (base, other), (rewards, theirs), seed, over, paired=same))
-    if not any(run.held_out for group in (base, other) for run in group.runs):
-        notes.append(f"{base.name} and {other.name} have no held_out.jsonl, so held-out prompts are not tested.")
+        first, second = (each[kind] for each in kept)
+        both = [prompt for prompt in first.places if prompt in second.places]
+        if len(both) >= _LEAST:
+            values = first.of(both), second.of(both)
+            found.append(_difference(name, groups, values, seed, f"{len(both)} prompts", paired=True))
+        elif both or not (first.places and second.places):
+            notes.append(f"{name}: {names} have {len(both)} prompts in common, and at least {_LEAST} are tested.")
+        else:
+            notes.append(f"{name}: {names} held out other prompts, which are not compared.")
     return found
+
+
+def _of_the_end(groups: tuple[Group, Group], seed: int, notes: list[str]) -> list[Difference]:
+    """What the last steps tell."""
+    (steps, rewards), (others, theirs) = (_end(group) for group in groups)
+    if min(len(steps), len(others)) < _LEAST:
+        short = " and ".join(
+            f"{len(each)} of {group.name}" for each, group in zip((steps, others), groups, strict=True)
+        )
+        notes.append(f"Rewards of steps are not tested: there are {short}, and at least {_LEAST} are.")
+        return []
+    same = np.array_equal(steps, others)
+    if not same:
+        ends = f"{groups[0].name} at {steps[-1]}, {groups[1].name} at {others[-1]}"
+        notes.append(f"Groups end at other steps ({ends}): each is compared by its own last steps.")
+    over = f"the batches of {' and '.join(str(each) for each in sorted({len(steps), len(others)}))} steps"
+    name = f"reward in the last {len(steps)} steps" if same else "reward in the last steps of each"
+    return [_difference(name, groups, (rewards, theirs), seed, over, paired=same)]
 
 
 def _difference(
@@ -287,7 +341,8 @@ def _difference(
 ) -> Difference:
     found = resampled(*values, seed, paired=paired)
     means = float(values[0].mean()), float(values[1].mean())
-    return Difference(name, groups[0].name, groups[1].name, means, *found, over, (len(values[0]), len(values[1])))
+    seeds = len(set(groups[0].seeds)), len(set(groups[1].seeds))
+    return Difference(name, groups[0].name, groups[1].name, means, *found, over, seeds)
 
 
 def _samples(groups: Sequence[Group]) -> list[Sample]:
@@ -326,9 +381,5 @@ def _cut(text: str) -> str:
 
 
 def _completion(line: Line, reward: str) -> Completion:
-    text, step, value = str(line.get("completion", "")), line.get("step"), line.get(reward)
-    return Completion(
-        _cut(text),
-        float(value) if isinstance(value, int | float) else None,
-        step if isinstance(step, int) else None,
-    )
+    text, step = str(line.get("completion", "")), line.get("step")
+    return Completion(_cut(text), finite(line.get(reward)), step if isinstance(step, int) else None)

@@ -1,5 +1,6 @@
 """The numbers of a run as curves, with what they were at its beginning and are at its end."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -74,21 +75,26 @@ class Curves:
         points = [
             (step, value)
             for line in self._lines
-            if isinstance(step := line.get("step"), int) and isinstance(value := line.get(name), int | float)
+            if (step := _step(line)) is not None and (value := finite(line.get(name))) is not None
         ]
-        finite = [(step, float(value)) for step, value in points if np.isfinite(value)]
-        if not finite:
+        if not points:
             return None
-        return Curve(np.array([step for step, _ in finite]), np.array([value for _, value in finite], np.float64))
+        return Curve(np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64))
 
     def without_number(self, name: str) -> list[int]:
         """The steps whose number is infinite or none."""
         return [
             step
             for line in self._lines
-            if isinstance(step := line.get("step"), int) and name in line and not _is_finite(line[name])
+            if (step := _step(line)) is not None and name in line and finite(line[name]) is None
         ]
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and bool(np.isfinite(value))
+def finite(value: object) -> float | None:
+    """A number that a float64 holds; None for anything else, such as an infinite one or 10 ** 400."""
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
+
+
+def _step(line: Mapping[str, object]) -> int | None:
+    step = line.get("step")
+    return step if isinstance(step, int) and abs(step) < 1 << 63 else None

@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _RESAMPLES: Final = 4000
+_NORMAL: Final = 1.959964
+"""Beyond which one in forty normal variables lies."""
 _BLOCK: Final = 1 << 22
 """Numbers of resampled weights at a time."""
 
@@ -28,8 +30,8 @@ class Difference:
     high: float
     over: str
     """What was resampled, such as `512 prompts`."""
-    runs: tuple[int, int]
-    """Of each group."""
+    seeds: tuple[int, int]
+    """How many different ones are in each group."""
 
     @property
     def is_seen(self) -> bool:
@@ -40,21 +42,30 @@ class Difference:
     def sentence(self) -> str:
         """What was found, for a person."""
         first, second = self.values
-        if self.low == self.high:
+        if self.value == self.low == self.high == 0:
             return f"{self.measure}: the same in {self.other} and in {self.base}, {first:.3g}"
-        seen, seeds = self.is_seen, "other seeds are not in it"
-        chance = f"more than chance over {self.over} explains" if seen else f"chance over {self.over} explains as much"
-        if min(self.runs) > 1:
-            seeds = f"{self.runs[0]} and {self.runs[1]} seeds are in it"
+        seeds = "other seeds are not in it"
+        if min(self.seeds) > 1:
+            seeds = f"{self.seeds[0]} and {self.seeds[1]} seeds are in it"
         way = "higher" if self.value > 0 else "lower"
+        found = f"{self.measure}: {abs(self.value):.3g} {way} in {self.other} than in {self.base}"
+        if self.low == self.high:
+            return (
+                f"{found} ({second:.3g} and {first:.3g}), and as much over each of {self.over}: nothing varies, so "
+                f"there is no interval; {seeds}"
+            )
+        explains = "more than chance over {} explains" if self.is_seen else "chance over {} explains as much"
         return (
-            f"{self.measure}: {abs(self.value):.3g} {way} in {self.other} than in {self.base} "
-            f"({second:.3g} and {first:.3g}; 95% from {self.low:+.3g} to {self.high:+.3g}); {chance}, {seeds}"
+            f"{found} ({second:.3g} and {first:.3g}; 95% from {self.low:+.3g} to {self.high:+.3g}); "
+            f"{explains.format(self.over)}, {seeds}"
         )
 
 
 def resampled(base: Values, other: Values, seed: int, *, paired: bool) -> tuple[float, float, float]:
-    """The mean of `other` less that of `base`, and the ends of its 95 percent interval (percentiles).
+    """The mean of `other` less that of `base`, and the ends of its 95 percent interval.
+
+    These are percentiles, moved away from the difference by what few items hide: a resample of n varies by the root of
+    (n - 1) / n of what n drawn items do, and has the tails of a normal variable in place of Student's t.
 
     `base`, `other`: float64[runs, items], items such as prompts. Runs are drawn anew for each of the two, and items
     too: the same of both where they are `paired`, item i of one being item i of the other, which takes what makes a
@@ -66,9 +77,28 @@ def resampled(base: Values, other: Values, seed: int, *, paired: bool) -> tuple[
         items = _weights(random, base.shape[1], count)
         others = items if paired else _weights(random, other.shape[1], count)
         found.append(_means(random, other, others) - _means(random, base, items))
-    low, high = np.quantile(np.concatenate(found), [0.025, 0.975])
-    value, low, high = (round(float(each), 12) for each in (other.mean() - base.mean(), low, high))
+    value = other.mean() - base.mean()
+    ends = value + _widened(min(base.shape[1], other.shape[1])) * (
+        np.quantile(np.concatenate(found), [0.025, 0.975]) - value
+    )
+    value, low, high = (round(float(each), 12) for each in (value, *ends))
     return value, low, high
+
+
+def _widened(items: int) -> float:
+    """How many times as wide as percentiles an interval of so many items is, at least two of them.
+
+    Student's quantile is from the normal one, by its series in 1 / (items - 1) (Abramowitz and Stegun, 26.7.5).
+    """
+    z, v = _NORMAL, items - 1
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    student = z + sum(term / v**power for power, term in enumerate(terms, start=1))
+    return float(student / z * np.sqrt(items / v))
 
 
 def _counts(items: int) -> list[int]:

@@ -9,7 +9,7 @@ from meshrl.simulation.forecast import Forecast, ahead_of, forecast_of, simulate
 from meshrl.simulation.json_state import State, read_state
 from meshrl.simulation.latency import Crash, Latency, Lognormal, Recorded, crashing, delayed, per_row, per_token
 from meshrl.simulation.pace import Pace, lowest_cost
-from meshrl.simulation.records import GUESSES, WARM_UP, Fit, Guesses, Record, fit
+from meshrl.simulation.records import GUESSES, WARM_UP, Fit, Guesses, Record, fit, fit_ends
 
 __all__ = [
     "GUESSES",
@@ -31,6 +31,7 @@ __all__ = [
     "crashing",
     "delayed",
     "fit",
+    "fit_ends",
     "forecast_of",
     "lowest_cost",
     "per_row",

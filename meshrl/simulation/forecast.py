@@ -194,7 +194,7 @@ def _simulated(config: Config) -> Config:
 def sources(config: Config, folders: Sequence[Path], rollout: float | None, train: float | None) -> list[Record]:
     """What tells how long calls take: runs by their folders, or a guess in the place of one.
 
-    ConfigError where there is neither, or both; DataError where a folder has no run of some steps.
+    ConfigError where there is neither, or both, or a guess below 0; DataError where a folder has no run of some steps.
     """
     if folders:
         if rollout is not None or train is not None:
@@ -205,6 +205,9 @@ def sources(config: Config, folders: Sequence[Path], rollout: float | None, trai
             "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
             "--rollout SECONDS and --train SECONDS, for the batch of a step"
         )
+    for name, seconds in (("--rollout", rollout), ("--train", train)):
+        if not 0 <= seconds < inf:
+            raise ConfigError(f"{name} is {seconds:g} s: a call takes 0 s or more; give the seconds of a step's batch")
     return [Record.guessed(Pace.guessed(rollout, train, _rows(config)))]
 
 

@@ -186,6 +186,21 @@ def lowest_cost(works: Sequence[Work], rows: float) -> float:
     return min(costs, default=0.0)
 
 
+def typical_cost(works: Sequence[Work], rows: float, others: Sequence[Work]) -> float:
+    """Seconds of the median call, if each had so many rows.
+
+    By the line of these works; where they all have one number of rows, by that of `others`, else in proportion.
+    """
+    several = len({work.rows for work in works}) > 1
+    fixed, slope = _line(works if several else others)
+    costs = [
+        (sum(work.seconds) / len(work.seconds))
+        * ((fixed + slope * rows) / (fixed + slope * work.rows) if rows and work.rows else 1.0)
+        for work in works
+    ]
+    return float(np.median(costs))
+
+
 def _line(works: Sequence[Work]) -> tuple[float, float]:
     """What a call costs, but for a factor: a part of its own, and one a row. By least squares, neither below 0."""
     sized = np.array([(work.rows, sum(work.seconds) / len(work.seconds)) for work in works if work.rows])

@@ -13,7 +13,7 @@ import numpy as np
 from meshrl.config import Table
 from meshrl.errors import DataError
 from meshrl.report import read_events
-from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows
+from meshrl.simulation.pace import ROLES, Endpoint, Pace, Work, step_windows, typical_cost
 
 WARM_UP: Final = 2
 """Steps, besides `ahead`, in which the pipeline fills."""
@@ -114,6 +114,8 @@ class Guesses:
 
 
 GUESSES: Final = Guesses()
+_ENDS: Final = [Guesses(cores, split) for cores in (0.0, 0.8) for split in (0.75, 1.0)]
+"""What might hold in place of them."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,25 @@ def fit(records: Sequence[Record], table: Table, cores: int | None = None, guess
     return Fit(replace(records[chosen["Policy"]].pace, works=works), list(told))
 
 
+def fit_ends(records: Sequence[Record], table: Table, cores: int | None = None) -> tuple[Pace, Pace]:
+    """What calls would cost if all were as slow as guesses may have them, and if all were as fast.
+
+    Of each endpoint by itself: where one role has fewer cores and another more, not the same guess makes both slow.
+    """
+    paces = [fit(records, table, cores, guesses).pace for guesses in _ENDS]
+    slow, fast = (
+        replace(
+            paces[0], works={key: choose((pace.works[key] for pace in paces), key=_total) for key in paces[0].works}
+        )
+        for choose in (max, min)
+    )
+    return slow, fast
+
+
+def _total(works: Sequence[Work]) -> float:
+    return sum(sum(work.seconds) for work in works)
+
+
 def _nearest(places: Sequence[Place], wanted: Place) -> int:
     def apart(place: Place) -> tuple[float, float]:
         cores = math.log(place.cpus / wanted.cpus) if place.cpus and wanted.cpus else 0.0
@@ -170,17 +191,19 @@ def _gain(split: int, each: float) -> float:
 
 
 def _exponent(measured: Sequence[tuple[int | None, Sequence[Work]]]) -> float | None:
-    """How a call's speed grows with cores, by the two records whose ranks have the fewest and the most; or None."""
-    rates = {cpus: _per_row(works) for cpus, works in measured if cpus and works}
-    if len(rates) < 2 or not all(rates.values()):
+    """How a call's speed grows with cores, by the two records whose ranks have the fewest and the most; or None.
+
+    Both are compared at the rows of the one with the fewest.
+    """
+    of = {cpus: works for cpus, works in measured if cpus and works}
+    if len(of) < 2:
         return None
-    few, many = min(rates), max(rates)
-    return min(1.0, max(0.0, math.log(rates[few] / rates[many]) / math.log(many / few)))
-
-
-def _per_row(works: Sequence[Work]) -> float:
-    """Seconds a row, or a call where rows are not told: of the median call."""
-    return float(np.median([sum(work.seconds) / len(work.seconds) / (work.rows or 1.0) for work in works]))
+    few, many = min(of), max(of)
+    rows = float(np.median([work.rows or 0.0 for work in of[few]]))
+    slow, fast = typical_cost(of[few], rows, of[many]), typical_cost(of[many], rows, of[few])
+    if not slow or not fast:
+        return None
+    return min(1.0, max(0.0, math.log(slow / fast) / math.log(many / few)))
 
 
 def number(table: Table, name: str, default: int) -> int:

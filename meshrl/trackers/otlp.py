@@ -1,6 +1,7 @@
 """OpenTelemetry, through its own SDK: a trace a step, over HTTP; OTEL_EXPORTER_OTLP_HEADERS and its like act."""
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ from math import inf
 from pathlib import Path
 from random import Random
 from typing import Final, TypeAlias, cast
+from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -27,6 +29,8 @@ _AT_ONCE: Final = 2_000
 """Spans of a request."""
 _AWAY: Final = 30.0
 """Seconds for which a collector that took nothing is left alone."""
+_REFUSED: Final = re.compile(r"\bcode: 4(?!08|29)\d\d\b")
+"""In what the exporter says: a status that another try does not change, unlike 408, 429 and those from 500 on."""
 
 Timed: TypeAlias = Call | Span | Wait
 
@@ -42,9 +46,13 @@ class Otlp(Tracker):
     def begin(self, run: TrackedRun) -> None:
         """Open the way to the collector at `run.otlp`."""
         # What its exporter logs of each try is told once, here.
-        logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
-        self._address = str(cast("Mapping[str, object]", run.config["run"])["otlp"])
-        self._exporter: SpanExporter = OTLPSpanExporter(f"{self._address.rstrip('/')}/v1/traces")
+        self._said = _Said()
+        logging.getLogger("opentelemetry").addHandler(self._said)
+        address = str(cast("Mapping[str, object]", run.config["run"])["otlp"])
+        parts = urlsplit(address)
+        self._shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        """The address without a user and a password."""
+        self._exporter: SpanExporter = OTLPSpanExporter(f"{address.rstrip('/')}/v1/traces")
         about = {f"meshrl.{name}": value for name, value in run.links.items()}
         own = {"service.name": run.project or "meshrl", "meshrl.run": run.name, "meshrl.run_id": run.id}
         self._ids = _Ids(run.id)
@@ -55,7 +63,7 @@ class Otlp(Tracker):
         self._kept: deque[Timed] = deque(maxlen=_MOST)
         self._began = 0.0
         self._alone_until = 0.0
-        self._warned = False
+        self._warned: set[str] = set()
 
     def events(self, events: Sequence[Event], began: float) -> None:
         """Send the steps that have ended."""
@@ -69,6 +77,7 @@ class Otlp(Tracker):
         """Send what came after the last step."""
         self._send(self._taken(inf))
         self._exporter.shutdown()
+        logging.getLogger("opentelemetry").removeHandler(self._said)
 
     def _taken(self, until: float) -> Sequence[Timed]:
         """Those that ended until then; what ran on a rank goes with its call, which ends after it."""
@@ -113,18 +122,40 @@ class Otlp(Tracker):
         return int((self._began + seconds) * 1e9)
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
-        """Send spans, or drop them while the collector is away."""
+        """Send spans; drop those that the collector refuses, and all while it is away."""
         for first in range(0, len(spans), _AT_ONCE):
             if time.monotonic() < self._alone_until:
                 return
-            if self._exporter.export(spans[first : first + _AT_ONCE]) is not SpanExportResult.SUCCESS:
-                self._alone_until = time.monotonic() + _AWAY
-                if not self._warned:
-                    log.warning(
-                        f"run.otlp: {self._address} takes no traces: see that a collector for OTLP over HTTP is there. "
-                        f"Steps are left out until it does; it is asked every {_AWAY:g} s"
-                    )
-                self._warned = True
+            some = spans[first : first + _AT_ONCE]
+            self._said.last = ""
+            if self._exporter.export(some) is SpanExportResult.SUCCESS:
+                continue
+            if _REFUSED.search(self._said.last):
+                self._warn("refuses", f"{len(some):,} spans, which are lost; others are sent on")
+                continue
+            self._alone_until = time.monotonic() + _AWAY
+            self._warn(
+                "takes no",
+                "traces: see that a collector for OTLP over HTTP is there. Steps are left out until it does; it is "
+                f"asked every {_AWAY:g} s",
+            )
+
+    def _warn(self, what: str, told: str) -> None:
+        """Say once what the collector does, and what the exporter says of it."""
+        if what not in self._warned:
+            said = f". Its exporter says: {self._said.last}" if self._said.last else ""
+            log.warning(f"run.otlp: {self._shown} {what} {told}{said}")
+        self._warned.add(what)
+
+
+class _Said(logging.Handler):
+    """Keeps the last that is logged."""
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it, without a user and a password of an address, and so much as fits into a warning."""
+        self.last = re.sub(r"//[^/\s@]*@", "//", record.getMessage())[:500]
 
 
 def _described(event: Timed) -> tuple[str, Mapping[str, str | int | None]]:

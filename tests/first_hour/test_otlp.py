@@ -35,6 +35,7 @@ class Collector(ThreadingHTTPServer):
     def __init__(self, *, answers: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.answers = answers
+        self.status = 200
         self.closed = Event()
         self.taken: list[ExportTraceServiceRequest] = []
         self.asked = 0
@@ -65,7 +66,7 @@ class Answer(BaseHTTPRequestHandler):
             return
         collector.paths.add(self.path)
         collector.taken.append(ExportTraceServiceRequest.FromString(body))
-        self.send_response(200)
+        self.send_response(collector.status)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -172,6 +173,27 @@ def test_a_collector_that_is_away_or_silent_is_told_once_and_costs_the_run_nothi
         assert msgspec.json.decode((tmp_path / "runs/mine/summary.json").read_bytes())["status"] == "finished"
         assert len((tmp_path / "runs/mine/metrics.jsonl").read_bytes().splitlines()) == 5
     assert silent.asked == 1
+
+
+def test_a_collector_that_refuses_is_sent_what_comes_next_and_no_password_is_told(
+    tmp_path: Path, collector: Collector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = make_tracker("otlp")
+    table = {"run": {"otlp": collector.address.replace("//", "//me:secret@")}}
+    tracker.begin(TrackedRun("00000000000000ab", "mine", "words", tmp_path, table, first_step=0, goes_on=False))
+    for step, status in enumerate((400, 413, 200, 500)):
+        collector.status = status
+        tracker.events([events.Step(step, float(step), step + 1.0)], 1000.0)
+    asked = collector.asked
+    tracker.events([events.Step(4, 4.0, 5.0)], 1000.0)
+    tracker.end({"status": "finished"}, None)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"run.otlp: {collector.address} refuses 1 spans, which are lost; others are sent on. Its exporter" in said
+    assert said.count("refuses") == 1
+    assert "code: 400" in said
+    assert f"run.otlp: {collector.address} takes no traces: see that a collector" in said
+    assert collector.asked == asked >= 4
+    assert "secret" not in said
 
 
 def test_traces_are_asked_for_by_an_address() -> None:

@@ -53,17 +53,21 @@ def record(
     *,
     cpus: int = 1,
     noise: float = 0.0,
-    overrides: Sequence[str] = (),
+    steps: int = 9,
+    slow: Sequence[int] = (),
 ) -> Path:
-    """A run on one mesh whose steps draw and train so many seconds, more by up to `noise`, and do nothing else."""
+    """A run on one mesh whose steps draw and train so many seconds, and do nothing else.
+
+    Up to `noise` more; steps that are `slow` take four times as long.
+    """
     folder = Path(name)
     folder.mkdir()
-    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}", *overrides], RunConfig)
+    job = load_job(Path(source), [f"run.meshes.main.cpus={cpus}"], RunConfig)
     (folder / "config.toml").write_text(tomli_w.dumps(_without_none(job.resolved)), "utf-8")
     numbers, events, t = random.Random(name), list[Event](), 0.0
-    for step in range(9):
+    for step in range(steps):
         began = t
-        longer = 1 + noise * numbers.random()
+        longer = (4 if step in slow else 1) + noise * numbers.random()
         parts = [
             ("TorchSampler", "generate", draw * longer, ROWS // 2),
             ("FunctionReward", "score", 0.0, ROWS),
@@ -113,6 +117,25 @@ def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
     assert made.proposals[0].name == "one mesh: 1 of 2 cores, ahead 0"
     assert made.proposals[0].step_seconds == pytest.approx(2.0)
     assert [proposal.step_seconds for proposal in made.proposals[1:]] == [pytest.approx(3.8)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_record_of_uneven_steps_predicts_its_own(source: str, seed: int) -> None:
+    """A third of the steps take four times as long, in a row: fewer simulated ones would miss them or see no other."""
+    run = record(source, "uneven", draw=3.0, train=1.0, steps=90, slow=range(30, 60))
+    made = make_plan(source, ["ahead=0"], Wanted(Devices(1, "cpus"), [run], seed=seed))
+    assert made.records == {"uneven": pytest.approx(1.0, rel=0.05)}
+
+
+def test_a_record_that_is_missed_below_widens_as_much_as_above(source: str, tmp_path: Path) -> None:
+    run = record(source, "recorded", draw=3.0, train=1.0)
+    planner = Planner.of(source, [], Wanted(Devices(1, "cpus"), [run]), tmp_path)
+    found = search(planner.candidates, planner.bound, planner.room.fits, planner.seconds, 1).best[0]
+    for ratio in (0.25, 4.0):
+        planner.ratios = [ratio]
+        told = planner.proposal(found)
+        assert told.low == pytest.approx(told.steps_per_minute / 4)
+        assert told.high == pytest.approx(told.steps_per_minute * 4)
 
 
 def test_what_no_record_tells_is_marked_and_given_room(source: str) -> None:
@@ -185,6 +208,7 @@ def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_i
     made = make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=42.1))
     assert made.proposals
     assert made.refused > 0
+    assert made.candidates == made.simulated + made.pruned + made.refused
     for each in made.proposals:
         assert each.needed_gib is not None
         assert each.needed_gib == pytest.approx(42)
@@ -203,6 +227,13 @@ def test_where_nothing_fits_the_missing_memory_is_told(source: str, monkeypatch:
 def test_what_is_missing_is_told(source: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--rollout SECONDS"):
         make_plan(source, [], Wanted(Devices(2, "cpus")))
+    for cannot_be, told in (
+        (Wanted(Devices(2, "cpus"), rollout=0, train=0), "--rollout and --train are both 0"),
+        (Wanted(Devices(2, "cpus"), rollout=-1, train=1), "--rollout is -1 s"),
+        (Wanted(Devices(2, "cpus"), rollout=1, train=1, memory=-4), "--memory is -4 GiB"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            make_plan(source, [], cannot_be)
     with pytest.raises(ConfigError, match="a plan chooses it"):
         make_plan(source, ["run.meshes.main.cpus=1"], Wanted(Devices(2, "cpus"), rollout=1, train=1))
     with pytest.raises(ConfigError, match="the algorithm has no policy"):
@@ -224,6 +255,7 @@ def test_the_command_prints_the_best_and_what_to_paste(source: str, capsys: pyte
     assert f"1: train 1, sample 1, ahead 1\n   {made.command(made.proposals[0])}" in told
     assert "recorded: its own step is predicted at 1.00 of what was measured" in told
     assert f"{made.candidates} candidates on 2 cpus" in told
+    assert made.candidates == made.simulated + made.pruned + made.refused
 
 
 def test_the_command_asks_what_is_to_be_divided(source: str, capsys: pytest.CaptureFixture[str]) -> None:

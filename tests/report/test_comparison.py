@@ -12,6 +12,7 @@ import pytest
 from meshrl import cli
 from meshrl.errors import ConfigError
 from meshrl.report import Comparison, compare, read_run, render_comparison
+from meshrl.report.curves import Curves
 from meshrl.report.difference import resampled
 from tests.report.test_report import data_of
 
@@ -102,6 +103,17 @@ def test_the_interval_covers_the_true_difference_as_often_as_it_says() -> None:
     assert 88 <= held <= 99
 
 
+@pytest.mark.parametrize("paired", [True, False])
+def test_of_the_fewest_items_noise_is_seldom_called_a_difference(paired: bool) -> None:
+    luck = np.random.default_rng(0)
+    wrong = 0
+    for seed in range(200):
+        base, other = luck.normal(size=(2, 1, 5))
+        _, low, high = resampled(base, other, seed, paired=paired)
+        wrong += low > 0 or high < 0
+    assert 1 <= wrong <= 14  # of percentiles alone about 36
+
+
 def test_seeds_that_differ_widen_the_interval() -> None:
     luck = np.random.default_rng(0)
     base = np.array([[0.2] * 50, [0.8] * 50, [0.5] * 50]) + luck.normal(0, 0.01, (3, 50))
@@ -148,7 +160,76 @@ def test_held_out_prompts_are_compared_where_both_have_them(tmp_path: Path) -> N
     none = a_run(tmp_path / "none", lr=1e-4, held_out=2)
     found = compared(base, none)
     assert [each.measure for each in found.differences] == ["reward in the last 10 steps"]
-    assert "base and none held out other prompts, which are not compared." in found.notes
+    told = "held-out reward, greedy: base and none have 2 prompts in common, and at least 5 are tested."
+    assert told in found.notes
+
+
+def held_out(folder: Path, rewards: Sequence[float | None], first: int = 0) -> None:
+    """Other held-out prompts for a run, from the `first` of a list on."""
+    numbered = enumerate(rewards, start=first)
+    write(folder / "held_out.jsonl", [{"prompt": f"{at}", "greedy": each, "sampled": each} for at, each in numbered])
+
+
+def test_what_is_left_out_of_held_out_rewards_is_told(tmp_path: Path) -> None:
+    base, other = a_run(tmp_path / "base"), a_run(tmp_path / "other", lr=1e-4)
+    second, third = a_run(tmp_path / "second", lr=1e-4, seed=1), a_run(tmp_path / "third", lr=1e-4, seed=2)
+    held_out(base, [0.5] * 12)
+    held_out(other, [0.0, *[None] * 2, *[1.0] * 9])
+    held_out(second, [0.5] * 12, first=5)
+    (third / "held_out.jsonl").unlink()
+    found = compared(base, other, second, third)
+    assert [each.over for each in found.differences[:2]] == ["10 prompts"] * 2
+    assert found.measures[1].values == [0.5, 0.9]
+    for told in (
+        f"{second} held out other prompts than the first run of its group: its held-out rewards are left out.",
+        f"{third} has no held_out.jsonl: its held-out rewards are left out.",
+        "2 of the 12 held-out prompts of other have no held-out reward, greedy, and are left out of it.",
+    ):
+        assert told in found.notes
+    held_out(base, [0.5] * 12, first=50)
+    told = "held-out reward, greedy: base and other held out other prompts, which are not compared."
+    assert told in compared(base, other).notes
+    (base / "held_out.jsonl").unlink()
+    assert "base has no held_out.jsonl, so held-out prompts are not tested." in compared(base, other).notes
+
+
+def test_a_difference_that_does_not_vary_is_not_called_the_same(tmp_path: Path) -> None:
+    solved, lost, again = (a_run(tmp_path / name, lr=lr) for name, lr in (("solved", 1.0), ("lost", 2.0), ("again", 3)))
+    for folder, reward in ((solved, 1.0), (lost, 0.0), (again, 1.0)):
+        held_out(folder, [reward] * 10)
+    worse, _, _, same, _, _ = compared(solved, lost, again).sentences
+    assert worse == (
+        "held-out reward, greedy: 1 lower in lost than in solved (0 and 1), and as much over each of 10 prompts: "
+        "nothing varies, so there is no interval; other seeds are not in it"
+    )
+    assert same == "held-out reward, greedy: the same in again and in solved, 1"
+
+
+def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path / name, seed=seed) for name, seed in (("base", 1), ("twice", 1))]
+    others = [a_run(tmp_path / f"other-{seed}", lr=1e-4, seed=seed) for seed in range(2)]
+    found = compared(*runs, *others)
+    assert found.differences[0].seeds == (1, 2)
+    assert found.sentences[0].endswith("other seeds are not in it")
+    assert "base, twice have the same settings and the same seed: they count as one seed." in found.notes
+
+
+def test_steps_that_a_run_has_not_made_are_told(tmp_path: Path) -> None:
+    base, short, second = a_run(tmp_path / "base"), a_run(tmp_path / "short", lr=1e-4), a_run(tmp_path / "two", seed=1)
+    for folder, steps in ((short, 50), (second, 80)):
+        lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(lines[:steps]), "utf-8")
+    notes = compared(base, short, second).notes
+    assert "Runs of one group end at other steps (base at 99, two at 79): the steps that all have count." in notes
+    assert "Groups end at other steps (base at 79, short at 49): each is compared by its own last steps." in notes
+
+
+def test_a_number_that_no_float_holds_is_left_out(tmp_path: Path) -> None:
+    base, other = a_run(tmp_path / "base"), a_run(tmp_path / "other", lr=1e-4)
+    with (base / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": STEPS, "reward": 10**400, "seconds": 1.0}) + "\n")
+    assert compared(base, other).differences[-1].measure == "reward in the last 10 steps"
+    assert Curves(read_run(base).metrics).without_number("reward") == [STEPS]
 
 
 def test_the_command_writes_a_page_and_the_same_for_programs(

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshrl.events import Call, Event, Span, Step
-from meshrl.simulation import Guesses, Record, fit
+from meshrl.simulation import Guesses, Record, fit, fit_ends
 from meshrl.simulation.pace import Pace, Work
 
 Mesh = Mapping[str, object]
@@ -47,6 +48,30 @@ def test_one_record_leaves_what_cores_bring_to_a_guess_that_is_told() -> None:
     assert found.guessed == ["Policy: cores ** 1, from ranks of 2 to ranks of 1"]
     assert seconds([record({}, 1.0)], {"cpus": 1}, cores=1) == 1.0  # it had all that the machine has
     assert seconds([record({}, 1.0)], {"cpus": 1}) == 1.0  # nobody knows what it had
+
+
+def test_calls_of_other_numbers_of_rows_are_compared_at_the_same() -> None:
+    """A call takes 1 s and .1 s a row on one core, and half of both on four."""
+    few, many = record({"cpus": 1}, 0.0), record({"cpus": 4}, 0.0)
+    few = replace(few, pace=paced({rows: 1 + 0.1 * rows for rows in (8, 16)}))
+    for sizes in ((40, 80), (40,)):
+        other = replace(many, pace=paced({rows: (1 + 0.1 * rows) / 2 for rows in sizes}))
+        (found, _) = fit([few, other], table({"cpus": 2})).pace.works["Policy", "update"]
+        assert found.seconds[0] == pytest.approx(1.8 / math.sqrt(2))
+
+
+def paced(seconds: Mapping[int, float]) -> Pace:
+    return Pace({("Policy", "update"): [Work([each], rows) for rows, each in seconds.items()]}, strict=True)
+
+
+def test_each_role_is_as_slow_and_as_fast_as_it_may_be() -> None:
+    works = {("Policy", "update"): [Work([2.0], 8)], ("Sampler", "generate"): [Work([2.0], 8)]}
+    run = Record(Path("recorded"), table({"cpus": 2}), Pace(works, strict=True), 4.0)
+    apart = table({"cpus": 1}) | {"sampler": {"mesh": "rollout"}}
+    apart["run"] = {"meshes": {"main": {"cpus": 1}, "rollout": {"cpus": 3}}}
+    slow, fast = ({role: of[0].seconds[0] for (role, _), of in pace.works.items()} for pace in fit_ends([run], apart))
+    assert slow == {"Policy": pytest.approx(2 * 2**0.8), "Sampler": 2.0}
+    assert fast == {"Policy": 2.0, "Sampler": pytest.approx(2 * (2 / 3) ** 0.8)}
 
 
 def test_ranks_that_share_rows_are_not_as_fast_as_all_of_them() -> None:
