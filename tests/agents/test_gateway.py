@@ -156,6 +156,31 @@ def test_completions_without_messages() -> None:
     talk([" 3", " 4"], program)
 
 
+def test_a_prompt_that_is_asked_again_after_an_empty_answer() -> None:
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        first = await client.completions.create(model="any", prompt="1 2")
+        again = await client.completions.create(model="any", prompt="1 2")
+        assert (first.choices[0].text, again.choices[0].text) == ("", "x")
+        assert first.usage is not None
+        assert again.usage is not None
+        assert first.usage.prompt_tokens == again.usage.prompt_tokens == len("1 2")
+
+    talk(["", "x"], program)
+
+
+def test_a_client_that_writes_what_stopped_the_answer() -> None:
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        stop = ["\nObservation:"]
+        told = await client.completions.create(model="any", prompt="Why?", stop=stop)
+        text = f"Why?{told.choices[0].text}\nObservation: 42"
+        await client.completions.create(model="any", prompt=text, stop=stop)
+        rows = gateway.close(session)
+        assert "".join(map(chr, rows.tokens[0].tolist())) == f"{text} it is\0"
+        assert len(rows) == 1
+
+    talk(["\nAction: ask\nObservation: 43", " it is"], program)
+
+
 def test_sessions_share_calls_of_the_sampler() -> None:
     sizes: list[int] = []
 
