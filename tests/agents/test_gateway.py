@@ -346,7 +346,8 @@ async def served(script: Any, **config: Any) -> AsyncGenerator[tuple[Gateway, Se
 async def test_it_listens_on_this_machine_alone() -> None:
     async with served(["hi"]) as (_, session):
         assert session.url.startswith("http://127.0.0.1:")
-        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token) as client:
+        http = httpx2.AsyncClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
             told = await client.chat.completions.create(model="any", messages=[USER])
             assert told.choices[0].message.content == "hi"
             with pytest.raises(openai.NotFoundError, match="is not served"):
@@ -354,7 +355,7 @@ async def test_it_listens_on_this_machine_alone() -> None:
 
 
 async def test_a_body_that_is_too_large() -> None:
-    async with served([], body_mib=1) as (_, session), httpx2.AsyncClient() as http:
+    async with served([], body_mib=1) as (_, session), httpx2.AsyncClient(trust_env=False) as http:
         headers = {"Authorization": f"Bearer {session.token}"}
         got = await http.post(f"{session.url}/completions", content=b"a" * (2 << 20), headers=headers)
         assert got.status_code == 413
