@@ -73,6 +73,18 @@ def test_turns_go_on_in_one_row_as_the_client_dumps_them() -> None:
     talk(["one", "two", "three"], program)
 
 
+def test_a_history_with_parts() -> None:
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        parts: Any = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot"}]
+        history: Any = [USER, {"role": "assistant", "content": parts}, USER]
+        await client.chat.completions.create(model="any", messages=history)
+        assert gateway.close(session).objects("prompt") == (
+            "user: hello\nassistant: I cannot\nuser: hello\nassistant: ",
+        )
+
+    talk(["hi"], program)
+
+
 def test_a_stream_adds_up_to_the_answer() -> None:
     async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
         stream = await client.chat.completions.create(
