@@ -12,6 +12,7 @@ turn is found (the first request, a sub-agent's, a history that was edited or sh
 conversation branches there, and has one row more.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,8 @@ class Turn:
     drawn: Drawn
     number: int
     """Among the answers of the session, from 0 on."""
+    unseen: str = ""
+    """What it wrote after a prompt without messages and the client was not told: the text that stopped it."""
 
     def path(self) -> list["Turn"]:
         """The turns that lead to this one, the first first, and this one."""
@@ -101,22 +104,37 @@ class Transcript:
     """Of the answer."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a turn is found."""
+
+    first: Turn
+    """The turn that its conversation began with."""
+    key: bytes
+    length: int
+    """Characters of the text that the key is of; 0 where it is of messages."""
+    is_cut: bool
+    """Whether who asks for just that text wants the turn to go on."""
+
+
 class Conversation:
     """The turns of one session, in the order in which they were answered. Several may go on at once."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._answers = 0
-        self._first: dict[Turn, Turn] = {}
-        """Of each turn, in the order of the answers: the one that its conversation began with."""
+        self._places: dict[Turn, _Place] = {}
+        """Of each turn, in the order of the answers."""
+        self._turns: dict[Turn, list[Turn]] = {}
+        """Of each conversation, by the turn that it began with."""
         self._transcripts: dict[Turn, Transcript] = {}
         """Of turns that none went on after."""
         self._learned: WeakSet[Turn] = WeakSet()
         """Turns of rows that were taken."""
         self._told: dict[bytes, Turn] = {}
-        """By the key of messages with the answer at their end."""
-        self._texts: dict[str, Turn] = {}
-        """By the text of a prompt without messages, with its completion."""
+        """By the key of messages with the answer at their end, or of a text with its completion."""
+        self._lengths: Counter[int] = Counter()
+        """How many turns of a prompt without messages end a text of so many characters."""
 
     def __len__(self) -> int:
         """How many turns were answered."""
@@ -138,11 +156,20 @@ class Conversation:
         return replace(begun, messages=messages, tools=tools)
 
     def ask_text(self, text: str) -> Prompt:
-        """The prompt of a completion without messages: after the longest turn that the text begins with."""
-        begins = max((told for told in self._texts if text.startswith(told)), key=len, default=None)
+        """The prompt of a completion without messages: after the longest turn that the text begins with.
+
+        A text that ends where a turn does goes on after it where that was cut short; else it is asked for anew.
+        """
+        begins: tuple[int, Turn] | None = None
+        for length, key in _keys_of(text, [length for length in sorted(self._lengths) if length <= len(text)]):
+            turn = self._told.get(key)
+            if turn is not None and (length < len(text) or self._places[turn].is_cut):
+                begins = length, turn
         if begins is None:
             return self._begun(self._encoded(text), text)
-        return self._going_on(self._texts[begins], self._encoded(text[len(begins) :]), text)
+        length, turn = begins
+        behind = text[length:].removeprefix(turn.unseen)  # a client that was stopped there may write it itself
+        return self._going_on(turn, self._encoded(behind), text)
 
     def answer(self, prompt: Prompt, drawn: Drawn, said: Message | str) -> None:
         """Record a turn, and what the client was told of it: a message, or the text after a prompt without messages."""
@@ -155,38 +182,48 @@ class Conversation:
             )
         if drawn.experts is not None:  # the turns before have those of their own
             drawn = replace(drawn, experts=drawn.experts[len(prompt.tokens) - len(prompt.added) :])
-        turn = Turn(prompt.before, prompt.added, drawn, len(self))
+        length, unseen, is_cut = 0, "", False
         if isinstance(said, Message) and isinstance(prompt.asked, bytes):
-            self._told[key_after(prompt.asked, said)] = turn
+            key = key_after(prompt.asked, said)
         elif isinstance(said, str) and isinstance(prompt.asked, str):
-            self._texts[prompt.asked + said] = turn
+            length, unseen = len(prompt.asked) + len(said), self._unseen(drawn, said)
+            is_cut = drawn.truncated and bool(said)
+            ((_, key),) = _keys_of(prompt.asked + said, [length])
         else:
             raise DataError("messages are answered by a Message, and a text by a text")
+        turn = Turn(prompt.before, prompt.added, drawn, len(self), unseen)
+        before = None if prompt.before is None else self._places.get(prompt.before)
+        first = turn if before is None else before.first
+        self._places[turn], self._told[key] = _Place(first, key, length, is_cut), turn
+        self._turns.setdefault(first, []).append(turn)
+        if length:
+            self._lengths[length] += 1
         self._answers += 1
-        self._first[turn] = turn
         if prompt.before is not None:
-            self._first[turn] = self._first.get(prompt.before, turn)
             self._transcripts.pop(prompt.before, None)
         asked = prompt.asked if isinstance(prompt.asked, str) else ""
         self._transcripts[turn] = Transcript(asked, prompt.messages, prompt.tools, said, drawn)
 
     def sizes(self) -> Mapping[Turn, int]:
         """How many turns each conversation has, by the first of them; one that branches is one."""
-        return Counter(self._first.values())
+        return {first: len(turns) for first, turns in self._turns.items()}
 
     def take(self, first: Turn) -> tuple[Batch, Sequence[Transcript]]:
         """The rows of the conversation that began with this turn, as `rows` has them, and the transcript of each.
 
         It is over and leaves this one: what a client adds to it later begins another.
         """
-        own = [turn for turn, begun in self._first.items() if begun is first]
+        own = self._turns.pop(first)
         rows = self._rows(own)
         told = [self._transcripts.pop(turn) for turn in own if turn in self._transcripts]
         self._learned.update(own)  # an answer to one may be on its way
         for turn in own:
-            del self._first[turn]
-        self._told = {key: turn for key, turn in self._told.items() if turn in self._first}
-        self._texts = {text: turn for text, turn in self._texts.items() if turn in self._first}
+            place = self._places.pop(turn)
+            if self._told.get(place.key) is turn:  # the same may have been said in another conversation
+                del self._told[place.key]
+            if place.length:
+                self._lengths[place.length] -= 1
+        self._lengths = +self._lengths
         return rows, told
 
     def rows(self) -> Batch:
@@ -199,7 +236,7 @@ class Conversation:
         several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1,
         in the others.
         """
-        return self._rows(list(self._first))
+        return self._rows(list(self._places))
 
     def _rows(self, turns: Sequence[Turn]) -> Batch:
         learned = set(self._learned)
@@ -226,6 +263,11 @@ class Conversation:
         if last in self._chat.ends and len(behind) and behind[0] == last:
             behind = behind[1:]  # the sampler has closed the turn already
         return Prompt(np.concatenate([turn.tokens(), behind]), turn, behind, asked)
+
+    def _unseen(self, drawn: Drawn, said: str) -> str:
+        """The end of what was drawn, where that is more than was told."""
+        wrote = self._chat.decode(drawn.tokens.tolist())
+        return wrote[len(said) :] if wrote.startswith(said) else ""
 
     def _begun(self, tokens: Ints, asked: bytes | str) -> Prompt:
         return Prompt(tokens, None, tokens, asked)
@@ -292,6 +334,15 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         begins=len(path[0].added),
         last=path[-1].drawn,
     )
+
+
+def _keys_of(text: str, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """What tells the beginnings of a text, of so many characters and in that order, from other texts."""
+    digest, read = hashlib.blake2b(digest_size=16, person=b"text"), 0
+    for length in lengths:
+        digest.update(text[read:length].encode(errors="surrogatepass"))
+        read = length
+        yield length, digest.digest()
 
 
 def _texts(message: Message) -> Iterator[str]:

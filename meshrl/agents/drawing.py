@@ -1,7 +1,7 @@
 """Requests of all sessions, in calls of a sampler's `generate` that they share.
 
-A request that comes while a few calls run waits for the others that come meanwhile, and they begin a call together when
-one ends: so many calls at once keep a sampler busy, and more of them, with a row each, would decode slowly.
+A request waits a moment for others, which are drawn by the same call: a call a row would cost more than the wait. It
+waits for no call that runs, however long that takes.
 """
 
 import asyncio
@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from meshrl.agents.conversation import Drawn, Ints
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import DataError
+from meshrl.mesh import is_away, lightest, parts, routed
 from meshrl.roles import JoinedSampling, Sampler, Sampling
 from meshrl.user_code import unless_cancelled
 
-_CALLS: Final = 8
-"""Calls at once."""
+_PAUSE: Final = 0.005
+"""Seconds from the first row that waits to the call that draws it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Drawing:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self._loads = np.zeros(parts(sampler.generate), np.int64)
+        """Tokens that each part of the sampler may still draw: few rows come at a time, and have to go to all."""
         self._waiting: dict[Sampling, list[_Asked]] = {}
         """By how they are drawn, which is one for a call."""
         self._calls: set[asyncio.Task[None]] = set()
@@ -78,7 +81,7 @@ class Drawing:
         stops = tuple(dict.fromkeys((*sampling.stop, *stop)))
         drawn = sampling if sampling.beside else JoinedSampling.model_validate(sampling.model_dump())
         self._wait(drawn.model_copy(update={"n": 1, "stop": stops}), asked)
-        return await asked.done
+        return await asked.done  # who is cancelled here gives the row up
 
     async def close(self) -> None:
         """End the calls that run, and refuse others; who waits for an answer gets CancelledError."""
@@ -94,32 +97,39 @@ class Drawing:
         self._waiting.setdefault(sampling, []).append(asked)
         if not self._woken:
             self._woken = True
-            asyncio.get_running_loop().call_soon(self._begin)  # those that come in this moment are of one call
+            asyncio.get_running_loop().call_later(_PAUSE, self._begin)
 
     def _begin(self) -> None:
         self._woken = False
-        while self._waiting and len(self._calls) < _CALLS:
-            sampling = next(iter(self._waiting))
-            rows = [asked for asked in self._waiting.pop(sampling) if not asked.done.done()]
+        waiting, self._waiting = self._waiting, {}
+        for sampling, every in waiting.items():
+            rows = [asked for asked in every if not asked.done.done()]
             if rows:
                 untold = set(rows)
                 call = asyncio.create_task(self._call(sampling, rows, untold))
                 self._calls.add(call)
                 call.add_done_callback(partial(self._ended, untold))
+                for asked in rows:
+                    asked.done.add_done_callback(partial(_given_up, untold, call))
 
     def _ended(self, untold: set[_Asked], call: asyncio.Task[None]) -> None:
         for asked in untold:
             asked.done.cancel()
         self._calls.discard(call)
-        self._begin()
 
     async def _call(self, sampling: Sampling, rows: Sequence[_Asked], untold: set[_Asked]) -> None:
         """`untold`: the rows that are this call's to answer; one that was aborted may be in the next call already."""
         batch = _batch(rows)
+        costs = np.array([asked.max_tokens for asked in rows], np.int64)
+        owners = lightest(costs, self._loads)
+        np.add.at(self._loads, owners, costs)
+        generate = self._sampler.generate if is_away(self._sampler) else routed(self._sampler.generate, owners)
         try:
-            async for chunk in self._sampler.generate(batch.part(np.arange(len(rows))), sampling):
+            async for chunk in generate(batch.part(np.arange(len(rows))), sampling):
                 drawn = await chunk.load()
                 for index, number in enumerate(drawn.row("request").tolist()):
+                    self._loads[owners[number]] -= costs[number]
+                    costs[number] = 0
                     untold.discard(rows[number])
                     self._take(sampling, rows[number], drawn, index)
             if untold:
@@ -129,6 +139,8 @@ class Drawing:
             for asked in untold:
                 if not asked.done.done():
                     asked.done.set_exception(error)
+        finally:
+            np.subtract.at(self._loads, owners, costs)
 
     def _take(self, sampling: Sampling, asked: _Asked, batch: Batch, row: int) -> None:
         """A row is done, or was aborted and goes on in another call; whom it is for may be gone."""
@@ -146,6 +158,12 @@ class Drawing:
         experts = np.array(batch.ragged("experts")[row], np.int16) if "experts" in batch else None
         found = Drawn(tokens[new], logprobs[new], versions[new], temperature, truncated, experts)
         asked.done.set_result(Answer(found, str(batch.objects("completion")[row])))
+
+
+def _given_up(untold: set[_Asked], call: asyncio.Task[None], _: asyncio.Future[Answer]) -> None:
+    """End a call of whose rows nobody wants those that are not told."""
+    if untold and all(asked.done.done() for asked in untold):
+        call.cancel()
 
 
 def _batch(rows: Sequence[_Asked]) -> Batch:

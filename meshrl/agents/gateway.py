@@ -17,6 +17,7 @@ import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Self, TypeAlias, cast
 
 import uvicorn
@@ -75,7 +76,9 @@ class Session:
     sampling: Sampling
     conversation: Conversation = field(repr=False)
     failure: Exception | None = None
-    """What the sampler raised last, for which the program is not to blame."""
+    """What the sampler raised, for which the program is not to blame; None where it has answered since."""
+    draws: set["asyncio.Future[list[Answer]]"] = field(default_factory=set, repr=False)
+    """The answers that its requests wait for."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
 
     def new_call(self) -> str:
@@ -109,8 +112,13 @@ class Gateway:
         return session
 
     def close(self, session: Session) -> Batch:
-        """The rows of the session, as `Conversation.rows` has them; requests that come later are refused."""
+        """The rows of the session, as `Conversation.rows` has them.
+
+        What is still drawn for it is given up, and requests that come later are refused.
+        """
         self._sessions.pop(session.id, None)
+        for draws in session.draws:
+            draws.cancel()
         return session.conversation.rows()
 
     async def aclose(self) -> None:
@@ -170,13 +178,13 @@ class Gateway:
     async def chat(self, session: Session, request: Request) -> Response:
         """`/v1/chat/completions`."""
         asked = decoded(await self._body(request), ChatRequest)
-        prompt, choices = await self._said(session, asked)
+        prompt, choices = await self._said(session, request, asked)
         return await self._answered(session, request, prompt, asked, "chat.completion", choices, bool(asked.logprobs))
 
     async def respond(self, session: Session, request: Request) -> Response:
         """`/v1/responses`."""
         asked = decoded(await self._body(request), ResponsesRequest)
-        prompt, choices = await self._said(session, asked)
+        prompt, choices = await self._said(session, request, asked)
         name = await self._recorded(session, request, prompt, choices)
         if name is None:
             return Response(status_code=_LEFT)
@@ -187,9 +195,8 @@ class Gateway:
         """`/v1/completions`."""
         asked = decoded(await self._body(request), CompletionRequest)
         prompt = session.conversation.ask_text(asked.read())
-        choices = [
-            Choice(answer.text, answer) for answer in await self._drawn(session, prompt, asked, asked.max_tokens)
-        ]
+        answers = await self._drawn(session, request, prompt, asked, asked.max_tokens)
+        choices = [Choice(answer.text, answer) for answer in answers]
         return await self._answered(session, request, prompt, asked, "text_completion", choices, logprobs=False)
 
     async def models(self, session: Session, request: Request) -> Response:
@@ -206,28 +213,42 @@ class Gateway:
                     raise _TooLarge(f"the body has more than {self.config.body_mib} MiB (body_mib)")
         return bytes(body)
 
-    async def _said(self, session: Session, asked: ChatRequest | ResponsesRequest) -> tuple[Prompt, list[Choice]]:
+    async def _said(
+        self, session: Session, request: Request, asked: ChatRequest | ResponsesRequest
+    ) -> tuple[Prompt, list[Choice]]:
         """The assistant's next messages."""
         messages, tools = asked.read()
         prompt = session.conversation.ask(messages, tools)
-        answers = await self._drawn(session, prompt, asked, asked.limit)
+        answers = await self._drawn(session, request, prompt, asked, asked.limit)
         return prompt, [Choice(message_of(answer.text, tools, session.new_call), answer) for answer in answers]
 
-    async def _drawn(self, session: Session, prompt: Prompt, asked: Asked, limit: int | None) -> list[Answer]:
-        """As many answers as are asked for."""
+    async def _drawn(
+        self, session: Session, request: Request, prompt: Prompt, asked: Asked, limit: int | None
+    ) -> list[Answer]:
+        """As many answers as are asked for; ClientDisconnect where nobody waits for them any more."""
         size, longest = len(prompt.tokens), self._chat.max_tokens
         if not 0 < size < longest:
             raise _NoRoom(
                 f"the prompt has {size} tokens and the model takes 1 to {longest - 1}, and writes one at least"
             )
-        draws = [self._drawing.draw(prompt.tokens, session.sampling, limit, asked.stops) for _ in range(asked.count)]
+        draw = partial(self._drawing.draw, prompt.tokens, session.sampling, limit, asked.stops)
+        draws = asyncio.gather(*(draw() for _ in range(asked.count)))
+        left = asyncio.create_task(_left(request))
+        left.add_done_callback(lambda _: draws.cancel())
+        session.draws.add(draws)
         try:
-            answers = await asyncio.gather(*draws)
+            answers = await draws
         except (Exception, asyncio.CancelledError) as error:
             unless_cancelled(error)
+            if left.done() or session.id not in self._sessions:
+                raise ClientDisconnect from error
             failed = _SamplerFailed(f"the sampler failed: {described(error)}")
             session.failure = error if isinstance(error, Exception) else failed
             raise failed from error
+        finally:
+            session.draws.discard(draws)
+            left.cancel()
+        session.failure = None
         if not all(len(answer.drawn.tokens) for answer in answers):
             raise _NoRoom(f"the prompt has {size} tokens, and the model has no room for another")
         return answers
@@ -258,6 +279,12 @@ class Gateway:
         for choice in choices:
             session.conversation.answer(prompt, choice.answer.drawn, choice.said)
         return f"{session.id}-{len(session.conversation)}"
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client has gone; its request was read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class _TooLarge(Exception):

@@ -17,7 +17,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 _Choices: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
-_TEXTS: Final = ("text", "input_text", "output_text")
+_TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 
 
 class Part(msgspec.Struct):
@@ -25,6 +25,8 @@ class Part(msgspec.Struct):
 
     type: str
     text: str = ""
+    refusal: str = ""
+    """The text, where another model would not answer."""
 
 
 Content: TypeAlias = str | list[Part] | None
@@ -38,7 +40,7 @@ def text_of(content: Content) -> str:
     other = next((part.type for part in content if part.type not in _TEXTS), None)
     if other is not None:
         raise DataError(f"a message has a part of type {other!r}, and only text is read")
-    return "".join(part.text for part in content)
+    return "".join(part.text or part.refusal for part in content)
 
 
 class _Message(msgspec.Struct):

@@ -200,9 +200,13 @@ def audit(run: RunArgument) -> None:
 def find_signs(run: RunArgument) -> None:
     """Look for why a run does not learn: signs in its numbers, each with what to try.
 
-    Exit status 0 where there is none, 1 where there is one, 2 where it has made too few steps to say.
+    Exit status 0 where there is none, 1 where there is one, 2 where there is no run, or too few steps of it to say.
     """
-    record = read_numbers(find_run(run))
+    try:
+        record = read_numbers(find_run(run))
+    except MeshrlError as error:
+        show_error(error)
+        raise typer.Exit(2) from None
     if (steps := len(record.metrics)) < STEPS:
         typer.echo(f"{record.folder}: {steps} steps, and {STEPS} are needed to say anything", err=True)
         raise typer.Exit(2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -14,6 +15,7 @@ Command: TypeAlias = Literal["pause", "resume", "checkpoint", "stop"]
 PAUSED: Final = "the end of a pause"
 """What a script waits for that is paused."""
 _FOLDER: Final = "control"
+_ASKED: Final = ("pause", "checkpoint", "stop")
 _LOOKS: Final = 0.2
 """Seconds between two looks of a run that is paused."""
 
@@ -30,16 +32,21 @@ def ask(run: Path, command: Command) -> None:
 
 def asked(run: Path) -> list[str]:
     """What is asked of a run, and not done."""
-    return [each for each in ("pause", "checkpoint", "stop") if (run / _FOLDER / each).is_file()]
+    return [each for each in _ASKED if _asked_at(run / _FOLDER / each)]
 
 
 class Control:
-    """`control/` of a run's folder: it waits while `pause` is there; `checkpoint` and `stop` it obeys and removes."""
+    """`control/` of a run's folder: it waits while `pause` is there; `checkpoint` and `stop` it obeys and removes.
+
+    What cannot be removed is obeyed once, until somebody writes it anew.
+    """
 
     def __init__(self, run: Callable[[], Path]) -> None:
         """`run`: its folder, wherever that is. What was asked of an earlier part of the run is forgotten."""
         self._run = run
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._done = {each: _asked_at(self._folder / each) for each in _ASKED}
+        """By command, when the one was written that is done, or is another part's."""
 
     @property
     def _folder(self) -> Path:
@@ -50,8 +57,6 @@ class Control:
 
         `checkpoint`: writes one; None for a run that keeps none.
         """
-        if not self._folder.is_dir():
-            return
         if self._is_asked("pause"):
             log.info(f"paused: remove {self._folder / 'pause'} to resume")
             with waiting("script", PAUSED, f"{self._folder / 'pause'} is there"):
@@ -62,18 +67,32 @@ class Control:
         if self._is_asked("stop"):
             if checkpoint:
                 await checkpoint()
-            shutil.rmtree(self._folder)
+            shutil.rmtree(self._folder, ignore_errors=True)  # the next part forgets what is left
             log.info("stopped, as was asked")
             raise KeyboardInterrupt
 
     async def _keep(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
         if not self._is_asked("checkpoint"):
             return
+        file = self._folder / "checkpoint"
+        self._done["checkpoint"] = _asked_at(file)
         if checkpoint:
             await checkpoint()
         else:
             log.warning("a checkpoint was asked for, and the run keeps none: run.checkpoint_every is not set")
-        (self._folder / "checkpoint").unlink(missing_ok=True)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(f"{file} is done and cannot be removed ({error}): touch it to ask again")
 
     def _is_asked(self, command: Command) -> bool:
-        return (self._folder / command).is_file()
+        return _asked_at(self._folder / command) not in {0, self._done.get(command)}
+
+
+def _asked_at(file: Path) -> int:
+    """When a request was written, in nanoseconds; 0 where there is none, or none that can be seen."""
+    try:
+        found = file.stat()
+    except OSError:
+        return 0
+    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else 0

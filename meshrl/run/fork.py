@@ -1,5 +1,7 @@
 """A new run that begins as an earlier one did, up to a step, and goes on with other settings."""
 
+import json
+import secrets
 import shutil
 import tomllib
 from collections.abc import Sequence
@@ -11,14 +13,14 @@ import msgspec
 
 from meshrl import log
 from meshrl.config import Table
-from meshrl.errors import ConfigError
+from meshrl.errors import ConfigError, DataError
 from meshrl.run.artifacts import table_of
 from meshrl.run.checkpoints import checkpoint_until, deal_anew, newest_checkpoint, steps_of
 from meshrl.run.disk import write_whole
 from meshrl.run.recorder import GROWING
 
 LINEAGE: Final = "fork.json"
-_OWN: Final = ("run.name", "run.folder", "run.resume", "run.deterministic", "run.replay")
+_OWN: Final = ("run", "run.name", "run.folder", "run.resume", "run.deterministic", "run.replay")
 """Settings that make a run a fork."""
 
 
@@ -47,16 +49,33 @@ class Fork:
         return self.checkpoint is not None and steps_of(self.checkpoint) == self.step
 
     def begin(self) -> None:
-        """Copy the checkpoint, and the numbers that the earlier run has written, into the new folder."""
+        """Copy the checkpoint, and the numbers that the earlier run has written, into the new folder.
+
+        DataError where the earlier run goes on and has removed the checkpoint, or the new folder is there by now.
+        """
         if self.checkpoint is None:
             return
-        part = self.folder.with_name(f".{self.folder.name}.fork")
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(self.checkpoint, part / self.checkpoint.relative_to(self.earlier.resolve()))
-        for name in GROWING:
-            if (self.earlier / name).exists():
-                shutil.copyfile(self.earlier / name, part / name)
-        part.rename(self.folder)
+        part = self.folder.with_name(f".{self.folder.name}.fork-{secrets.token_hex(4)}")
+        try:
+            shutil.copytree(self.checkpoint, part / self.checkpoint.relative_to(self.earlier.resolve()))
+            for name in GROWING:
+                if (self.earlier / name).exists():
+                    shutil.copyfile(self.earlier / name, part / name)
+            part.rename(self.folder)
+        except OSError as error:
+            raise self._not_begun(error) from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _not_begun(self, error: OSError) -> DataError:
+        if self.folder.exists():
+            return DataError(f"{self.folder} is there by now: give the new run another name by --name")
+        if self.checkpoint and not self.checkpoint.exists():
+            return DataError(
+                f"{self.checkpoint} was removed while it was copied, as {self.earlier} goes on: fork again, from a "
+                "checkpoint that is left, or have the run keep more by run.checkpoints_kept"
+            )
+        return DataError(f"{self.checkpoint} cannot be copied to {self.folder}: {error}")
 
     def reseed(self) -> None:
         """Where it goes on with another seed: have prompts dealt in that seed's order after the common steps."""
@@ -74,8 +93,12 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     """What has to be done for a run that forks from an earlier one after so many steps.
 
     ConfigError where that has fewer steps, counts none by `steps`, or repeated a schedule; where the new folder is
-    there already; and where the overrides name what makes it a fork.
+    there already, or its name is a path; and where the overrides name what makes it a fork.
     """
+    if name is not None and (name in {"", ".."} or Path(name).name != name):
+        raise ConfigError(
+            f"--name {name!r}: a fork goes beside the run it comes from: write a name, as in --name slower"
+        )
     for override in overrides:
         if (key := _parted(override)[0]) in _OWN:
             raise ConfigError(f"{override}: {key} is the fork's own to set; --name gives the new run its name")
@@ -101,7 +124,7 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     seed = next((value for key, value in map(_parted, overrides) if key == "run.seed"), None)
     if seed == str(run.get("seed", 0)):
         seed = None
-    own = [f"run.name={folder.name}", "run.deterministic=false"]
+    own = [f"run.name={json.dumps(folder.name)}", "run.deterministic=false"]
     every = [] if run.get("checkpoint_every") else [f"run.checkpoint_every={step}"]
     return Fork(
         earlier,
@@ -117,7 +140,7 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
 def _parted(override: str) -> tuple[str, str]:
     """The key and the value."""
     key, _, value = override.partition("=")
-    return key.strip(), value.strip()
+    return ".".join(part.strip() for part in key.split(".")), value.strip()
 
 
 def _seeds(table: Table, seed: str, overrides: Sequence[str]) -> Sequence[str]:

@@ -100,7 +100,7 @@ def _now(events: EventLog) -> Now:
 
 
 def _on(pending: Pending) -> str:
-    """By what it is blocked now; at first, where what would say so is changed by its own thread meanwhile."""
-    with suppress(RuntimeError):
+    """By what it is blocked now; at first, where what would say so fails, as one that changes meanwhile may."""
+    with suppress(Exception):
         return pending.on if isinstance(pending.on, str) else pending.on()
     return pending.at_first

@@ -1,5 +1,6 @@
 """Which run to watch: one by its name, begun or not, or the newest."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from meshrl.errors import ConfigError
@@ -14,10 +15,9 @@ def run_to_watch(name: str | None) -> tuple[Path, str]:
     A run that is not there is waited for. ConfigError where two runs may be meant, and where none is named or there.
     """
     if name is None:
-        runs = [each for each in _RUNS.glob("[!.]*") if each.is_dir() and _changed(each)]
-        if not runs:
+        newest = max(_RUNS.glob("[!.]*"), key=_changed, default=_RUNS)
+        if not _changed(newest):
             raise ConfigError(f"there are no runs under {_RUNS.resolve()}: name the one that will begin, or a folder")
-        newest = max(runs, key=_changed)
         return newest, f"the newest run is {newest}"
     try:
         return find_run(name), ""
@@ -31,5 +31,8 @@ def run_to_watch(name: str | None) -> tuple[Path, str]:
 
 def _changed(folder: Path) -> float:
     """When a run last wrote into it, in seconds since 1970; 0 where none did."""
-    written = [folder / file for file in FILES[1:]]
-    return max((file.stat().st_mtime for file in written if file.is_file()), default=0.0)
+    times = [0.0]
+    for file in FILES[1:]:
+        with suppress(OSError):  # a run that begins moves another's folder
+            times.append((folder / file).stat().st_mtime)
+    return max(times)

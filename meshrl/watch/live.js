@@ -48,7 +48,8 @@ function sideOf(where) {
   return data.sides[data.names.indexOf(where)] ?? "other";
 }
 
-const [TOKEN, RUNNING] = [takeToken(), ["running", "paused"]];
+const RUNNING = ["running", "paused"];
+let token = takeToken();
 
 /** The token that stands behind the # of the address; it is kept for this tab, and goes from the address. */
 function takeToken() {
@@ -61,7 +62,7 @@ function takeToken() {
 
 /** What may be asked of the run, for who has the token. */
 function controlSection() {
-  if (!TOKEN || !RUNNING.includes(data.status)) return null;
+  if (!token || !RUNNING.includes(data.status)) return null;
   const { asked, keeps } = data;
   const answer = make("p", { role: "status", class: "hint" }, asked.map((each) => `${each}: asked for. `).join(""));
   const button = (text, command, sure = null) => {
@@ -69,6 +70,7 @@ function controlSection() {
     made.addEventListener("click", async () => {
       if (sure && !confirm(sure)) return;
       answer.textContent = await ask(command);
+      if (!token) for (const each of answer.parentNode.querySelectorAll("button")) each.remove();
     });
     return made;
   };
@@ -90,8 +92,13 @@ function controlSection() {
 
 async function ask(command) {
   try {
-    const headers = { Authorization: `Bearer ${TOKEN}` };
-    return await (await fetch("/control", { method: "POST", headers, body: command })).text();
+    const headers = { Authorization: `Bearer ${token}` };
+    const answer = await fetch("/control", { method: "POST", headers, body: command });
+    if (answer.status === 401) {
+      token = null; // of a server that has ended
+      sessionStorage.removeItem("token");
+    }
+    return await answer.text();
   } catch {
     return "the server cannot be reached";
   }

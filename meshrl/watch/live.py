@@ -1,5 +1,6 @@
 """A run as the page shows it now, from what is appended to its files: bounded, however long the run."""
 
+import math
 import sys
 import time
 import tomllib
@@ -27,6 +28,8 @@ PACE: Final = 20
 """The newest steps that tell how fast the run is."""
 SILENT: Final = 10 * LOOKS
 """Seconds after which a run that did not end, and writes nothing any more, is said to be silent."""
+CLOCKS: Final = 300.0
+"""Seconds by which the clocks of two machines may differ."""
 
 _LINES: Final = msgspec.json.Decoder(Line)
 _EVENTS: Final = msgspec.json.Decoder[Event](Event)
@@ -65,8 +68,8 @@ class Live:
             with suppress(OSError):  # of a folder that is moved meanwhile; the next look finds it
                 grown = tail.read()
                 if grown.lines or grown.anew:
-                    self._read[name](grown.lines, grown.anew)
                     self._page, changed = None, True
+                    self._read[name](grown.lines, grown.anew)
                 more |= grown.more
         for name, small in self._small.items():
             if small.read():
@@ -84,8 +87,9 @@ class Live:
 
     def is_under_way(self) -> bool:
         """Whether the run lives, by a look of its own: nobody may have looked for long."""
-        file = _Small(self.folder / NOW)
-        return file.read() and file.age < SILENT
+        file = self._small[NOW]
+        file.read()
+        return bool(file.content) and file.age < SILENT
 
     @property
     def status(self) -> str:
@@ -97,7 +101,10 @@ class Live:
             return "silent"
         if summary.content:
             return str(self._summary.get("status", "not ended"))
-        return "not ended" if any((self.folder / file).is_file() for file in FILES) else "not begun"
+        with suppress(OSError):  # of a disk that does not answer
+            if not any((self.folder / file).is_file() for file in FILES):
+                return "not begun"
+        return "not ended"
 
     @property
     def _summary(self) -> Line:
@@ -155,7 +162,7 @@ class Live:
 
     def _number(self, at: int, name: str) -> float | None:
         value = self._newest[at].get(name) if self._newest else None
-        return float(value) if isinstance(value, int | float) and abs(value) < sys.float_info.max else None
+        return _finite(value)
 
     def _notes(self, status: str) -> list[str]:
         """What the page must say of what it shows."""
@@ -177,8 +184,8 @@ class Live:
         for line in self._decoded("metrics.jsonl", lines):
             self._metrics.add(line)
             self._newest.append(line)
-            if isinstance(reward := line.get("reward"), int | float):
-                self._rewards[1:] = [float(reward)]
+            if (reward := _finite(line.get("reward"))) is not None:
+                self._rewards[1:] = [reward]
 
     def _take_evaluations(self, lines: Sequence[bytes], anew: bool) -> None:
         if anew:
@@ -198,14 +205,14 @@ class Live:
         for line in lines:
             try:
                 self._events.add(_EVENTS.decode(line))
-            except ValueError:
+            except (RecursionError, ValueError):
                 self._bad["events.jsonl"] += 1
 
     def _decoded(self, name: str, lines: Sequence[bytes]) -> Iterator[Line]:
         for line in lines:
             try:
                 yield _LINES.decode(line)
-            except ValueError:
+            except (RecursionError, ValueError):
                 self._bad[name] += 1
 
 
@@ -254,7 +261,9 @@ class _Small:
         self.content = b""
         """Empty where it is not there."""
         self.changed = 0.0
-        """When it was, in seconds since 1970."""
+        """When it was, in seconds since 1970, by the clock of whoever wrote it."""
+        self._seen = -math.inf
+        """When that was seen here, by a clock that nobody sets."""
 
     def read(self) -> bool:
         """Look at it; whether it changed."""
@@ -263,6 +272,7 @@ class _Small:
             if changed == self.changed:
                 return False
             self.content, self.changed = self._path.read_bytes(), changed
+            self._seen = time.monotonic() if time.time() - changed < CLOCKS else -math.inf
         except OSError:
             was_there, self.content, self.changed = bool(self.changed), b"", 0.0
             return was_there
@@ -270,8 +280,12 @@ class _Small:
 
     @property
     def age(self) -> float:
-        """Seconds since it changed."""
-        return time.time() - self.changed
+        """Seconds since it was seen to change; endless where it was written long before."""
+        return time.monotonic() - self._seen
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and abs(value) <= sys.float_info.max else None
 
 
 def _began_before(event: Event, since: float) -> bool:
@@ -281,7 +295,7 @@ def _began_before(event: Event, since: float) -> bool:
 def _read(content: bytes, of: type[T]) -> T | None:
     try:
         return msgspec.json.decode(content, type=of)
-    except ValueError:
+    except (RecursionError, ValueError):
         return None
 
 

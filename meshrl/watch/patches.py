@@ -54,7 +54,7 @@ def _of_lists(old: list[object], new: list[object], shifted: int) -> tuple[Patch
 
 def _kept(old: list[object], new: list[object], shifted: int) -> tuple[int, int]:
     """How many elements to leave out and how many to keep, so that most are kept."""
-    ways = {0, shifted, old.index(new[0]) if new[0] in old else 0}
+    ways = {0, min(shifted, len(old)), old.index(new[0]) if new[0] in old else 0}
     return max(((drop, _common(old, new, drop)) for drop in ways), key=lambda way: way[1])
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final, Self, cast, get_args
+from typing import Final, Self, TypeAlias, cast, get_args
 
 import msgspec
 import uvicorn
@@ -18,6 +18,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshrl import log
 from meshrl.errors import ConfigError
 from meshrl.report import SCRIPTS, STYLES, joined
 from meshrl.run import Command, ask
@@ -50,6 +51,9 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
 }
 
+_Shown: TypeAlias = dict[str, object]
+"""What the page shows."""
+
 
 class Watcher:
     """Serves the page of one run, whose folder need not be there yet."""
@@ -63,11 +67,11 @@ class Watcher:
         self.port: int = 0
         """Where it listens, while `serving`."""
         self._live = Live(folder)
-        self._shown: dict[str, object] = {}
+        self._shown: _Shown = {}
         """What the browsers have."""
         self._browsers: set[_Browser] = set()
         self._following: asyncio.Task[None] | None = None
-        self._looking = asyncio.Lock()
+        """Looks while there is a browser: alone, so that each sees every change."""
 
     @property
     def address(self) -> str:
@@ -99,15 +103,14 @@ class Watcher:
     async def events(self) -> AsyncGenerator[bytes]:
         """What one browser is sent: the whole, then patches, as server-sent events."""
         browser = _Browser()
-        if not self._browsers:
-            await self._look()
-        # From here to the first message nothing else runs: no patch is missed, and none is sent twice.
         self._browsers.add(browser)
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
+        elif self._shown:
+            browser.send(b"")
         try:
-            yield _event("whole", self._shown)
             async for patches in browser.messages():
+                # From its taking to here nothing else runs: no patch is missed, and none is sent twice.
                 yield _event("whole", self._shown) if patches is None else patches
         finally:
             self._browsers.discard(browser)
@@ -124,52 +127,61 @@ class Watcher:
         ask(self._live.folder, command)
 
     async def _follow(self) -> None:
-        """Send what is new while there is anybody to send it to."""
-        loop = asyncio.get_running_loop()
+        """Send what is new while there is anybody to send it to. A look that fails is told, and followed by others."""
+        loop, failed = asyncio.get_running_loop(), False
         while self._browsers:
-            began = loop.time()
-            patch = await self._look()
-            if patch is not SAME:
-                message = _event("patch", patch)
-                for browser in self._browsers:
-                    browser.send(message)
+            began, message = loop.time(), b""
+            try:
+                look = asyncio.to_thread(_look, self._live, self._shown, anyway=failed or not self._shown)
+                self._shown, message = await look
+                failed = False
+            except Exception as error:  # noqa: BLE001 -- whatever the files hold: the page must not stand still unseen
+                if not failed:
+                    self._shown, message = _failed(self._live.folder, self._shown, error)
+                failed = True
+            for browser in self._browsers:
+                browser.send(message)
             await asyncio.sleep(max(LOOKS, _IDLE * (loop.time() - began)))
 
-    async def _look(self) -> object:
-        """Read what is new; the patch of it, SAME where nothing is."""
-        async with self._looking:
-            before = self._shown
-            after = await asyncio.to_thread(_read, self._live, first=not before)
-            if after is None:
-                return SAME
-            patch = await asyncio.to_thread(difference, before, after)
-            self._shown = after
-            return patch
 
-
-def _read(live: Live, *, first: bool) -> dict[str, object] | None:
-    """What the page shows once all is read that there is; None where nothing is new."""
+def _look(live: Live, before: _Shown, *, anyway: bool) -> tuple[_Shown, bytes]:
+    """Read all that is there; what the page shows then, and the message of what is new, empty where nothing is."""
     changed, more = live.look()
     while more:
         _, more = live.look()
-    return live.content() if changed or first else None
+    return _changed(before, live.content()) if changed or anyway else (before, b"")
+
+
+def _failed(folder: Path, before: _Shown, error: Exception) -> tuple[_Shown, bytes]:
+    """The page as it was, with a note."""
+    told = f"the files in {folder} cannot be shown: {type(error).__name__}: {error}"
+    log.warning(f"{told}; looking again")
+    before = before or Live(folder).content()
+    notes = cast("list[str]", before["notes"])
+    return _changed(before, {**before, "notes": [*notes, f"The page stands still, as {told}"]})
+
+
+def _changed(before: _Shown, after: _Shown) -> tuple[_Shown, bytes]:
+    patch = difference(before, after)
+    return after, b"" if patch is SAME else _event("patch", patch)
 
 
 class _Browser:
-    """One that looks at the page, and what it has not been sent yet."""
+    """One that looks at the page, and what it has not been sent yet: at first the whole."""
 
     def __init__(self) -> None:
         self._patches: list[bytes] = []
-        self._is_lost = self._is_gone = False
+        self._is_lost, self._is_gone = True, False
         self._woken = asyncio.Event()
 
     def send(self, patch: bytes) -> None:
-        """A patch; where too many are left, the whole stands for all of them."""
+        """A patch, empty where nothing is new; where too many are left, the whole stands for all of them."""
         if len(self._patches) == _BEHIND:
             self._patches, self._is_lost = [], True
-        if not self._is_lost:
+        if patch and not self._is_lost:
             self._patches.append(patch)
-        self._woken.set()
+        if self._patches or self._is_lost:
+            self._woken.set()
 
     def leave(self) -> None:
         """Send nothing more."""
@@ -184,6 +196,7 @@ class _Browser:
                     await self._woken.wait()
             except TimeoutError:
                 yield b": it lives\n\n"
+                continue
             if self._is_gone:
                 return
             self._woken.clear()
@@ -227,9 +240,9 @@ def _app(watcher: Watcher) -> Starlette:
         kind, text = files[request.url.path]
         return Response(text, media_type=kind)
 
-    async def events(_: Request) -> Response:
-        if watcher.is_full:
-            return PlainTextResponse(f"{_BROWSERS} pages look at this run: close one\n", 503)
+    async def events(request: Request) -> Response:
+        if refused := _not_followed(watcher, request):
+            return refused
         return StreamingResponse(watcher.events(), media_type="text/event-stream")
 
     async def control(request: Request) -> Response:
@@ -255,6 +268,15 @@ def _app(watcher: Watcher) -> Starlette:
             Route("/control", control, methods=["POST"]),
         ]
     )
+
+
+def _not_followed(watcher: Watcher, request: Request) -> Response | None:
+    """Why a run is not shown; None where it is."""
+    if request.headers.get("sec-fetch-site") in {"cross-site", "same-site"}:  # cannot read it, but would take a place
+        return PlainTextResponse("only the page of this server may follow the run\n", 403)
+    if watcher.is_full:
+        return PlainTextResponse(f"{_BROWSERS} pages look at this run: close one\n", 503)
+    return None
 
 
 def _refused(watcher: Watcher, request: Request) -> Response | None:

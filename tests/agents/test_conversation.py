@@ -197,6 +197,50 @@ def test_texts_without_messages(chat: HuggingFaceChat) -> None:
     assert len(conversation.rows()) == 1
 
 
+def test_the_text_that_stopped_an_answer_is_not_doubled_by_a_client_that_writes_it(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    stopped = drawn(chat.encode(" the cat\nmat:"))
+    for said, behind in ((" the cat", "\nmat: sat"), ("", " the cat\nmat: sat"), (" the cat", "\nthe mat")):
+        told = f"on {said} {behind}"
+        conversation.answer(conversation.ask_text(told), stopped, said)
+        asked = conversation.ask_text(told + said + behind)
+        assert asked.before is not None
+        kept = "\nthe mat" if "the mat" in behind else " sat"
+        assert asked.added.tolist() == chat.encode(kept)
+
+
+@pytest.mark.parametrize(
+    ("said", "truncated", "goes_on"), [("", False, False), ("on", False, False), ("on", True, True)]
+)
+def test_a_text_that_ends_where_an_answer_does(
+    chat: HuggingFaceChat, said: str, truncated: bool, goes_on: bool
+) -> None:
+    """It is another try, which does not read how the answer ended, unless that was cut short."""
+    conversation = Conversation(chat)
+    answer = drawn(chat.encode(said), truncated=True) if truncated else wrote(chat, said)
+    conversation.answer(conversation.ask_text("the cat "), answer, said)
+    asked = conversation.ask_text(f"the cat {said}")
+    assert (asked.before is not None) == goes_on
+    assert goes_on or asked.tokens.tolist() == chat.encode(f"the cat {said}")
+
+
+def test_a_conversation_that_is_taken_leaves_the_others(chat: HuggingFaceChat) -> None:
+    conversation = Conversation(chat)
+    messages = turn(conversation, chat, [USER], "on")
+    for text in ("the", "the cat"):
+        conversation.answer(conversation.ask_text(text), wrote(chat, " sat"), " sat")
+    turn(conversation, chat, [*messages, USER], "the mat")
+    spoken, short, long = conversation.sizes().items()
+    assert (spoken[1], short[1], long[1]) == (2, 1, 1)
+    rows, (transcript,) = conversation.take(long[0])
+    assert (len(rows), transcript.prompt) == (1, "the cat")
+    assert conversation.sizes() == dict([spoken, short])
+    assert conversation.ask_text("the cat sat on").before is None
+    assert conversation.ask_text("the sat on").before is short[0]
+    assert len(conversation.take(spoken[0])[0]) == len(conversation.rows()) == 1
+    assert conversation.ask([*messages, USER]).before is None
+
+
 def test_what_is_no_turn_is_refused(chat: HuggingFaceChat) -> None:
     conversation = Conversation(chat)
     with pytest.raises(DataError, match="there are no messages"):

@@ -73,6 +73,18 @@ def test_turns_go_on_in_one_row_as_the_client_dumps_them() -> None:
     talk(["one", "two", "three"], program)
 
 
+def test_a_history_with_parts() -> None:
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        parts: Any = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot"}]
+        history: Any = [USER, {"role": "assistant", "content": parts}, USER]
+        await client.chat.completions.create(model="any", messages=history)
+        assert gateway.close(session).objects("prompt") == (
+            "user: hello\nassistant: I cannot\nuser: hello\nassistant: ",
+        )
+
+    talk(["hi"], program)
+
+
 def test_a_stream_adds_up_to_the_answer() -> None:
     async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
         stream = await client.chat.completions.create(
@@ -154,6 +166,31 @@ def test_completions_without_messages() -> None:
         assert len(gateway.close(session)) == 1
 
     talk([" 3", " 4"], program)
+
+
+def test_a_prompt_that_is_asked_again_after_an_empty_answer() -> None:
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        first = await client.completions.create(model="any", prompt="1 2")
+        again = await client.completions.create(model="any", prompt="1 2")
+        assert (first.choices[0].text, again.choices[0].text) == ("", "x")
+        assert first.usage is not None
+        assert again.usage is not None
+        assert first.usage.prompt_tokens == again.usage.prompt_tokens == len("1 2")
+
+    talk(["", "x"], program)
+
+
+def test_a_client_that_writes_what_stopped_the_answer() -> None:
+    async def program(client: openai.AsyncOpenAI, gateway: Gateway, session: Session) -> None:
+        stop = ["\nObservation:"]
+        told = await client.completions.create(model="any", prompt="Why?", stop=stop)
+        text = f"Why?{told.choices[0].text}\nObservation: 42"
+        await client.completions.create(model="any", prompt=text, stop=stop)
+        rows = gateway.close(session)
+        assert "".join(map(chr, rows.tokens[0].tolist())) == f"{text} it is\0"
+        assert len(rows) == 1
+
+    talk(["\nAction: ask\nObservation: 43", " it is"], program)
 
 
 def test_sessions_share_calls_of_the_sampler() -> None:
@@ -321,7 +358,8 @@ async def served(script: Any, **config: Any) -> AsyncGenerator[tuple[Gateway, Se
 async def test_it_listens_on_this_machine_alone() -> None:
     async with served(["hi"]) as (_, session):
         assert session.url.startswith("http://127.0.0.1:")
-        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token) as client:
+        http = httpx2.AsyncClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, http_client=http) as client:
             told = await client.chat.completions.create(model="any", messages=[USER])
             assert told.choices[0].message.content == "hi"
             with pytest.raises(openai.NotFoundError, match="is not served"):
@@ -329,7 +367,7 @@ async def test_it_listens_on_this_machine_alone() -> None:
 
 
 async def test_a_body_that_is_too_large() -> None:
-    async with served([], body_mib=1) as (_, session), httpx2.AsyncClient() as http:
+    async with served([], body_mib=1) as (_, session), httpx2.AsyncClient(trust_env=False) as http:
         headers = {"Authorization": f"Bearer {session.token}"}
         got = await http.post(f"{session.url}/completions", content=b"a" * (2 << 20), headers=headers)
         assert got.status_code == 413

@@ -42,6 +42,7 @@ def test_a_call_that_fails_once_is_asked_again_by_the_client_and_recorded_once()
         async with client_of(gateway, session, retries=2) as client:
             told = await client.chat.completions.create(model="policy", messages=[USER])
         assert told.choices[0].message.content == "hi"
+        assert session.failure is None  # what the program raises from now on is its own
         assert gateway.close(session).objects("completion") == ("hi",)
 
     simulate(main)

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from meshrl import Sampling
-from meshrl.agents import Gateway, GatewayConfig
+from meshrl.agents import Gateway, GatewayConfig, Session
 from meshrl.testing import ScriptedChat, ScriptedSampler
 
 USER: Any = {"role": "user", "content": "hello"}
@@ -17,6 +17,12 @@ USER: Any = {"role": "user", "content": "hello"}
 
 def gateway_of(**config: Any) -> Gateway:
     return Gateway(ScriptedSampler(["hi"]), ScriptedChat(), GatewayConfig(**config))
+
+
+def client_of(session: Session) -> openai.AsyncOpenAI:
+    """The real client, which asks no proxy for this machine."""
+    http = httpx2.AsyncClient(trust_env=False)
+    return openai.AsyncOpenAI(base_url=session.url, api_key=session.token, max_retries=0, http_client=http)
 
 
 async def test_connections_that_ask_nothing_are_left() -> None:
@@ -27,7 +33,7 @@ async def test_connections_that_ask_nothing_are_left() -> None:
         idle[0][1].write(b"GET / HT")
         async with asyncio.timeout(60):
             assert [await reader.read() for reader, _ in idle] == [b""] * 6
-        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token, max_retries=0) as client:
+        async with client_of(session) as client:
             told = await client.chat.completions.create(model="any", messages=[USER])
         assert told.choices[0].message.content == "hi"
         for _, writer in idle:
@@ -42,7 +48,7 @@ async def test_an_address_of_ipv6() -> None:
     async with gateway_of(host="::1").serving() as gateway:
         session = gateway.open(Sampling(max_tokens=1000))
         assert session.url.startswith("http://[::1]:")
-        async with openai.AsyncOpenAI(base_url=session.url, api_key=session.token) as client:
+        async with client_of(session) as client:
             told = await client.chat.completions.create(model="any", messages=[USER])
         assert told.choices[0].message.content == "hi"
 

@@ -1,11 +1,14 @@
 """`meshrl fork`: a run that begins as an earlier one did, to the bit, and goes on otherwise."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from meshrl import cli
+from meshrl.errors import DataError
+from meshrl.run import plan_fork
 
 STEPS = 8
 CONFIG = """
@@ -106,15 +109,41 @@ def test_a_fork_with_another_seed_has_its_prompts_and_draws_from_the_step_on() -
 
 
 def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    there = sorted(Path("runs").iterdir())
+    there, before = sorted(Path("runs").iterdir()), content(Path("runs/earlier"))
     for arguments, told in (
         (["--step", "9"], "runs/earlier has steps = 8"),
         (["--step", "5", "--name", "earlier"], "earlier is there already"),
         (["--step", "5", "stepz=1"], "did you mean steps?"),
         (["--step", "5", "run.name=mine"], "--name gives the new run its name"),
+        (["--step", "5", "run . name=mine"], "--name gives the new run its name"),
+        (["--step", "5", 'run={name="mine"}'], "--name gives the new run its name"),
+        *((["--step", "5", "--name", name], "write a name") for name in ("a/earlier", "../y", "..", ".", "", "/y")),
     ):
         assert meshrl("fork", "earlier", *arguments) != 0
         assert told in capsys.readouterr().err
     assert [path for path in sorted(Path("runs").iterdir()) if not path.name.startswith(".")] == [
         path for path in there if not path.name.startswith(".")
     ]
+    assert content(Path("runs/earlier")) == before
+    assert not Path("y").exists()
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_name_may_look_like_a_number() -> None:
+    assert meshrl("fork", "earlier", "--step", "3", "--name", "42") == 0
+    assert numbers("42") == numbers("earlier")
+
+
+def test_what_is_removed_or_comes_while_a_fork_is_copied_is_told() -> None:
+    planned = plan_fork(Path("runs/earlier"), 3, "new", [])
+    Path("runs/new/model").mkdir(parents=True)
+    with pytest.raises(DataError, match="runs/new is there by now"):
+        planned.begin()
+    shutil.rmtree("runs/new")
+    shutil.rmtree("runs/earlier/checkpoints")
+    with pytest.raises(DataError, match=r"step-000003 was removed while it was copied.*checkpoints_kept"):
+        planned.begin()
+    assert not [path for path in Path("runs").iterdir() if "new" in path.name]

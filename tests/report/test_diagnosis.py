@@ -133,7 +133,7 @@ def test_a_finding_tells_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "see: docs/diagnose.md#reward-hacking" in said
 
 
-def test_a_short_or_a_healthy_run_is_told_by_the_exit_status(
+def test_a_run_that_is_short_healthy_or_missing_is_told_by_the_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -142,6 +142,9 @@ def test_a_short_or_a_healthy_run_is_told_by_the_exit_status(
     with pytest.raises(SystemExit) as ended:
         cli.main(["diagnose", str(run_of(tmp_path, {}))])
     assert (ended.value.code, "nothing wrong is seen in 200 steps" in capsys.readouterr().out) == (0, True)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["diagnose", str(tmp_path / "nosuch")])
+    assert (ended.value.code, "nosuch: no such run" in capsys.readouterr().err) == (2, True)
 
 
 def test_a_run_of_a_loss_without_rewards_can_be_read(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """What somebody asks of a run by a file, and what a run says of itself each second."""
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from meshrl.data import Metrics
 from meshrl.events import Pending, waiting
@@ -62,6 +64,42 @@ def test_a_run_that_keeps_no_checkpoints_writes_none(tmp_path: Path) -> None:
     assert checkpoints(run) == asked(run) == []
 
 
+def test_what_cannot_be_removed_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder of another user."""
+
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "control":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    async def act(run: Run) -> None:
+        ask(run.folder, "checkpoint")
+        monkeypatch.setattr(Path, "unlink", refuse)
+
+    with capture_logs() as told:
+        run = play(tmp_path, act, 100)
+    monkeypatch.undo()
+    assert checkpoints(run) == ["step-000002", "step-000004"]
+    assert [each["event"].rpartition(" (")[0] for each in told if each["log_level"] == "warning"] == [
+        f"{run}/control/checkpoint is done and cannot be removed"
+    ]
+
+
+def test_a_control_folder_that_is_a_link_stops_the_run_and_stays(tmp_path: Path) -> None:
+    async def act(run: Run) -> None:
+        (tmp_path / "elsewhere").mkdir()
+        (run.folder / "control").symlink_to(tmp_path / "elsewhere")
+        ask(run.folder, "stop")
+
+    with pytest.raises(KeyboardInterrupt):
+        play(tmp_path, act)
+    assert asked(tmp_path / "mine") == ["stop"]
+    run = play(tmp_path, asking(), every=100)  # it is not stopped again by what is left
+    assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 4
+
+
 def test_a_run_that_is_stopped_has_ended_as_by_an_interrupt_and_goes_on_from_there(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         play(tmp_path, asking("pause", "stop"), every=100)
@@ -96,12 +134,19 @@ def test_a_run_says_who_waits_now_and_nothing_when_it_has_ended(tmp_path: Path) 
     found: list[Now] = []
 
     async def wait(run: Run) -> None:
-        with waiting("the judge", "a verdict", lambda: "3 of 4 are there"):
+        said = iter(["nothing is ready"])  # it raises StopIteration from the first look on
+        with (
+            waiting("the judge", "a verdict", lambda: "3 of 4 are there"),
+            waiting("the trainer", "a batch", lambda: next(said)),
+        ):
             (run.folder / NOW).unlink(missing_ok=True)
             await until((run.folder / NOW).exists)
             found.append(msgspec.json.decode((run.folder / NOW).read_bytes(), type=Now))
 
     run = play(tmp_path, wait)
     (now,) = found
-    assert [(each.who, each.what, each.on) for each in now.waits] == [("the judge", "a verdict", "3 of 4 are there")]
+    assert [(each.who, each.what, each.on) for each in now.waits] == [
+        ("the judge", "a verdict", "3 of 4 are there"),
+        ("the trainer", "a batch", "nothing is ready"),
+    ]
     assert not (run / NOW).exists()

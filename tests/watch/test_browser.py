@@ -1,7 +1,6 @@
 """The page in a real browser: what it shows is what the files say, and it asks this machine alone."""
 
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from meshrl.run import NOW
-from meshrl.watch import Watcher
+from meshrl.watch import Watcher, live
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -46,7 +45,7 @@ def events(number: int) -> list[dict[str, object]]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.toml").write_text(f"ahead = 2\n[run]\nname = '{HOSTILE.replace(chr(39), '')}'\n", "utf-8")
@@ -56,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     waits = [{"who": "trainer", "what": "a batch", "on": f"3 of 64 groups {HOSTILE}", "seconds": 1.5}]
     calls = [{"where": "Sampler.generate", "ranks": "rank 0 (process 7 on here)", "seconds": 2.5}]
     (folder / NOW).write_text(json.dumps({"at": 4.0, "waits": waits, "calls": calls}), "utf-8")
-    os.utime(folder / NOW, (1e10, 1e10))  # it lives on, however long the test takes
+    monkeypatch.setattr(live, "SILENT", 1e9)  # it lives on, however long the test takes
     return folder
 
 
@@ -148,3 +147,7 @@ async def test_a_page_without_the_token_has_no_buttons_and_one_with_it_asks(run:
         await page.get_by_role("button", name="Stop").click()
         await expect(page.locator(".control")).to_contain_text("stop: asked for.")
         assert (run / "control" / "stop").is_file()
+        watcher.token = "another"  # as of a server that was started again
+        await page.get_by_role("button", name="Pause").click()
+        await expect(page.locator(".control")).to_contain_text("a command needs the token")
+        await expect(page.locator(".control button")).to_have_count(0)

@@ -1,18 +1,23 @@
 """What the server reads of files that grow, keeps in bounded memory, and sends of what changed."""
 
+import copy
+import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshrl.watch
 from meshrl.events import Delivery, Event, Restart, Span, Step
 from meshrl.report import Line, make_content, read_run
 from meshrl.run import NOW, Now, ask
+from meshrl.watch import live as live_module
 from meshrl.watch.live import EVENTS, SAMPLES, Live
 from meshrl.watch.patches import difference
 from meshrl.watch.tail import Tail
@@ -185,6 +190,49 @@ def test_a_run_that_was_killed_is_said_to_be_silent(tmp_path: Path) -> None:
     assert (live.content()["status"], live.now) == ("silent", None)
 
 
+def test_whether_a_run_lives_is_seen_here_whatever_its_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, clock = write(tmp_path / "mine"), [5.0]
+    monkeypatch.setattr(live_module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 2e9))
+    seen = Live(folder)
+
+    def status() -> str:
+        seen.look()
+        return seen.status
+
+    for number, behind in enumerate((60, -3600)):
+        (folder / NOW).write_bytes(msgspec.json.encode(Now(3.0 + number, [], [])))
+        os.utime(folder / NOW, (2e9 - behind, 2e9 - behind))
+        assert (status(), seen.is_under_way()) == ("running", True)
+        clock[0] += live_module.SILENT / 2
+        assert (status(), seen.is_under_way()) == ("running", True)
+        clock[0] += live_module.SILENT / 2
+        assert (status(), seen.is_under_way()) == ("silent", False)
+
+
+@pytest.mark.parametrize("reward", ["1" + "0" * 400, "[" * 100_000, '{"a":1}', "true"])
+def test_a_reward_that_is_none_stops_nothing(tmp_path: Path, reward: str) -> None:
+    folder = write(tmp_path / "mine")
+    append(folder / "metrics.jsonl", f'{{"step":6,"reward":{reward}}}\n{{"step":7,"reward":0.5}}\n'.encode())
+    live = Live(folder)
+    live.look()
+    summary = live.content()["summary"]
+    assert isinstance(summary, dict)
+    assert (summary["first_reward"], summary["last_reward"]) == (0.0, 0.5)
+
+
+def test_a_folder_that_does_not_answer_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = Live(write(tmp_path / "mine"))
+
+    def stale(path: Path, **_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "stat", stale)
+    live.look()
+    assert (live.status, live.content()["asked"]) == ("not ended", [])
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew_where_its_files_were_cut(tmp_path: Path) -> None:
     folder = write(tmp_path / "mine")
     live = Live(folder)
@@ -217,7 +265,27 @@ def slid(draw: st.DrawFn) -> tuple[object, object]:
     return {"x": whole[:last], "y": [whole]}, {"x": whole[first:], "y": [whole[first:]]}
 
 
+beside = st.fixed_dictionaries({"x": columns, "y": columns, "z": columns})
 pairs = st.lists(st.tuples(plain, plain) | slid(), min_size=1, max_size=30)
+
+
+def applied(value: Any, patch: Any) -> Any:
+    """As `applied` in live.js does it."""
+    if isinstance(patch, dict):
+        for key, inner in patch.items():
+            place = int(key) if isinstance(value, list) else key
+            value[place] = applied(value[place], inner)
+        return value
+    return patch[0] if len(patch) == 1 else value[patch[0] : patch[0] + patch[1]] + patch[2]
+
+
+@settings(max_examples=1000)
+@given(st.tuples(plain, plain) | slid() | st.tuples(beside, beside))
+@example(({"x": [*range(10)], "y": [1, 2]}, {"x": [*range(4, 14)], "y": [5, 6, 7, 8, 9]}))
+def test_a_patch_makes_the_new_of_the_old(pair: tuple[object, object]) -> None:
+    old, new = copy.deepcopy(pair)
+    patch = difference(old, new)
+    assert (old if patch is None else applied(old, patch)) == pair[1]
 
 
 @pytest.mark.process

@@ -10,12 +10,14 @@ from typing import TypeAlias, cast
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from meshrl import cli
 from meshrl.data import Metrics
 from meshrl.errors import ConfigError
 from meshrl.run import Run, RunConfig, ask
 from meshrl.watch import Watcher, run_to_watch
+from meshrl.watch.live import Live
 
 Message: TypeAlias = tuple[str, dict[str, object]]
 
@@ -86,6 +88,64 @@ async def test_a_browser_is_sent_the_whole_and_then_what_is_new(tmp_path: Path) 
                 assert patch["curves"] == {"0": {"x": [0, 2, [2.0]], "y": [0, 2, [1.0]]}}
 
 
+async def test_pages_that_open_together_miss_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    append(run / "metrics.jsonl", {"step": 0, "reward": 0.125})
+    watcher = Watcher(run)
+    look, looks = watcher._live.look, 0
+
+    def look_and_grow() -> tuple[bool, bool]:
+        nonlocal looks
+        found, looks = look(), looks + 1
+        if looks == 1:
+            append(run / "metrics.jsonl", {"step": 1, "reward": 0.25})
+        return found
+
+    watcher._live.look = look_and_grow  # type: ignore[method-assign]
+    pages = [watcher.events(), watcher.events()]
+    sent = await asyncio.gather(*(anext(page) for page in pages))
+    await until(lambda: looks > 2)
+    append(run / "metrics.jsonl", {"step": 2, "reward": 0.5})
+    for page, all_of_it in zip(pages, sent, strict=True):
+        while b"0.5" not in all_of_it:
+            all_of_it += await anext(page)  # noqa: PLW2901
+        assert all(reward in all_of_it for reward in (b"0.125", b"0.25"))
+        await page.aclose()
+
+
+async def test_a_look_that_fails_is_told_on_the_page_and_followed_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "mine"
+    append(run / "metrics.jsonl", {"step": 0, "reward": 0.125})
+    watcher = Watcher(run)
+    fails = [True]
+
+    def look(of: Live) -> tuple[bool, bool]:
+        if fails[0]:
+            raise KeyError("no such thing")
+        return True, False
+
+    monkeypatch.setattr(Live, "look", look)
+    with capture_logs() as told:
+        page = watcher.events()
+        note = b"The page stands still, as the files in %b cannot be shown: KeyError" % str(run).encode()
+        assert note in await anext(page)
+        fails[0] = False
+        assert b'"notes":[[' in (good := await anext(page))
+        assert note not in good
+        fails[0] = True
+        assert note in await anext(page)
+    await page.aclose()
+    assert [each["log_level"] for each in told] == ["warning"] * 2
+
+
+async def test_a_page_of_another_site_follows_nothing(tmp_path: Path) -> None:
+    async with Watcher(tmp_path).serving() as watcher, httpx.AsyncClient(base_url=watcher.address) as client:
+        answer = await client.get("/events", headers={"Sec-Fetch-Site": "cross-site"})
+        assert answer.status_code == 403
+
+
 async def test_who_is_far_behind_is_sent_the_whole_instead(tmp_path: Path) -> None:
     run = tmp_path / "mine"
     watcher = Watcher(run)
@@ -136,11 +196,11 @@ async def test_it_listens_on_this_machine_alone_and_says_which_port_is_taken(tmp
 
 
 def play(folder: Path) -> str:
-    """A run of many steps, to its end; how it ended."""
+    """A run that goes on until it is stopped; how it ended."""
 
     async def script() -> None:
         async with Run(RunConfig(name="mine", folder=str(folder), checkpoint_every=10_000)) as run:
-            async for step in run.steps(1500):
+            async for step in run.steps(100_000):
                 await asyncio.sleep(0.002)
                 await run.record(Metrics.of(loss=(1.0, 1.0)), reward=float(step))
 
@@ -224,6 +284,14 @@ def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     append(Path("two/metrics.jsonl"), {})
     with pytest.raises(ConfigError, match="write which"):
         run_to_watch("two")
+
+
+def test_a_run_that_is_moved_meanwhile_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/one").mkdir(parents=True)
+    append(Path("runs/two/metrics.jsonl"), {})
+    monkeypatch.setattr(Path, "is_file", lambda _: True)  # it was there
+    assert run_to_watch(None)[0] == Path("runs/two")
 
 
 def test_the_command_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
