@@ -59,11 +59,13 @@ async def agent(run: rl.Run, config: AgentConfig) -> None:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)  # a row an episode
             rows = rl.conversations(credited(batch, config.credit))  # a row a conversation
-            if config.loss.anchor == "trainer":
-                rows = await policy.logprobs(rows)
-            if reference:
-                rows = await reference.logprobs(rows)
-            metrics = await policy.update(rows, config.loss)
+            metrics = rl.Metrics({})
+            if len(rows):  # or no program asked the model, as where a tool of theirs is down
+                if config.loss.anchor == "trainer":
+                    rows = await policy.logprobs(rows)
+                if reference:
+                    rows = await reference.logprobs(rows)
+                metrics = await policy.update(rows, config.loss)
             await rl.publish(policy, stream)
             await run.record(metrics, batch)
     await policy.save(str(run.folder / "model"))

@@ -18,12 +18,13 @@ import contextvars
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import coroutine
 from typing import Final, cast
 
 import httpx2
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 
 from meshrl.agents.answers import MODEL
 from meshrl.agents.command import Output, run
-from meshrl.agents.config import AgentConfig, load_agent
+from meshrl.agents.config import AgentConfig, is_async, load_agent
 from meshrl.agents.container import Container
 from meshrl.agents.gateway import Gateway, Session
 from meshrl.data import Batch
@@ -46,6 +47,8 @@ from meshrl.user_code import RAISED, FirstErrors, unless_cancelled
 
 _RETRIES: Final = 8
 """Of a request that the gateway has no room for, by the client that a function is given."""
+_ENDS: Final = 5.0
+"""Seconds in which an async function ends that is cancelled, before it is left where it waits."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,14 @@ class Agent:
     @property
     def needs_server(self) -> bool:
         """Whether it talks to a server: a plain function and a command do."""
-        return not inspect.iscoroutinefunction(self._function)
+        return self._function is None or not is_async(self._function)
 
     async def play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling) -> Episode:
         """Let it work on the row, in a session of its own. A plain function and a command need `gateway.serving`.
 
-        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. Where
-        the sampler failed and the episode did too, what the sampler raised is raised. ConfigError without a server.
+        A plain function that takes too long goes on in its thread, which nobody waits for: its session is over. An
+        async one is cancelled, and goes on no more where it has not ended 5 seconds later. Where the sampler failed and
+        the episode did too, what the sampler raised is raised. ConfigError without a server.
         """
         if self.needs_server and not gateway.is_serving:
             raise ConfigError(
@@ -109,19 +113,14 @@ class Agent:
     async def _play(self, gateway: Gateway, row: Mapping[str, object], sampling: Sampling, tries: int) -> Episode:
         session, output = gateway.open(sampling), self._output()
         reward, error, turns = 0.0, None, None
-        limit = asyncio.timeout(self._config.seconds)
         try:
-            async with limit:
-                result = await self._call(gateway, session, row, output)
-                reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
+            result = await self._result(gateway, session, row, output)
+            reward, turns = reward_of(result), turn_rewards_of(result, len(session.conversation))
         except RAISED as raised:  # somebody's program may raise anything; it is data
             unless_cancelled(raised)
             if session.failure is not None:
                 raise session.failure from raised
-            late = isinstance(raised, TimeoutError) and limit.expired()
-            error = self._errors.told(
-                TimeoutError(f"no result in {self._config.seconds:g} seconds (seconds)") if late else raised
-            )
+            error = self._errors.told(raised)
         finally:
             rows = gateway.close(session)
         told = rows.assign(rewards=np.full(len(rows), reward, np.float32), reward_error=[error] * len(rows))
@@ -137,15 +136,30 @@ class Agent:
         _file(self._outputs, number - self._config.outputs_kept).unlink(missing_ok=True)
         return Output(most, _file(self._outputs, number))
 
-    async def _call(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
-        own = copy.deepcopy(dict(row))
-        if self._function is not None and inspect.iscoroutinefunction(self._function):
+    async def _result(self, gateway: Gateway, session: Session, row: Mapping[str, object], output: Output) -> object:
+        """What it returns or raises, or TimeoutError. It has a task of its own, which is over however this ends."""
+        own, work = copy.deepcopy(dict(row)), _Work()
+        playing = asyncio.create_task(_outcome(self._call(gateway, session, own, output, work)))
+        try:
+            if not (await asyncio.wait([playing], timeout=self._config.seconds))[0]:
+                raise TimeoutError(f"no result in {self._config.seconds:g} seconds (seconds)")
+        finally:
+            if not playing.done():
+                gateway.close(session)  # what it still asks for is no part of the episode
+                await work.end(playing)
+        result, error = playing.result()
+        if error is not None:
+            raise error
+        return result
+
+    async def _call(self, gateway: Gateway, session: Session, own: Row, output: Output, work: "_Work") -> object:
+        if self._function is not None and is_async(self._function):
             # Past the network: the same in a test in virtual time.
             inside = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
             async with openai.AsyncOpenAI(
                 base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=inside
             ) as client:
-                return cast("object", await self._function(client, own))
+                return await work.of(_awaited(self._function, client, own))
         if self._function is not None:
             return await _in_thread(partial(_plain, self._function, session, own))
         environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
@@ -153,6 +167,57 @@ class Agent:
         config = self._config
         container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
         return await run(config.command, given, environment, output, container)
+
+
+class _Work:
+    """Somebody's coroutine, which may go on when it is cancelled: then it is left where it waits."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+        self._is_left = False
+
+    @coroutine
+    def of(self, working: Coroutine[object, object, object]) -> Generator[object, object, object]:
+        """What it returns or raises, as `await` has it, until it is left: then it is told nothing more."""
+        self._has_begun = True
+        step: Callable[[], object] = partial(working.send, None)
+        while True:
+            try:
+                waits_for = step()
+            except StopIteration as ended:
+                return cast("object", ended.value)
+            try:
+                step = partial(working.send, (yield waits_for))
+            except BaseException as raised:  # it is the coroutine's to bear
+                if self._is_left:
+                    with suppress(Exception):  # its last words; and not later, where no loop runs to hold it up
+                        working.close()
+                    raise
+                step = partial(working.throw, raised)
+
+    async def end(self, task: asyncio.Task[object]) -> None:
+        """End the task that plays it."""
+        task.cancel()
+        if self._has_begun:
+            try:
+                await asyncio.wait([task], timeout=_ENDS)
+            finally:
+                self._is_left = True
+                task.cancel()
+        await asyncio.wait([task])
+
+
+async def _awaited(function: Callable[..., object], client: openai.AsyncOpenAI, row: Row) -> object:
+    result = function(client, row)
+    return await cast("Awaitable[object]", result) if inspect.isawaitable(result) else result
+
+
+async def _outcome(call: Coroutine[object, object, object]) -> tuple[object, BaseException | None]:
+    """What it returns or raises, told and not raised: SystemExit would end the loop."""
+    try:
+        return await call, None
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 -- raised again where it is waited for
+        return None, raised
 
 
 def _file(outputs: Path, number: int) -> Path:

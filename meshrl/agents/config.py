@@ -74,3 +74,9 @@ def load_agent(config: AgentConfig) -> Callable[..., object] | None:
     except TypeError as error:
         raise ConfigError(f"agent {source!r}: is called with a client and a row, and does not fit: {error}") from error
     return found
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether it is an async function, or one below its decorators, or an object whose `__call__` is one."""
+    whole = inspect.unwrap(function)
+    return inspect.iscoroutinefunction(whole) or inspect.iscoroutinefunction(type(whole).__call__)

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, cast
 import msgspec
 import numpy as np
 
+from meshrl import log
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch, Ragged
@@ -144,7 +145,8 @@ class Agents(Sampler):
         row = dict(cast("dict[str, object]", asked.objects("row")[number])) if "row" in asked else {}
         told = {name: asked.objects(name)[number] for name in ("prompt", "answer") if name in asked}
         episode = await self._agent.play(self._gateway, row | told, sampling)
-        return _Played(episode, int(episode.rows.row("oldest_version").min(initial=self._version)))
+        versions = episode.rows.row("oldest_version")
+        return _Played(episode, int(versions.min()) if len(versions) else self._version)
 
     def _told(self, rows: Batch, played: Sequence[_Played]) -> Batch:
         episodes = [each.episode for each in played]
@@ -173,16 +175,28 @@ def conversations(batch: Batch) -> Batch:
 
     A ragged column, such as `turn_rewards`, has one value a turn of the episode: it becomes one a token, of the turn
     that the token is of, and 0 where it is not learnt. Needs `episode`, as `Agents` gives it. An episode in which the
-    model was not asked has no rows.
+    model was not asked has no rows. A warning says where that is so of all, or all failed.
     """
     episodes = cast("tuple[Batch, ...]", batch.objects(_EPISODE) if len(batch) else ())
     rows = Batch.concat(episodes)
     own = batch.drop(_EPISODE, *(name for name in rows.names if name in batch))
+    _warn(batch, episodes)
     if not len(rows):
         return own.select(np.zeros(0, np.int64)).assign(**rows.columns)
     own = own.select(np.repeat(np.arange(len(batch)), [len(each) for each in episodes]))
     spread = {name: _by_token(column, rows) for name, column in own.columns.items() if isinstance(column, Ragged)}
     return own.assign(**rows.columns, **spread)
+
+
+def _warn(batch: Batch, episodes: Sequence[Batch]) -> None:
+    """Say that there is nothing to learn: all failed, or none asked the model."""
+    told = batch.objects("reward_error") if len(batch) and "reward_error" in batch else ()
+    failed, asked = [error for error in told if error is not None], sum(len(each) > 0 for each in episodes)
+    if len(batch) and (not asked or len(failed) == len(batch)):
+        log.warning(
+            f"there is nothing to learn from {len(batch)} episodes: {len(failed)} failed, and {asked} asked the model",
+            error=failed[0] if failed else None,
+        )
 
 
 def _by_token(column: Ragged, rows: Batch) -> Ragged:

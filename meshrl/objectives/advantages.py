@@ -1,5 +1,6 @@
 """Advantages: how much better a completion is than the others of its prompt, or a token than a critic expected."""
 
+from itertools import pairwise
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -75,7 +76,7 @@ def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
             "one group a row"
         )
     compared = group_advantages(rewards.values, np.repeat(labels, rewards.lengths)).astype(np.float64)
-    rows = np.split(compared, rewards.offsets[1:-1])
+    rows = [compared[begin:end] for begin, end in pairwise(rewards.offsets)]
     return Ragged.of([np.cumsum(row[::-1])[::-1] for row in rows], np.float32)
 
 

@@ -116,6 +116,55 @@ def test_an_agent_that_is_cancelled_is_cancelled(agent: Callable[..., Agent]) ->
     simulate(main)
 
 
+SWALLOWS = """
+while True:
+    try:
+        await asyncio.sleep(600)
+    except:
+        await asyncio.sleep(1)
+"""
+NEVER_ENDS = """
+while True:
+    try:
+        await asyncio.sleep(1)
+    except:
+        pass
+"""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python tells of the one that is freed
+@pytest.mark.parametrize("body", [SWALLOWS, NEVER_ENDS], ids=["ends late", "never ends"])
+def test_an_async_agent_that_does_not_end_is_left(agent: Callable[..., Agent], body: str) -> None:
+    async def main() -> None:
+        gateway = Gateway(ScriptedSampler(lambda prompt: "ok"), ScriptedChat())
+        solve, now = agent(ASK + body, seconds=60), asyncio.get_running_loop().time
+        episode = await solve.play(gateway, ROW, Sampling(max_tokens=100))
+        assert "no result in 60 seconds" in str(episode.error)
+        assert len(episode.rows) == 1
+        playing = asyncio.create_task(solve.play(gateway, ROW, Sampling(max_tokens=100)))
+        await asyncio.sleep(1)
+        playing.cancel()
+        await asyncio.wait([playing])
+        assert playing.cancelled()
+        assert now() < 60 + 1 + 2 * 10
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    simulate(main)
+
+
+def test_async_functions_in_other_shapes(tmp_path: Path) -> None:
+    (tmp_path / "shapes.py").write_text(
+        "import functools\n"
+        "async def solve(client, row):\n    return 1\n"
+        "@functools.wraps(solve)\ndef decorated(client, row):\n    return solve(client, row)\n"
+        "class Solver:\n    async def __call__(self, client, row):\n        return 1\n"
+        "called = Solver()\n",
+        "utf-8",
+    )
+    for name in ("decorated", "called"):
+        assert played(Agent(AgentConfig(source=f"{tmp_path / 'shapes.py'}:{name}"))).reward == 1.0
+
+
 async def served(agent: Agent, *script: str) -> Episode:
     async with Gateway(ScriptedSampler(script), ScriptedChat()).serving() as gateway:
         return await agent.play(gateway, ROW, Sampling(max_tokens=100))

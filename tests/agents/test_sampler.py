@@ -93,6 +93,20 @@ def test_each_turns_tokens_have_what_is_the_turns(agent: Agent) -> None:
     assert (told == rows.loss_mask.values).all()
 
 
+def test_the_age_of_an_episode_is_that_of_its_tokens(agent: Agent) -> None:
+    """Also where the weights went to the sampler itself; without tokens, the last that `Agents` were given."""
+
+    async def main() -> Batch:
+        sampler, policy = ScriptedSampler(lambda prompt: "ok"), FakePolicy(PolicyConfig(model="none"))
+        agents = agents_of(agent, sampler)
+        await publish(policy, agents)
+        await policy.update(conversations(await rollout(agents, Batch.of(prompt=["a"]), Sampling())), CrossEntropy())
+        await publish(policy, sampler)
+        return await rollout(agents, Batch.of(prompt=["a", ""]), Sampling())
+
+    assert simulate(main).row("oldest_version").tolist() == [1, 0]
+
+
 def test_a_sampler_that_fails_for_a_while_costs_retries_and_no_reward(agent: Agent) -> None:
     class Failing(ScriptedSampler):
         async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:

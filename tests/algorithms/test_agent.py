@@ -1,6 +1,7 @@
 """GRPO over episodes of an agent: on a scripted sampler in virtual time, and on the torch backend as it ships."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,9 +9,10 @@ from unittest.mock import patch
 
 import pytest
 
-from meshrl import Batch, PolicyConfig, RunConfig, Task
+from meshrl import Batch, Metrics, PolicyConfig, RunConfig, Task
 from meshrl.config import validate
 from meshrl.run import load_job, shipped_configs
+from meshrl.run.batch_stats import statistics
 from meshrl.run.jobs import load_script, shipped_scripts
 from meshrl.testing import FakePolicy, FakeRun, ScriptedSampler, delayed, simulate
 from meshrl.weights import Weights
@@ -76,6 +78,37 @@ def test_it_learns_and_is_judged_in_virtual_time(solve: str, ahead: int, credit:
     assert len(policy.updates) == 12
     held_out = {f"user: {n}" for n in range(60, 66)}
     assert not any(str(text)[:8] in held_out for batch in policy.updates for text in batch.objects("prompt"))
+
+
+class Recorded(FakeRun):
+    """With the numbers of the batch, as a run on files has them."""
+
+    async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
+        assert batch is not None
+        await super().record(metrics, batch, **await statistics(batch))
+
+
+@pytest.mark.parametrize("asked", [0, 8])
+def test_a_step_in_which_all_programs_fail_ends_no_run(
+    asked: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Task(train=rows(10, 40), held_out=rows(60, 2))
+    _, second = islice(task.batches(4, seed=0), 2)
+    lines = SOLVE.splitlines(keepends=True)
+    down = f"    if row['prompt'] in {second.objects('prompt')}:\n        raise OSError('a tool is down')\n"
+    lines.insert(4 if asked else 3, down)
+    (tmp_path / "one_answer.py").write_text("".join(lines), "utf-8")
+    policy = FakePolicy(PolicyConfig(model="none"))
+    run = Recorded(policy, Learning(), seed=0)
+    table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "sampling": {"n": 2}}
+    chosen = {"agent": {"source": f"{tmp_path / 'one_answer.py'}:solve"}, "prompts": 4, "steps": 3}
+    with patch.object(Task, "load", lambda _: task), patch.object(FakePolicy, "save"):
+        simulate(lambda: AGENT.function(run, validate(AGENT.schema, {**table, **chosen}, "test")))
+    assert [line["reward_errors"] for line in run.recorded] == [0, 8, 0]
+    assert len(policy.updates) == (3 if asked else 2)
+    told = capsys.readouterr().err
+    assert f"nothing to learn from 8 episodes: 8 failed, and {asked} asked the model" in told
+    assert "OSError: a tool is down" in told
 
 
 def test_the_quickstart_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

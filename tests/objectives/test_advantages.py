@@ -202,3 +202,4 @@ def test_a_turn_has_the_rewards_from_it_on() -> None:
     assert told.values == pytest.approx([up + down, down, 0, 0, down], abs=1e-5)
     with pytest.raises(DataError, match="there are 1 rows of rewards"):
         turn_advantages(Ragged.of([[1, 0]], np.float32), [0, 0])
+    assert len(turn_advantages(Ragged.of([], np.float32), np.zeros(0))) == 0
