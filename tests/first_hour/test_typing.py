@@ -20,7 +20,10 @@ def test_the_version(terminal: Terminal) -> None:
     ("typed", "told"),
     [
         (("run", "mine"), "mine: is a folder, not a configuration; did you mean mine/config.toml?"),
-        (("check", "sft"), "did you mean sft/agent or sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm?"),
+        (
+            ("check", "sft"),
+            "did you mean sft/agent or sft/quickstart or sft/quickstart-megatron or sft/quickstart-vllm?",
+        ),
         (("run", "dpo"), "dpo: is an algorithm, not a configuration; did you mean dpo/quickstart?"),
         (("new", "grpo/quickstart", "z"), "no algorithm 'grpo/quickstart' is shipped; did you mean 'grpo'?"),
         (("run", "grpo/quickstart", "steps", "3"), "steps 3: a key and its value are one argument: write steps=3"),
