@@ -17,6 +17,7 @@ import asyncio
 import contextvars
 import copy
 import inspect
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -162,7 +163,12 @@ class Agent:
                 return await work.of(_awaited(self._function, client, own))
         if self._function is not None:
             return await _in_thread(partial(_plain, self._function, session, own))
-        environment = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.token, "OPENAI_MODEL": MODEL}
+        environment = {
+            "OPENAI_BASE_URL": session.url,
+            "OPENAI_API_KEY": session.token,
+            "OPENAI_MODEL": MODEL,
+            **_no_proxy(httpx2.URL(session.url).host),
+        }
         given = msgspec.json.encode(own, enc_hook=str)
         config = self._config
         container = Container(config.runtime, config.image, f"meshrl-{session.id}") if config.image else None
@@ -263,8 +269,17 @@ def _by_turn(reward: float, turns: Sequence[float] | None, answers: int) -> NDAr
     return rewards
 
 
+def _no_proxy(host: str) -> Mapping[str, str]:
+    """What programs read to reach it without a proxy, with what ours says already."""
+    said = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), f"{said},{host}" if said else host)
+
+
 def _plain(function: Callable[..., object], session: Session, row: Row) -> object:
-    with openai.OpenAI(base_url=session.url, api_key=session.token, max_retries=_RETRIES) as client:
+    straight = httpx2.Client(trust_env=False)  # the gateway is no proxy's to reach
+    with openai.OpenAI(
+        base_url=session.url, api_key=session.token, max_retries=_RETRIES, http_client=straight
+    ) as client:
         return function(client, row)
 
 

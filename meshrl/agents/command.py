@@ -82,8 +82,7 @@ async def run(
             await _ended(process, (stdout, stderr), output.most_bytes)
         finally:
             ended = process.returncode is not None
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end_group(process)
             await process.wait()
             output.take(stdout, stderr)
             if container and not ended:
@@ -93,6 +92,24 @@ async def run(
         last = (output.complained or output.said)[-400:].strip()
         raise CommandFailed(f"{name} ended with status {process.returncode}: {last}")
     return _result(name, output.said)
+
+
+def _end_group(process: asyncio.subprocess.Process) -> None:
+    """End what is left of its group. A number that belongs to a process once more was free, so there is none left."""
+    if process.returncode is not None and _runs(process.pid):
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 async def _ended(process: asyncio.subprocess.Process, outputs: Sequence[IO[bytes]], most_bytes: int) -> None:

@@ -208,6 +208,11 @@ class Conversation:
         """How many turns each conversation has, by the first of them; one that branches is one."""
         return {first: len(turns) for first, turns in self._turns.items()}
 
+    def first_of(self, prompt: Prompt) -> Turn | None:
+        """The first turn of the conversation that this would go on with; None where it begins one."""
+        place = None if prompt.before is None else self._places.get(prompt.before)
+        return None if place is None else place.first
+
     def take(self, first: Turn) -> tuple[Batch, Sequence[Transcript]]:
         """The rows of the conversation that began with this turn, as `rows` has them, and the transcript of each.
 

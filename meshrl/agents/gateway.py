@@ -77,8 +77,8 @@ class Session:
     conversation: Conversation = field(repr=False)
     failure: Exception | None = None
     """What the sampler raised, for which the program is not to blame; None where it has answered since."""
-    draws: set["asyncio.Future[list[Answer]]"] = field(default_factory=set, repr=False)
-    """The answers that its requests wait for."""
+    draws: dict["asyncio.Future[list[Answer]]", Prompt] = field(default_factory=dict, repr=False)
+    """The answers that its requests wait for, and after what."""
     _calls: "itertools.count[int]" = field(default_factory=itertools.count, repr=False)
 
     def new_call(self) -> str:
@@ -235,7 +235,7 @@ class Gateway:
         draws = asyncio.gather(*(draw() for _ in range(asked.count)))
         left = asyncio.create_task(_left(request))
         left.add_done_callback(lambda _: draws.cancel())
-        session.draws.add(draws)
+        session.draws[draws] = prompt
         try:
             answers = await draws
         except (Exception, asyncio.CancelledError) as error:
@@ -246,7 +246,7 @@ class Gateway:
             session.failure = error if isinstance(error, Exception) else failed
             raise failed from error
         finally:
-            session.draws.discard(draws)
+            del session.draws[draws]
             left.cancel()
         session.failure = None
         if not all(len(answer.drawn.tokens) for answer in answers):

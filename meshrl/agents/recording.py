@@ -11,9 +11,9 @@ makes columns of lines that a task has read.
 import asyncio
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, cast
@@ -21,17 +21,18 @@ from typing import Final, Self, cast
 import msgspec
 import numpy as np
 
+from meshrl import log
 from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import Transcript, Turn
 from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch, Ragged, Source
-from meshrl.errors import ConfigError, DataError
+from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
 
 _LOOK: Final = 1.0
 """Seconds, at most, between two looks for conversations that are over."""
-_SHARE: Final = 50
-"""As many times as long as a file took to be written, it is then left alone."""
+_BLOCK: Final = 1 << 20
+"""Bytes that are read at once where the end of the last whole line is looked for."""
 _PER_TOKEN: Final[Mapping[str, type[np.generic]]] = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
@@ -46,7 +47,7 @@ _PER_ROW: Final[Mapping[str, type[np.generic]]] = {
 
 
 class Recording:
-    """A file of rows, which grows by whole rows: whenever the process ends, however it does, none is cut in two."""
+    """A file of rows, which grows by whole rows: one that a process could not end is cut off by the next."""
 
     def __init__(self, file: Path, chat: Chat) -> None:
         """A file that is there already is gone on with."""
@@ -66,6 +67,7 @@ class Recording:
         except OSError as error:
             os.close(self._lock)
             raise ConfigError(f"{self.file}: another process records there: give another folder") from error
+        _cut(self.file)
         return self
 
     def __exit__(
@@ -75,7 +77,10 @@ class Recording:
             os.close(self._lock)
 
     def add(self, conversations: Sequence[tuple[Batch, Sequence[Transcript]]]) -> None:
-        """Write the rows of conversations, each as `Conversation.take` gives it, behind those that are there."""
+        """Write the rows of conversations, each as `Conversation.take` gives it, behind those that are there.
+
+        OSError where the disk has no room for all: then none is written.
+        """
         rows = [
             (batch, row, transcript)
             for batch, transcripts in conversations
@@ -86,16 +91,17 @@ class Recording:
         lines = [
             msgspec.json.encode(self._line(*row, number)) + b"\n" for number, row in enumerate(rows, self.rows + 1)
         ]
-        part = self.file.with_name(f".{self.file.name}.part")
-        if self.file.exists():
-            shutil.copyfile(self.file, part)
-        else:
-            part.write_bytes(b"")
-        with part.open("ab") as out:
-            out.writelines(lines)
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(self.file)
+        with self.file.open("ab") as out:
+            whole = out.tell()
+            try:
+                out.writelines(lines)
+                out.flush()
+                os.fsync(out.fileno())
+            except OSError:
+                with suppress(OSError):
+                    out.close()
+                os.truncate(self.file, whole)
+                raise
         self.rows += len(rows)
 
     def _line(self, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
@@ -120,35 +126,57 @@ class Recording:
             return self.chat.decode(tokens[: -len(transcript.drawn.tokens)])
 
 
+def _cut(file: Path) -> None:
+    """Cut off a last line that has no end."""
+    if not file.exists():
+        return
+    with file.open("rb+") as out:
+        end = out.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - _BLOCK)
+            out.seek(begin)
+            newline = out.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        out.truncate(end)
+
+
 async def record(
     gateway: Gateway, sampling: Sampling, recording: Recording, idle: float, say: Callable[[str], None]
 ) -> None:
     """Let programs talk to the model until this is cancelled, and write down each conversation that is over.
 
-    One is over where nobody has gone on with it for `idle` seconds, and at the end. `say` is told the base URL and the
-    key.
+    One is over where nobody has gone on with it for `idle` seconds and nobody waits for an answer, and at the end.
+    What the disk has no room for waits for the next look; OSError where it has none at the end. `say` is told the base
+    URL and the key.
     """
     session = gateway.open(sampling)
     say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
     seen: dict[Turn, tuple[int, float]] = {}
     waiting: list[tuple[Batch, Sequence[Transcript]]] = []
-    pause = look = min(_LOOK, idle / 4)
-    loop = asyncio.get_running_loop()
+    warned = False
+    conversation, loop = session.conversation, asyncio.get_running_loop()
     try:
         while True:
-            await asyncio.sleep(pause)
-            now, sizes = loop.time(), session.conversation.sizes()
+            await asyncio.sleep(min(_LOOK, idle / 4))
+            now, asked = loop.time(), {conversation.first_of(prompt) for prompt in session.draws.values()}
             seen = {
-                first: seen[first] if first in seen and seen[first][0] == size else (size, now)
-                for first, size in sizes.items()
+                first: seen[first] if first in seen and seen[first][0] == size and first not in asked else (size, now)
+                for first, size in conversation.sizes().items()
             }
-            waiting += [session.conversation.take(first) for first, (_, since) in seen.items() if now - since >= idle]
-            recording.add(waiting)
-            waiting.clear()
-            pause = max(look, _SHARE * (loop.time() - now))
+            waiting += [conversation.take(first) for first, (_, since) in seen.items() if now - since >= idle]
+            try:
+                recording.add(waiting)
+                waiting.clear()
+            except OSError as error:
+                if not warned:
+                    log.warning(f"{recording.file} cannot be written; rows wait until it can", error=described(error))
+                warned = True
     finally:
         gateway.close(session)  # so that nothing comes after this
-        recording.add([*waiting, *map(session.conversation.take, session.conversation.sizes())])
+        recording.add([*waiting, *map(conversation.take, conversation.sizes())])
 
 
 def recorded(batch: Batch) -> Batch:

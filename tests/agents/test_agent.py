@@ -177,6 +177,24 @@ async def test_a_plain_function_has_a_plain_client(agent: Callable[..., Agent]) 
     assert len(episode.rows) == 1
 
 
+@pytest.mark.process
+async def test_no_proxy_is_asked_for_the_gateway(agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    for solve in (agent(ASK.replace("await ", "") + "return 1", "def"), python(COMMAND)):
+        episode = await served(solve, "2")
+        assert (episode.reward, episode.error) == (1.0, None)
+    said = await served(
+        python(
+            "import os; print(os.environ['NO_PROXY'] == os.environ['no_proxy'], 'example.org' in "
+            "os.environ['no_proxy']); print(1)"
+        )
+    )
+    assert said.output.startswith("True True")
+
+
 async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -> None:
     for solve in (agent("return 1", "def"), python("print(1)")):
         with pytest.raises(ConfigError, match=r"gateway\.serving\(\)"):
@@ -271,9 +289,9 @@ open({str(tmp_path / "child")!r}, "a").write(str(child.pid) + "\\n")
 if HANGS: time.sleep(600)
 print(1)
 """
-    hangs = await served(python(code.replace("HANGS", "True"), seconds=5))
+    hangs = await served(python(code.replace("HANGS", "True"), seconds=20))
     ended = await served(python(code.replace("HANGS", "False")))
-    assert "no result in 5 seconds" in str(hangs.error)
+    assert "no result in 20 seconds" in str(hangs.error)
     assert (ended.reward, ended.error) == (1.0, None)
     for pid in map(int, (tmp_path / "child").read_text("utf-8").split()):
         await gone(pid)
@@ -370,7 +388,8 @@ async def test_a_command_in_a_container(docker: Path) -> None:
     assert (episode.reward, episode.error) == (1.0, None)
     info, run = (docker / "asked").read_text("utf-8").splitlines()[:2]
     assert info == "info"
-    variables = "--env OPENAI_BASE_URL --env OPENAI_API_KEY --env OPENAI_MODEL"
+    names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", "NO_PROXY", "no_proxy")
+    variables = " ".join(f"--env {name}" for name in names)
     assert re.match(
         rf"run --rm --init --interactive --network host --name meshrl-\w{{16}} {variables} node:22 {sys.executable} -c",
         run,

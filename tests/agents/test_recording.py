@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ import transformers
 from meshrl import ConfigError, CrossEntropy, DataError, NewModel, Policy, PolicyConfig, Sampling, Task, TaskConfig, cli
 from meshrl.agents import Gateway, Message, Recording, record, recorded
 from meshrl.roles import implementation
-from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
+from meshrl.testing import ScriptedChat, ScriptedSampler, delayed, simulate
 from meshrl_hf.loading import new_config
 from meshrl_hf.text import character_tokenizer
 
@@ -78,18 +77,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(300)  # two processes that load torch
 def test_what_is_recorded_of_a_model_is_learnt_by_sft(model: Path, tmp_path: Path) -> None:
     file, said = tmp_path / "rows.jsonl", []
-    with recording(model, "sampling.temperature=0.5", "--out", tmp_path, "--idle", "0.2") as (process, client):
-        said += [converse(client, "abc", "de", "f"), converse(client, "h")]
-        while not file.exists() or len(rows_of(tmp_path)) < 2:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.kill()
-        process.communicate(timeout=60)
-    with recording(model, "sampling.temperature=0.5", "--out", tmp_path) as (process, client):  # goes on with the file
-        said += [converse(client, "abc", "de", "f"), converse(client, "h")]
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (0, f"2 rows were added to {file}\n")
+    for _ in range(2):  # the second goes on with the file
+        with recording(model, "sampling.temperature=0.5", "--out", tmp_path) as (process, client):
+            said += [converse(client, "abc", "de", "f"), converse(client, "h")]
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+            assert (process.returncode, err) == (0, f"2 rows were added to {file}\n")
     rows = rows_of(tmp_path)
     assert [row["messages"] for row in rows] == said
     assert len({row["id"] for row in rows}) == 4
@@ -112,11 +105,15 @@ def test_what_is_recorded_of_a_model_is_learnt_by_sft(model: Path, tmp_path: Pat
     asyncio.run(learn())
 
 
-def said_in_a_script(folder: Path, program: Callable[[openai.AsyncOpenAI], Awaitable[None]]) -> list[dict[str, Any]]:
+def said_in_a_script(
+    folder: Path,
+    program: Callable[[openai.AsyncOpenAI], Awaitable[None]],
+    sampler: type[ScriptedSampler] = ScriptedSampler,
+) -> list[dict[str, Any]]:
     """What is recorded of a program, in virtual time, with conversations that are over after 100 seconds."""
 
     async def main() -> None:
-        gateway = Gateway(ScriptedSampler(lambda prompt: f"{len(prompt)}"), ScriptedChat())
+        gateway = Gateway(sampler(lambda prompt: f"{len(prompt)}"), ScriptedChat())
         told: list[str] = []
         with Recording(folder / "rows.jsonl", ScriptedChat()) as rows:
             task = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append))
@@ -171,7 +168,20 @@ def test_texts_and_tools_are_recorded(tmp_path: Path) -> None:
     assert chat["prompt"] == ScriptedChat().render([Message("user", "hi")], [tool])
 
 
-def test_a_disk_that_is_full_costs_no_row_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_whose_answer_is_waited_for_does_not_rest(tmp_path: Path) -> None:
+    async def program(client: openai.AsyncOpenAI) -> None:
+        first = await ask(client, "a")
+        second = await ask(client, "a", first, "b")
+        await ask(client, "a", first, "b", second, "c")
+        assert not (tmp_path / "rows.jsonl").exists()
+
+    (row,) = said_in_a_script(tmp_path, program, delayed(ScriptedSampler, generate=300.0))
+    assert len(row["messages"]) == 6
+
+
+def test_a_disk_that_is_full_costs_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def program(client: openai.AsyncOpenAI) -> None:
         await ask(client, "a")
         await asyncio.sleep(150)
@@ -179,11 +189,23 @@ def test_a_disk_that_is_full_costs_no_row_that_was_there(tmp_path: Path, monkeyp
             full.setattr(os, "fsync", _full)
             await ask(client, "b")
             await asyncio.sleep(150)
-        assert len(rows_of(tmp_path)) == 1
+            assert len(rows_of(tmp_path)) == 1
+        await ask(client, "c")
+        await asyncio.sleep(50)
+        assert len(rows_of(tmp_path)) == 2
+        monkeypatch.setattr(os, "fsync", _full)
 
     with pytest.raises(OSError, match="full"):
         said_in_a_script(tmp_path, program)
-    assert [row["messages"][0]["content"] for row in rows_of(tmp_path)] == ["a"]
+    assert capsys.readouterr().err.count("rows wait until it can") == 1
+    assert [row["messages"][0]["content"] for row in rows_of(tmp_path)] == ["a", "b"]
+
+
+def test_a_line_without_an_end_is_cut_off(tmp_path: Path) -> None:
+    for before, after in ((b"{}\n{}\n{1", b"{}\n{}\n"), (b"{1" * (1 << 20), b""), (b"{}\n", b"{}\n")):
+        (tmp_path / "rows.jsonl").write_bytes(before)
+        with Recording(tmp_path / "rows.jsonl", ScriptedChat()):
+            assert (tmp_path / "rows.jsonl").read_bytes() == after
 
 
 def _full(_: int) -> None:
