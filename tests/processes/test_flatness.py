@@ -19,6 +19,8 @@ from tests.processes.conftest import NO_CORE, segments
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 MIB = 1 << 20
+ATTEMPTS = 3
+"""What leaks grows each time; what an allocator keeps of earlier tests in this process comes once."""
 
 
 class Rows(Actor):
@@ -96,16 +98,21 @@ async def test_nothing_grows_with_the_steps(engine: ProcessEngine, steps: int) -
     pids = [os.getpid(), *[int(pid) for rows in (one, other) for pid in await rows.pid()]]
     for number in range(300):
         await step(number, one, other)
-    before = await sizes(pids, [one, other])
-    for number in range(steps):
-        await step(number, one, other)
-    after = await sizes(pids, [one, other])
-    made = sum(each.segments for each in after) - sum(each.segments for each in before)  # each may be mapped anywhere
-    for pid, then, now in zip(pids, before, after, strict=True):
-        where = f"process {pid} of {pids}: {then} and then {now}"
-        assert now.descriptors <= then.descriptors + 4 + made, where
-        assert now.threads <= then.threads, where
-        assert now.segments <= then.segments + 4, where
-        assert now.memory <= then.memory + 4 * MIB, where
+    for attempt in range(ATTEMPTS):
+        before = await sizes(pids, [one, other])
+        for number in range(steps):
+            await step(number, one, other)
+        after = await sizes(pids, [one, other])
+        made = sum(each.segments for each in after) - sum(
+            each.segments for each in before
+        )  # each may be mapped anywhere
+        where = f"processes {pids}: {before} and then {after}"
+        for then, now in zip(before, after, strict=True):
+            assert now.descriptors <= then.descriptors + 4 + made, where
+            assert now.threads <= then.threads, where
+            assert now.segments <= then.segments + 4, where
+        if all(now.memory <= then.memory + 4 * MIB for then, now in zip(before, after, strict=True)):
+            break
+        assert attempt + 1 < ATTEMPTS, f"memory grows again and again: {where}"
     for mesh in meshes:
         await mesh.stop()
