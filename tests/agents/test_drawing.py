@@ -1,7 +1,7 @@
 """Requests of many sessions, and the calls of the sampler that they share: who waits for whom, and what is given up."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,59 @@ def test_a_call_goes_on_for_the_sessions_that_are_there() -> None:
         assert sampler.calls == sampler.given_up == [["3600", "60"]]
 
     play(program)
+
+
+def test_sessions_share_calls_of_the_sampler() -> None:
+    sizes: list[int] = []
+
+    class Counting(ScriptedSampler):
+        async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
+            sizes.append(len(prompts))
+            await asyncio.sleep(1)
+            async for batch in super().generate(prompts, sampling):
+                yield batch
+
+    async def main() -> None:
+        gateway = Gateway(Counting(lambda prompt: prompt), ScriptedChat())
+
+        async def agent() -> None:
+            session = gateway.open(Sampling(max_tokens=1000))
+            async with client_of(gateway, session) as client:
+                for turn in range(3):
+                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": str(turn)}])
+            assert len(gateway.close(session)) == 3
+
+        await asyncio.gather(*(agent() for _ in range(256)))
+
+    simulate(main)
+    assert sum(sizes) == 256 * 3
+    assert len(sizes) < 64
+
+
+def test_an_aborted_answer_goes_on_while_the_call_that_it_was_of_still_ends() -> None:
+    class Slow(ScriptedSampler):
+        async def generate(self, prompts: Any, sampling: Any) -> AsyncGenerator[Any]:
+            rows = prompts.repeat(1)
+            async with self._calls.begin() as call:
+                await asyncio.sleep(1)
+                aborted = not await call.step()
+                for index in range(len(rows)):
+                    yield self._row(rows.select([index]), sampling, aborted)
+                await asyncio.sleep(0.5)  # as a mesh, whose stream ends after its last batch
+
+    async def main() -> None:
+        sampler = Slow(lambda prompt: "hi")
+        gateway = Gateway(sampler, ScriptedChat())
+        session = gateway.open(Sampling(max_tokens=1000))
+        async with client_of(gateway, session) as client:
+            asking = [asyncio.create_task(client.completions.create(model="", prompt=each)) for each in ("1", "2", "3")]
+            await asyncio.sleep(0.5)
+            await sampler.abort()
+            assert [(await told).choices[0].text for told in asking] == ["hi"] * 3
+        await gateway.aclose()
+        assert len(gateway.close(session)) == 3
+
+    simulate(main)
 
 
 async def test_what_a_client_that_has_gone_asked_for_is_given_up() -> None:
