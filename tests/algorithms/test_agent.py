@@ -102,8 +102,12 @@ def test_a_step_in_which_all_programs_fail_ends_no_run(
     run = Recorded(policy, Learning(), seed=0)
     table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "sampling": {"n": 2}}
     chosen = {"agent": {"source": f"{tmp_path / 'one_answer.py'}:solve"}, "prompts": 4, "steps": 3}
-    with patch.object(Task, "load", lambda _: task), patch.object(FakePolicy, "save"):
-        simulate(lambda: AGENT.function(run, validate(AGENT.schema, {**table, **chosen}, "test")))
+
+    async def main() -> None:
+        with patch.object(Task, "load", lambda _: task), patch.object(FakePolicy, "save"):
+            await AGENT.function(run, validate(AGENT.schema, {**table, **chosen}, "test"))
+
+    simulate(main)
     assert [line["reward_errors"] for line in run.recorded] == [0, 8, 0]
     assert len(policy.updates) == (3 if asked else 2)
     told = capsys.readouterr().err
