@@ -236,10 +236,10 @@ class Conversation:
 
         Columns: `prompt`, `completion` (texts, for people), `tokens`, `loss_mask`, `sampler_logprobs`, `versions`,
         `turn` (int32, of each token that is learnt the number of its answer in the session, from 0 on; -1 elsewhere),
-        `oldest_version`, `temperature`, `truncated`; with `sampler.record_experts` the `experts` that read each token
-        when its turn was drawn. What was sampled is learnt, each token in one row: a turn that
-        several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and version -1,
-        in the others.
+        `oldest_version`, `temperature`, `truncated` (whether one of its turns was); with `sampler.record_experts` the
+        `experts` that read each token when its turn was drawn. What was sampled is learnt, each token in one row: a
+        turn that several went on after is learnt in the first of theirs, and is like a prompt's, with log-prob 0 and
+        version -1, in the others.
         """
         return self._rows(list(self._places))
 
@@ -294,8 +294,8 @@ class Conversation:
             versions=Ragged.of([row.versions for row in rows], np.int32),
             turn=Ragged.of([row.turn for row in rows], np.int32),
             oldest_version=np.array([row.versions[row.learnt].min() for row in rows], np.int32),
-            temperature=np.array([row.last.temperature for row in rows], np.float32),
-            truncated=np.array([row.last.truncated for row in rows], np.bool_),
+            temperature=np.array([row.temperature for row in rows], np.float32),
+            truncated=np.array([row.truncated for row in rows], np.bool_),
         )
 
 
@@ -311,7 +311,9 @@ class _Row:
     experts: NDArray[np.int16] | None
     begins: int
     """The length of its first prompt."""
-    last: Drawn
+    temperature: float
+    truncated: bool
+    """Whether any of its turns was cut short."""
 
 
 def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
@@ -337,7 +339,8 @@ def _row(path: Sequence[Turn], learned: set[Turn]) -> _Row:
         np.concatenate(numbers),
         np.concatenate(experts) if experts else None,
         begins=len(path[0].added),
-        last=path[-1].drawn,
+        temperature=path[-1].drawn.temperature,
+        truncated=any(turn.drawn.truncated for turn in path),
     )
 
 

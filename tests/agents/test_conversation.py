@@ -60,6 +60,8 @@ def test_a_turn_that_was_cut_short_is_closed_by_the_template(chat: HuggingFaceCh
     asked = conversation.ask([USER, said, Message("user", "go on")])
     assert shown(chat, asked.tokens) == chat.render([USER, said, Message("user", "go on")], ())
     assert conversation.rows().row("truncated").tolist() == [True]
+    conversation.answer(asked, drawn(chat.encode("at sat")), Message("assistant", "at sat"))
+    assert conversation.rows().row("truncated").tolist() == [True]
 
 
 def test_the_row_of_a_conversation(chat: HuggingFaceChat) -> None:

@@ -94,16 +94,19 @@ def test_a_step_in_which_all_programs_fail_ends_no_run(
 ) -> None:
     task = Task(train=rows(10, 40), held_out=rows(60, 2))
     _, second = islice(task.batches(4, seed=0), 2)
-    lines = SOLVE.splitlines(keepends=True)
     down = f"    if row['prompt'] in {second.objects('prompt')}:\n        raise OSError('a tool is down')\n"
-    lines.insert(4 if asked else 3, down)
-    (tmp_path / "one_answer.py").write_text("".join(lines), "utf-8")
+    before = "    return" if asked else "    told"
+    (tmp_path / "one_answer.py").write_text(SOLVE.replace(before, down + before), "utf-8")
     policy = FakePolicy(PolicyConfig(model="none"))
     run = Recorded(policy, Learning(), seed=0)
     table = {"task": {"source": "none"}, "policy": FAKE, "sampler": FAKE, "sampling": {"n": 2}}
     chosen = {"agent": {"source": f"{tmp_path / 'one_answer.py'}:solve"}, "prompts": 4, "steps": 3}
-    with patch.object(Task, "load", lambda _: task), patch.object(FakePolicy, "save"):
-        simulate(lambda: AGENT.function(run, validate(AGENT.schema, {**table, **chosen}, "test")))
+
+    async def main() -> None:
+        with patch.object(Task, "load", lambda _: task), patch.object(FakePolicy, "save"):
+            await AGENT.function(run, validate(AGENT.schema, {**table, **chosen}, "test"))
+
+    simulate(main)
     assert [line["reward_errors"] for line in run.recorded] == [0, 8, 0]
     assert len(policy.updates) == (3 if asked else 2)
     told = capsys.readouterr().err
