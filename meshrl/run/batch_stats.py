@@ -31,11 +31,11 @@ def _signal(batch: Batch) -> dict[str, float]:
     return {"zero_std_groups": float((most == least)[several].mean())} if several.any() else {}
 
 
-async def statistics(batch: Batch) -> dict[str, float]:
+async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
     """The numbers that people watch of a batch of rollouts. Token columns that lie on ranks are left there.
 
-    DataError where the reward raised on each of its rows: nothing can be learned of them. Programs may all fail for a
-    while, as where a tool of theirs is down.
+    DataError where the reward raised on each of its rows: nothing can be learned of them. Programs that have `worked`
+    before may all fail for a while, as where a tool of theirs is down.
     """
     rewards = [name for name in batch.names if name.startswith("reward_") and name != "reward_error"]
     watched = ("rewards", "groups", "reward_error", "staleness", *_MEANS, *rewards)
@@ -57,7 +57,7 @@ async def statistics(batch: Batch) -> dict[str, float]:
         found |= {"staleness": float(versions.mean()), "staleness_max": float(versions.max())}
     if "reward_error" in batch:
         errors = [error for error in batch.objects("reward_error") if error is not None]
-        if errors and len(errors) == len(batch) and "conversation_count" not in batch:
+        if errors and len(errors) == len(batch) and not (worked and "conversation_count" in batch):
             raise DataError(
                 f"the reward raised on each of the {len(batch)} rows of a step, so that nothing can be learned from "
                 f"them: {errors[0]}. A warning above says where"

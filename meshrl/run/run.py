@@ -98,7 +98,7 @@ class Run:
         self._numbered = count(1)
         self._step = 0
         self._step_began = clock()
-        self._stepping = False
+        self._stepping = self._worked = False
         self._events: EventLog | None = None
         self._outer: Sink | None = None
         self._watch: Watch | None = None
@@ -281,10 +281,12 @@ class Run:
         for samples the texts.
         """
         step, seconds = self._step, clock() - self._step_began
+        told = await statistics(batch, worked=self._worked) if batch is not None else {}
+        self._worked |= told.get("reward_errors", 0.0) < told.get("rows", 0.0)
         values = {
             **metrics.means(),
             **corrected(metrics),
-            **(await statistics(batch) if batch is not None else {}),
+            **told,
             **self._synced(),
             **numbers,
         }

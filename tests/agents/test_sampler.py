@@ -21,6 +21,7 @@ from meshrl import (
     rollouts,
 )
 from meshrl.agents import Agent, AgentConfig, Agents, Gateway, conversations
+from meshrl.errors import DataError
 from meshrl.run import Run, RunConfig
 from meshrl.run.batch_stats import statistics
 from meshrl.testing import FakePolicy, ScriptedChat, ScriptedSampler, Witness, delayed, simulate
@@ -76,6 +77,10 @@ def test_a_row_is_an_episode_and_has_its_conversations(agent: Agent) -> None:
     assert rows.rewards.tolist() == [1.0] * 4 + [0.0] * 2
     assert [sum(mask) for mask in rows.loss_mask] == [6, 3, 6, 3, 3, 3]
     assert len(conversations(batch.select(np.zeros(0, np.int64)))) == 0
+    failed = batch.select(np.array([4, 5]))
+    with pytest.raises(DataError, match="the reward raised on each of the 2 rows"):
+        asyncio.run(statistics(failed))  # a program that never worked
+    assert asyncio.run(statistics(failed, worked=True))["reward_errors"] == 2.0
 
 
 def test_each_turns_tokens_have_what_is_the_turns(agent: Agent) -> None:
