@@ -33,6 +33,8 @@ from meshrl.testing.cluster import Cluster, Host, Inside, missing
 
 PATIENCE: Final = 10.0
 """The run's."""
+RANK: Final = "^ray::RankProces"
+"""A rank's process, by the 15 letters of its name. Ray writes the command line anew with each call, not at once."""
 BRIEF, LONG = 5.0, 30.0
 """Seconds of a cut that the run waits for, and of one that it does not."""
 AHEAD: Final = 2
@@ -155,7 +157,7 @@ class Broken:
 
         def some() -> bool:
             on = [host for host in self.cluster.hosts[1:] if host.is_on]
-            found[:] = [host for host in on if host.run(["sh", "-c", "pgrep -f ^ray::RankProcess; true"])]
+            found[:] = [host for host in on if host.run(["sh", "-c", f"pgrep {RANK}; true"])]
             return bool(found)
 
         self.wait_until(some, "it has a sampler")
@@ -212,11 +214,11 @@ def faults(luck: random.Random) -> Iterator[Fault]:
     """One after the other; each kind comes once before any comes again."""
 
     def sampler_killed(run: Broken) -> None:
-        killed = "pkill -KILL -f ^ray::RankProcess && echo killed; true"
+        killed = f"pkill -KILL {RANK} && echo killed; true"
         run.wait_until(lambda: bool(run.sampling(luck).run(["sh", "-c", killed])), "a sampler's process is found")
 
     def policy_killed(run: Broken) -> None:
-        run.cluster.hosts[0].run(["pkill", "-KILL", "-f", "^ray::RankProcess"])
+        run.cluster.hosts[0].run(["pkill", "-KILL", RANK])
 
     def host_replaced(run: Broken) -> Callable[[], None]:
         run.sampling(luck).kill()
