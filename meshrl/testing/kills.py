@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 _CHANGES: Final = ("rename", "replace", "unlink", "remove", "mkdir", "rmdir", "truncate", "ftruncate", "fsync", "link")
 """What `os` does to a folder, beside opening a file and writing it."""
+_LIVE: Final = ("now.json", ".now.json.part")
+"""What a thread of a run writes each second of real time, and nothing goes on from."""
 _THREAD: Final = 0.01
 """Virtual seconds that a thread takes."""
 
@@ -105,7 +107,7 @@ class KillPoints:
         if digest not in self._seen:
             self._seen.add(digest)
             copy = self._copies / f"{len(self.remains):04}"
-            shutil.copytree(self._folder, copy)
+            shutil.copytree(self._folder, copy, ignore=shutil.ignore_patterns(*_LIVE))
             self.remains.append(Remains(copy, self._last))
         if coming is not None:
             self._last = coming
@@ -117,6 +119,8 @@ class KillPoints:
 
         def opened(file: Any, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
             if self._noting or isinstance(file, int) or not set(mode) & set("wax+") or not self._holds(file):
+                return really_open(file, mode, buffering, *rest, **named)
+            if Path(file).name in _LIVE:
                 return really_open(file, mode, buffering, *rest, **named)
             self._note(f"open({Path(file).name}, {mode})")
             raw = _WatchedFile(file, mode.replace("b", "").replace("t", ""), self._note)
@@ -171,6 +175,8 @@ def _digest(folder: Path) -> bytes:
     """Of all that is in a folder: names and contents."""
     total = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*")):
+        if path.name in _LIVE:
+            continue
         total.update(f"{path}\0".encode())
         if path.is_file():
             with io.FileIO(path) as file:
