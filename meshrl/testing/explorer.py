@@ -88,12 +88,14 @@ def _first_failing(scenario: Scenario, seeds: range, time_limit: float | None) -
 @contextmanager
 def _without_logs() -> Generator[None]:
     """What thousands of schedules would log nobody reads; the one that fails is replayed with it."""
-    before = structlog.get_config()
+    configured, before = structlog.is_configured(), structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
         yield
     finally:
-        structlog.configure(**before)
+        structlog.reset_defaults()
+        if configured:
+            structlog.configure(**before)
 
 
 def _in_processes(reference: str, seeds: range, workers: int, time_limit: float | None) -> int | None:

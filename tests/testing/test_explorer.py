@@ -10,7 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources
+from meshrl import Batch, ContractError, CrossEntropy, DataError, LocalEngine, Mesh, Ragged, RankFailed, Resources, log
 from meshrl.errors import ConfigError
 from meshrl.roles import PolicyConfig, SamplerConfig, Sampling
 from meshrl.testing import (
@@ -159,6 +159,17 @@ def test_the_lowest_seed_that_fails_is_found_and_one_command_replays_it() -> Non
     assert replayed.returncode == 1
     assert "an update was lost" in replayed.stderr
     explore(lost_update, seeds=alone.value.seed)
+
+
+def test_what_is_logged_after_schedules_were_tried_is_seen_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    async def says(_: int) -> None:
+        log.warning("said")
+
+    explore(says, seeds=2)
+    log.warning("and said again")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("said") == 1
 
 
 def test_a_failure_that_depends_on_more_than_the_seed_is_told() -> None:
