@@ -1,4 +1,4 @@
-"""What keys of TRL and verl are called here."""
+"""What keys of other projects are called here."""
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
