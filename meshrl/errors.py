@@ -1,4 +1,4 @@
-"""The one tree of errors. Each says what happened, where, the numbers, and what to do."""
+"""The single tree of errors. Each says what happened, where, the numbers, and what to do."""
 
 import asyncio
 import difflib

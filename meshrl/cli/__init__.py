@@ -1,6 +1,6 @@
-"""The command line: its commands are in modules by what they are about, and `meshrl --help` lists them.
+"""The command line: its commands are in modules by subject, and `meshrl --help` lists them.
 
-`main` is the program; each module of commands adds its own to `app`.
+`main` is the program. Each module of commands adds its own to `app`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The application that commands add themselves to, and the arguments that several of them take."""
+"""The application that commands join, and the arguments that several of them take."""
 
 from importlib.metadata import version
 from pathlib import Path

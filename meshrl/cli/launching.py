@@ -1,4 +1,4 @@
-"""The commands that bring a configuration to several machines: launch slurm, launch kuberay, launch ssh."""
+"""The commands that run a configuration on several machines: launch slurm, launch kuberay, launch ssh."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `memory`: what a rank is to hold, and what would save."""
+"""The command `memory`: what a rank will hold, and how to save memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace

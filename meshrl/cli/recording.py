@@ -1,4 +1,4 @@
-"""The command that keeps what programs say to a model: record."""
+"""The command that records what programs say to a model: record."""
 
 import asyncio
 import tempfile

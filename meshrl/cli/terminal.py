@@ -1,4 +1,4 @@
-"""What a terminal is told: log lines and errors."""
+"""What the terminal shows: log lines and errors."""
 
 import sys
 import traceback

@@ -1,4 +1,4 @@
-"""The command that shows a run while it goes on: watch."""
+"""The command that shows a run live: watch."""
 
 import asyncio
 from contextlib import suppress

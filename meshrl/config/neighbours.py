@@ -1,4 +1,4 @@
-"""What keys of TRL and verl are called here."""
+"""What keys of TRL and verl are called in meshrl."""
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping

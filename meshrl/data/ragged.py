@@ -1,4 +1,4 @@
-"""Arrays that cannot change, and columns of them with one array a row."""
+"""Immutable arrays, and columns with one such array per row."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Environments: what answers a model turn by turn, and the user's own Python class inside one boundary.
+"""Environments: what answers a model turn by turn, and the user's Python class inside one boundary.
 
     class Guess:
         def reset(self, row):                  # the task's row; returns the first prompt

@@ -1,4 +1,4 @@
-"""Episodes: a sampler and an environment by turns, as one sampler.
+"""Episodes: a sampler and an environment in turns, as one sampler.
 
     episodes = Episodes(sampler, environment, config.environment)
     async with rollouts(episodes, prompts, config.sampling, ahead=config.ahead) as stream:

@@ -1,4 +1,4 @@
-"""How good a sampler's completions are, measured beside the steps of a run.
+"""How good a sampler's completions are, measured during a run.
 
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     async for _ in run.steps(config.steps):

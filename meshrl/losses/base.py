@@ -1,4 +1,4 @@
-"""What a loss is: the protocol, what it says of each token, and the fields that losses share."""
+"""The protocol of a loss, what it returns for each token, and the fields that losses share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrections for tokens that were sampled from other probabilities than the trainer's own."""
+"""Corrections for tokens that were sampled with other probabilities than the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates of the divergence of two policies, one a token."""
+"""Estimates of the divergence of two policies, one per token."""
 
 from __future__ import annotations
 

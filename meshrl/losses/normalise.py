@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number, whatever ranks and micro-batches the rows went to."""
+"""How the losses of tokens become one number, independent of ranks and micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of preferences: of pairs of completions, and of completions that are labelled good or bad.
+"""Losses on preferences: pairs of completions, and completions with a label good or bad.
 
 Each is the loss of a whole row, which is told of each of its tokens. What a row's loss needs of other rows stands in
 columns that were computed before the update, so a pair's rows may lie in different micro-batches and ranks.

@@ -1,4 +1,4 @@
-"""Whether the log-probs that a loss reads come from the model whose they must be."""
+"""Checks that the log-probs that a loss reads come from the right model."""
 
 from __future__ import annotations
 

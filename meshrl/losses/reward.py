@@ -1,4 +1,4 @@
-"""Losses of reward models: of pairs of texts of which one is better, and of the steps of a text, right or wrong.
+"""Losses of reward models: on pairs with a better text, and on the steps of a text, right or wrong.
 
 A loss is given the score at each token that is learned: the last of a row, or the last of each step.
 """

@@ -1,4 +1,4 @@
-"""Advantages: how much better a completion is than the others of its prompt, or a token than a critic expected."""
+"""Advantages: how much better a completion is than its group, or a token than a critic expected."""
 
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias

@@ -1,4 +1,4 @@
-"""What the numbers of a run are: what each means, its unit, and the side whose colour it has."""
+"""The numbers of a run: what each means, its unit, and the side whose colour it has."""
 
 from fnmatch import fnmatchcase
 from typing import Final, Literal, NamedTuple, TypeAlias

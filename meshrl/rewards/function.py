@@ -1,4 +1,4 @@
-"""Rewards that are Python functions: the shipped ones, and the user's own inside one boundary."""
+"""Rewards that are Python functions: shipped ones, and the user's inside one boundary."""
 
 import asyncio
 import copy

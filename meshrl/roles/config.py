@@ -1,4 +1,4 @@
-"""The tables of a configuration that say what a role is: which backend, which mesh, which model, and how it trains."""
+"""The configuration tables of roles: backend, mesh and model, and how a role trains."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How completions are drawn: the tables that a sampler is given."""
+"""How completions are sampled: the tables that a sampler receives."""
 
 from typing import Annotated, ClassVar, Final
 

@@ -1,4 +1,4 @@
-"""The table of a task: where its rows are, and the templates that make prompts and answers of them."""
+"""The table of a task: where its rows are, and the templates for prompts and answers."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal

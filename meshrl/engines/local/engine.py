@@ -1,4 +1,4 @@
-"""The local engine: ranks are threads of this process, each with an event loop of its own.
+"""The local engine: ranks are threads of this process, each with its own event loop.
 
 Torch releases the interpreter while it computes, so two meshes really work at the same time. Nothing is
 shared by accident: what crosses between caller and rank is immutable (a `Batch`) or copied.
