@@ -24,7 +24,7 @@ class ClippedLoss(WithKl):
 
     Reads `sampler_logprobs` and `advantages`, `logprobs` with anchor "trainer", and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `ratio` (of the policy to the anchor), `clip_fraction`, `kl` (k3, from the anchor to the policy) and
+    Diagnostics: `ratio` (of the policy to the anchor), `clip_fraction`, `kl` (k3, between anchor and policy) and
     `reference_kl`. With anchor "trainer" also `sampler_ratio` and `sampler_kl`, which compare the anchor with the
     sampler. With a correction also `correction` and `correction_squared`, from which `effective_sample_size` is
     computed, and `correction_clipped`, the fraction of tokens whose weight was bounded.

@@ -26,7 +26,7 @@ class ReinforceLoss(WithKl):
 
     Reads `sampler_logprobs` and `advantages`, and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `kl` (k3, from the sampler to the policy) and `reference_kl`. With a correction also `correction`,
+    Diagnostics: `kl` (k3, between sampler and policy) and `reference_kl`. With a correction also `correction`,
     `correction_squared` and `correction_clipped`, as in `ClippedLoss`.
 
     Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; for
@@ -63,7 +63,7 @@ class CispoLoss(WithKl):
 
     Reads `sampler_logprobs` and `advantages`, and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `ratio` (of the policy to the sampler), `clip_fraction`, `kl` (k3, from the sampler to the policy) and
+    Diagnostics: `ratio` (of the policy to the sampler), `clip_fraction`, `kl` (k3, between sampler and policy) and
     `reference_kl`.
 
     MiniMax-M1 (arXiv:2506.13585), the section on CISPO.

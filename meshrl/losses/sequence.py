@@ -25,7 +25,7 @@ class SequenceLoss(WithKl):
 
     Reads `sampler_logprobs` and `advantages`, `logprobs` with anchor "trainer", and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `ratio` (of the row), `clip_fraction`, `kl` (k3, from the anchor to the policy), `reference_kl`.
+    Diagnostics: `ratio` (of the row), `clip_fraction`, `kl` (k3, between anchor and policy), `reference_kl`.
 
     Zheng et al. 2025 (arXiv:2507.18071), equations 5 and 7. The default bounds are those of its experiments.
     """
