@@ -58,7 +58,7 @@ def test_new_writes_what_check_finds_right_and_run_runs(meshrl: Meshrl, tmp_path
     assert meshrl("new", "grpo", "mine").returncode == 0
     checked = meshrl("check", "mine/config.toml", *FAKES)
     assert checked.returncode == 0, checked.stderr
-    assert "nothing wrong was found" in checked.stdout
+    assert "no mistakes found" in checked.stdout
     done = meshrl("run", "mine/config.toml", *FAKES, "steps=2", "policy.optimizer.total_steps=2")
     assert done.returncode == 0, done.stderr
     assert [json.loads(file.read_text("utf-8")) for file in tmp_path.glob("runs/*/summary.json")]
