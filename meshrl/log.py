@@ -1,4 +1,4 @@
-"""Log lines of the program. A rank that says nothing does not pay for structlog: it is imported with the first."""
+"""Log lines of the program. structlog is imported with the first one, so a silent rank does not pay for it."""
 
 import sys
 from collections.abc import Generator

@@ -1,4 +1,4 @@
-"""A user's own code, such as a script or a reward function: found by its path or name, and its errors told."""
+"""The user's code, such as a script or a reward function: found by path or name, with its errors reported."""
 
 import asyncio
 import importlib

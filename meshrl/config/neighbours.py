@@ -1,4 +1,4 @@
-"""What keys of other projects are called here."""
+"""What keys of other projects are called in meshrl."""
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Paths in a configuration: one in a file starts at the file's folder, one on the command line where one stands."""
+"""Paths in a configuration: they start at the file's folder, or on the command line at the current folder."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""TOML files and the overrides of a command line, as tables."""
+"""TOML files and command-line overrides, as tables."""
 
 import tomllib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A table as a configuration, and every mistake in it told at once."""
+"""Turns a table into a configuration, or reports every mistake in it at once."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What ranks hand to each other is theirs alone: copied, or frozen."""
+"""Values that ranks pass to each other: copied, or frozen, so that nobody else can change them."""
 
 import copy
 from collections.abc import Mapping

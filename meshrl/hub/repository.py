@@ -1,4 +1,4 @@
-"""A repository of the hub, `ORG/NAME` or `ORG/NAME@REVISION`: its newest commit, its files, and a new one."""
+"""A repository on the hub, `ORG/NAME` or `ORG/NAME@REVISION`: find its newest commit, read its files, create one."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""What KubeRay takes: a RayJob whose cluster has room for the meshes, and the configuration as a ConfigMap."""
+"""For KubeRay: a RayJob whose cluster fits the meshes, with the configuration as a ConfigMap."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What the meshes of a configuration ask for, and on how many nodes it finds room."""
+"""What the meshes of a configuration need, and how many nodes that takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What `sbatch` takes: a script that starts Ray on the nodes of its job, and runs there."""
+"""For `sbatch`: a script that starts Ray on the nodes of its job and runs there."""
 
 import shlex
 import shutil

@@ -1,4 +1,4 @@
-"""Ray on a list of hosts that are reached by ssh: started, used and stopped from here."""
+"""Ray on a list of hosts, reached by ssh: starts it, uses it and stops it from here."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""What is wrong with an endpoint, in words: each check gives its mistakes, and what to write instead."""
+"""Checks of an endpoint: each returns its mistakes in words, with what to write instead."""
 
 import inspect
 import types

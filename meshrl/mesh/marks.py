@@ -1,4 +1,4 @@
-"""Reading one annotation: which mark stands on it, over which axes, and on what type."""
+"""Reads one annotation: its mark, the mark's axes, and the type."""
 
 import types
 import typing

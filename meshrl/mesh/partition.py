@@ -1,4 +1,4 @@
-"""Numbered things divided into parts of about the same weight."""
+"""Divides numbered items into parts of about the same weight."""
 
 import heapq
 from itertools import repeat

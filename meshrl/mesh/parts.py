@@ -1,4 +1,4 @@
-"""The parts of an actor along the axis that rows are divided over: which rows each takes, and which are there."""
+"""The parts of an actor along the axis that divides rows: which rows each takes, and which are present."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace

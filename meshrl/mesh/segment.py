@@ -1,4 +1,4 @@
-"""Segments of shared memory as they are read: what this process has mapped stays mapped, only the lease on it ends.
+"""Segments of shared memory for readers: a mapped segment stays mapped, and only its lease ends.
 
 To map pages again costs more than to read them.
 """

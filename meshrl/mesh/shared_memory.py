@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share: files that one process writes and any other maps.
+"""Memory that the processes of one machine share: files that one process writes and others map.
 
 They lie in memory, and on a disk where that has no room.
 

@@ -1,4 +1,4 @@
-"""Calls that are under way: which ranks have not answered for long, and where these are."""
+"""Calls in progress: which ranks have not answered for long, and what they are doing."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Preferences: pairs of completions of which one is better, and completions that are labelled good or bad."""
+"""Preferences: pairs with a better completion, and completions with a label good or bad."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The KL of drawn completions to a reference model: what it takes from rewards, and how large it is."""
+"""The KL of sampled completions to a reference model: how much it lowers rewards, and how large it is."""
 
 from typing import Final
 

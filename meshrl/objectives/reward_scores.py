@@ -1,4 +1,4 @@
-"""What a reward model's losses read of pairs of texts and of texts in steps, and how well its scores tell them."""
+"""What losses of reward models read from pairs and steps, and how well scores separate them."""
 
 from typing import TYPE_CHECKING, cast
 

@@ -1,4 +1,4 @@
-"""The best of many candidates, by simulating as few of them as will do."""
+"""The best of many candidates, found by simulating as few as possible."""
 
 import math
 from bisect import insort

@@ -1,4 +1,4 @@
-"""What the page shows, as one plain value that becomes its JSON."""
+"""The content of the report page, as one plain value that becomes its JSON."""
 
 import math
 from collections import Counter

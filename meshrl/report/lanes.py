@@ -1,4 +1,4 @@
-"""The lanes of the timeline: a row of spans for each rank, each who waits; short spans drawn together when many."""
+"""The lanes of the timeline: spans of each rank and of each waiter; many short spans are drawn together."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

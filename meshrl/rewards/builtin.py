@@ -1,4 +1,4 @@
-"""The reward functions that are shipped."""
+"""The shipped reward functions."""
 
 import math
 from collections.abc import Callable

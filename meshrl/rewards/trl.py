@@ -1,4 +1,4 @@
-"""Reward functions that are written for TRL."""
+"""Reward functions written for TRL."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,4 +1,4 @@
-"""The calls of `generate` on a rank: they step by turns, and loads and aborts come only between their steps.
+"""The calls of `generate` on a rank: they take turns to step, and loads and aborts come only between steps.
 
 What every sampler needs, whatever it decodes with:
 

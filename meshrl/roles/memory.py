@@ -1,4 +1,4 @@
-"""What a rank is to hold of a role: its backend tells it before anything is allocated."""
+"""What a rank will hold for a role, as its backend reports before anything is allocated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

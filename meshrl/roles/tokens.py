@@ -1,4 +1,4 @@
-"""What is known of a model's tokens before it loads: how many a prompt has, and whether a teacher has the same."""
+"""A model's tokens before it loads: how many a prompt has, and whether a teacher has the same ones."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Waiting for what others change, and saying meanwhile who waits for what."""
+"""Waits for changes that others make, and reports who waits for what."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rollouts as they come, some rows at a time, into whole groups, and these into batches."""
+"""Collects rollouts, some rows at a time, into whole groups, and groups into batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

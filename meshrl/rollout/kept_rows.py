@@ -1,4 +1,4 @@
-"""Rows that no seed draws again, such as programs' episodes: a run keeps them, and one that follows it has them."""
+"""Rows that no seed draws again, such as programs' episodes: a run keeps them for a run that repeats it."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""Which replica of a sampler draws which rows: those go where the least is outstanding, and a group stays together."""
+"""Which replica of a sampler draws which rows: the one with the least outstanding; groups stay together."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

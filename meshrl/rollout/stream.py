@@ -1,4 +1,4 @@
-"""Rollouts that go on while the policy trains, under a bound on how old what it trains on may be.
+"""Rollouts that continue while the policy trains, under a bound on the age of what it trains on.
 
     async with rollouts(sampler, prompts, sampling, ahead=1, score=reward.score) as stream:
         async for _ in run.steps(config.steps):

@@ -1,4 +1,4 @@
-"""What an audit finds of each promise of a run, as it goes through the accounts of its steps."""
+"""What an audit finds about each promise of a run, from the accounts of its steps."""
 
 from bisect import bisect_right
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: folders that are whole or not there, and what a run that goes on finds in the newest."""
+"""The checkpoints of a run: folders that are whole or absent, and what a resumed run finds in the newest."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a disk that cannot take a run's files does to the run: an error in words, with what to do."""
+"""What a run does when a disk cannot take its files: an error in words, with what to do."""
 
 import errno
 from pathlib import Path

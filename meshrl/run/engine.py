@@ -1,4 +1,4 @@
-"""The engine of a run, told what the roles of its configuration are made of."""
+"""The engine of a run, told which packages its roles need."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The folder of a run: where it begins, what becomes of an earlier run's, and what a run that goes on finds in it."""
+"""The folder of a run: where it starts, what becomes of an earlier run's, and what a resumed run finds in it."""
 
 import os
 import shutil

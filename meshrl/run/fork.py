@@ -1,4 +1,4 @@
-"""A new run that begins as an earlier one did, up to a step, and goes on with other settings."""
+"""A new run that starts as an earlier one did, up to a step, and continues with other settings."""
 
 import json
 import secrets

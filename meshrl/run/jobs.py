@@ -1,4 +1,4 @@
-"""Algorithm scripts and their configurations: finding them, loading them, and what is shipped."""
+"""Algorithm scripts and their configurations: finding them, loading them, and listing what is shipped."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence

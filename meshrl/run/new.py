@@ -1,4 +1,4 @@
-"""A page of one's own to start from: a shipped script, a configuration, rows and a reward, in a folder."""
+"""A page to start from: a shipped script, a configuration, rows and a reward, in a folder."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What is measured on a schedule beside the steps of a run: one measurement at a time, for which no step waits."""
+"""Measurements on a schedule during a run: one at a time, and no step waits for them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping

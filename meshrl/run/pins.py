@@ -1,4 +1,4 @@
-"""What a run takes from the hub, by the commit that a name means when it starts: on each rank, and in its record."""
+"""What a run takes from the hub, pinned to a commit when it starts, on each rank and in its record."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A run's model onto the hub, with a card that says what made it."""
+"""Pushes a run's model to the hub, with a card that says what made it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A job's run, begun again where a machine failed under it: as often as `run.restarts` says."""
+"""Restarts a job's run after a machine failed under it, as often as `run.restarts` says."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Room for a mesh on the machines that are left when one has failed: what is missing is waited for."""
+"""Room for a mesh on the machines that remain after a failure: waits for what is missing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""A model, rows and a reward, trained by a shipped page in one call."""
+"""Trains a model on rows and a reward with a shipped page, in one call."""
 
 import hashlib
 import os

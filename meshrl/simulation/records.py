@@ -1,4 +1,4 @@
-"""What a recorded run tells of calls: what they cost, and where they ran; and what they would cost elsewhere."""
+"""What a recorded run says about calls: their cost and place, and their cost elsewhere."""
 
 import math
 import tomllib

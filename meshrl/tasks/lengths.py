@@ -1,4 +1,4 @@
-"""The prompts of a task that are not too long for who reads them."""
+"""The prompts of a task that are short enough for its readers."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar

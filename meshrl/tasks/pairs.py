@@ -1,4 +1,4 @@
-"""Pairs of texts of which one is better, and texts labelled good or bad, made of a task's rows."""
+"""Pairs with a better text, and texts labelled good or bad, made from a task's rows."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where a task's rows are read from: files, the hub, the task that comes along, others' packages."""
+"""The sources of a task's rows: files, the hub, the shipped task, other packages."""
 
 import dataclasses
 import itertools

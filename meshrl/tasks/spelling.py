@@ -1,4 +1,4 @@
-"""The task that comes with meshrl: words to spell backward."""
+"""The task that ships with meshrl: words to spell backward."""
 
 import lzma
 from collections.abc import Iterator

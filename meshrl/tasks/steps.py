@@ -1,4 +1,4 @@
-"""Texts in steps, each labelled right or wrong, and pairs' least margins, read from a task's rows."""
+"""Texts in steps, each labelled right or wrong, and least margins of pairs, read from a task's rows."""
 
 from collections.abc import Sequence
 from typing import Final, cast

@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from, which of them are held out, and how they are dealt into batches."""
+"""Tasks: where prompts come from, which are held out, and how they are dealt into batches."""
 
 import hashlib
 import string

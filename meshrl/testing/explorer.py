@@ -1,4 +1,4 @@
-"""The explorer: one scenario under thousands of interleavings, each from a seed that gives it again.
+"""The explorer: one scenario under thousands of interleavings, each repeatable from its seed.
 
 python -m meshrl.testing FILE.py:SCENARIO --seed 1234
 """

@@ -1,4 +1,4 @@
-"""A disk that fails: any write or sync below a folder may be the one."""
+"""A disk that fails: at any write or sync below a folder."""
 
 import builtins
 import errno

@@ -1,4 +1,4 @@
-"""What a tracker of experiments is told of a run."""
+"""The base of experiment trackers: what a tracker receives from a run."""
 
 import os
 from collections.abc import Mapping, Sequence

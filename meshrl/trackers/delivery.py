@@ -1,4 +1,4 @@
-"""Tells trackers of a run, each on its own thread: a tracker that is slow or broken costs the run nothing."""
+"""Sends a run's numbers to trackers, each on its own thread: a slow or broken tracker costs the run nothing."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""Which trackers there are by name, and how they are made."""
+"""The trackers by name, and how they are made."""
 
 from importlib import import_module
 from typing import Final

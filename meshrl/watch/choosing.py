@@ -1,4 +1,4 @@
-"""Which run to watch: one by its name, begun or not, or the newest."""
+"""Which run to watch: one by its name, started or not, or the newest."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run as the page shows it now, from what is appended to its files: bounded, however long the run."""
+"""A run as the page shows it now, from what its files gain: in bounded memory, however long the run."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""The server: the report's own page on 127.0.0.1, and what is new by server-sent events to each browser that looks."""
+"""The server: the report's page on 127.0.0.1, with server-sent events for what is new."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""The numbers of any count of steps in bounded memory: of many, each point is the mean of neighbours."""
+"""The numbers of any count of steps in bounded memory: with many steps, each point is a mean of neighbours."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Tensors one after another in one buffer: what weights travel as."""
+"""Buckets: tensors one after another in one buffer, the form in which weights travel."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

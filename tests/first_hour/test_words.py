@@ -157,7 +157,7 @@ def test_a_file_without_an_algorithm_is_told_its_other_mistakes(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["run", "grpo/quickstart", "--steps", "3"], "--steps: keys are set without dashes: write steps=3"),
+        (["run", "grpo/quickstart", "--steps", "3"], "--steps: keys are set without dashes. Write steps=3"),
         (["check", "grpo/quickstart", "--policy.optimizer.lr=1e-4"], "write policy.optimizer.lr=1e-4"),
         (["run", "--steps", "3", "grpo/quickstart"], "write steps=3"),
         (["simulate", "grpo/quickstart", "--prompts", "8"], "write prompts=8"),

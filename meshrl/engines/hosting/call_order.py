@@ -1,4 +1,4 @@
-"""On the rank: calls start in the order they were made, however they arrive; a stream gives a value when asked."""
+"""On the rank: calls start in the order they were made, however they arrive; a stream yields when asked."""
 
 import asyncio
 from typing import Final

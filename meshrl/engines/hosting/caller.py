@@ -1,4 +1,4 @@
-"""Calls and streams on ranks that are processes, as the controller makes them, and any rank that holds a handle."""
+"""Calls and streams on ranks that are processes, as the controller or any rank with a handle makes them."""
 
 import asyncio
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""The way to a rank's process: each engine, or each pair of processes, has its own."""
+"""The connection to a rank's process: each engine, or each pair of processes, has its own."""
 
 import asyncio
 from abc import ABC, abstractmethod

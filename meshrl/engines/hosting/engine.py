@@ -1,4 +1,4 @@
-"""What engines whose ranks are processes have in common: actors made, made again and stopped on a mesh's processes."""
+"""What engines with processes share: they make, respawn and stop actors on a mesh's processes."""
 
 import asyncio
 from abc import abstractmethod

@@ -1,4 +1,4 @@
-"""What runs in a rank's process: the actors that it hosts, their calls and their streams."""
+"""Runs in a rank's process: its actors, their calls and their streams."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The processes of one mesh: one a rank, what torch.distributed looks for there, and how they end."""
+"""The processes of one mesh: one per rank, what torch.distributed needs there, and how they end."""
 
 import asyncio
 import math

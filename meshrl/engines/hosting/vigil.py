@@ -1,4 +1,4 @@
-"""Whether a host is still there: knocks at a port of it while somebody waits for an answer from there."""
+"""Whether a host is still alive: knocks at one of its ports while a caller waits for an answer from it."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Values that ranks of one process share."""
+"""Values that the ranks of one process share."""
 
 from collections.abc import Sequence
 from typing import cast

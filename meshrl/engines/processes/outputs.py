@@ -1,4 +1,4 @@
-"""What ranks write, on its way from their pipes to the files of the run, and to where the engine's process writes."""
+"""Carries what ranks write from their pipes to the run's files and to the output of the engine's process."""
 
 import os
 import selectors

@@ -1,4 +1,4 @@
-"""The way to a process of Ray's: on its own machine its socket, from others Ray."""
+"""The connection to a Ray process: a socket on its own machine, Ray from other machines."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""The Ray cluster: found or started, what its nodes have, and whether a mesh can ever fit there."""
+"""The Ray cluster: found or started, what its nodes have, and whether a mesh can fit there."""
 
 import asyncio
 import atexit

@@ -1,4 +1,4 @@
-"""The distributed engine: a mesh is a placement group, a rank a process that Ray places and watches."""
+"""The distributed engine: a mesh is a placement group, and Ray places and watches each rank's process."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""A process group of two, by torch.distributed: through it values go in pieces from one machine to another."""
+"""A torch.distributed process group of two, which carries values in pieces between two machines."""
 
 import ctypes
 import threading

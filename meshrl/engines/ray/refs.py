@@ -1,4 +1,4 @@
-"""Values that processes of a cluster hand to each other: on one machine in shared memory, else in Ray's store."""
+"""Values that processes of a cluster share: in shared memory on one machine, else in Ray's store."""
 
 import asyncio
 import pickle

@@ -1,4 +1,4 @@
-"""The processes of one mesh on Ray: a placement group, and one actor a rank."""
+"""The processes of one mesh on Ray: a placement group, and one actor per rank."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""The versions of what runs on each node: a node where they differ from the controller's is refused."""
+"""The versions of the software on each node: a node that differs from the controller is refused."""
 
 import asyncio
 import sys

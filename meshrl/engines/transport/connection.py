@@ -1,4 +1,4 @@
-"""Frames on a socket that never blocks: four bytes that say how long it is, and the frame."""
+"""Frames on a socket that never blocks: four bytes with the length, then the frame."""
 
 import asyncio
 import os

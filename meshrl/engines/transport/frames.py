@@ -1,4 +1,4 @@
-"""What frames hold: questions to a process, its answers, and that an answer has been taken."""
+"""The content of frames: questions to a process, its answers, and receipts of answers."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""The rank's end: answers for a `Host` whoever shows the secret of the run."""
+"""The rank's end: answers for a `Host` to anyone who shows the run's secret."""
 
 import asyncio
 import errno

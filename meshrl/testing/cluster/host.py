@@ -1,4 +1,4 @@
-"""A host: its own name, address, processes, /dev/shm, /tmp and clock, and a node of Ray on it."""
+"""A host: its own name, address, processes, /dev/shm, /tmp and clock, and a node of Ray."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checks of checkpoints: whoever takes one goes on as if nothing had been, to the bit."""
+"""Checks of checkpoints: whoever restores one continues as if nothing had happened, to the bit."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What two sides say, compared: the same to the bit, or but for rounding."""
+"""Compares what two sides compute: equal to the bit, or up to rounding."""
 
 from collections.abc import Awaitable, Mapping
 from typing import Final

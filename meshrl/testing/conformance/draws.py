@@ -1,4 +1,4 @@
-"""Checks of what a sampler draws: the model's words, with the log-probs that the model gives them, by their seed."""
+"""Checks of a sampler's draws: the model's words, with the model's log-probs, by their seed."""
 
 import asyncio
 from math import inf

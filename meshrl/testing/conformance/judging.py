@@ -1,4 +1,4 @@
-"""Checks of a reward model: its scores and its learning are the plain backend's, and what it saves is a judge."""
+"""Checks of a reward model: it scores and learns like the plain backend, and saves a judge."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What both sides are given: a model whose log-probs differ, and batches of rows of many shapes."""
+"""What both sides receive: a model with different log-probs, and batches of rows of many shapes."""
 
 import json
 import shutil

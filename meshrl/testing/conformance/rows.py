@@ -1,4 +1,4 @@
-"""Checks of the rows that a sampler yields: their columns, their ends, how often each comes, how they go on."""
+"""Checks of the rows that a sampler yields: columns, ends, number, and how they continue."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the checks of samplers draw, and how it is judged: by the plain backend's policies of the same folders."""
+"""What the checks of samplers draw, judged by the plain backend's policies of the same folders."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Final, TypeAlias

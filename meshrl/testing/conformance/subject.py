@@ -1,4 +1,4 @@
-"""What is tested, and where: the subject's mesh, and one rank of the plain backend to compare it with."""
+"""What is tested, and where: the subject's mesh, and one rank of the plain backend for comparison."""
 
 import asyncio
 import tempfile
