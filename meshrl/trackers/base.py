@@ -67,7 +67,7 @@ class Tracker:
         """
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Called with some rows of a step's batch. All have the same keys, such as `prompt`, `completion` and `reward`."""
+        """Called with some rows of a step's batch. All have the same keys, such as `prompt` and `reward`."""
 
     def events(self, events: Sequence[Event], began: float) -> None:
         """Called with the events of the last second, if the class sets `wants_events = True`.
