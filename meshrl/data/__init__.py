@@ -1,8 +1,7 @@
 """What calls carry: `Batch` and its columns, `Ragged` token columns, `Metrics`.
 
-Columns are numpy arrays, one value a row or one a token, never padded. A column that lies on ranks is a
-`RemoteColumn`, which a batch splits, joins and loads as it does the others. Log-probs say what
-computed them (`Source`).
+Columns are numpy arrays with one value per row or per token, never padded. A column that lies on ranks is a
+`RemoteColumn`, which a batch splits, joins and loads like the others. Log-probs record what computed them (`Source`).
 """
 
 from meshrl.data.batch import Batch

@@ -1,4 +1,4 @@
-"""The old places and names of what has moved: each works until version `GOES`, with a DeprecationWarning.
+"""Old places and names of what has moved: each works until version `GOES`, with a DeprecationWarning.
 
 `import meshrl` installs them. Nothing is loaded until an old place is imported. docs/stability.md has the policy.
 """

@@ -1,6 +1,6 @@
 """Where ranks run: threads of this process (`local`), processes of this machine (`processes`) or of a cluster (`ray`).
 
-One protocol, `mesh.Engine`, of all. `make_engine` loads the one that is meant; this package itself loads none.
+All follow one protocol, `mesh.Engine`. `make_engine` loads the engine it is asked for. This package itself loads none.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Episodes: an environment that answers the model by turns, played as if it were one sampler.
+"""Episodes: an environment that answers the model turn by turn, played as if it were one sampler.
 
-The backend `function` is here, whose roles call a Python function: a reward, or a step of an environment.
+The backend `function` is also here. Its roles call a Python function: a reward, or a step of an environment.
 """
 
 from meshrl.environments.environment import Environment, EnvironmentConfig, FunctionEnvironment, load_environment

@@ -1,6 +1,6 @@
-"""Runs on machines that somebody else gives: what a configuration needs of them, and how a scheduler is asked for it.
+"""Runs on other people's machines: what a configuration needs there, and how to ask a scheduler for it.
 
-`slurm_script` and `ray_job` write what SLURM and KubeRay take; `SshCluster` starts Ray on hosts by ssh, runs there, and
+`slurm_script` and `ray_job` write what SLURM and KubeRay take. `SshCluster` starts Ray on hosts by ssh, runs there, and
 stops it.
 """
 

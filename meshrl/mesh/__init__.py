@@ -1,8 +1,8 @@
 """Typed actors on ranks, and how a call crosses from one controller to many of them.
 
-An `Actor` is a plain class whose `@endpoint` methods a mesh may call; marks (`Shard`, `Gather`, ...) in their
-annotations are the contract, read once at spawn. `Mesh` reserves ranks of an `Engine`, the protocol below it, and
-spawns actors there; a handle splits each call's arguments over the ranks and joins what they return. Large columns
+An `Actor` is a plain class whose `@endpoint` methods a mesh may call. Marks (`Shard`, `Gather`, ...) in their
+annotations are the contract, which is read once at spawn. `Mesh` reserves ranks of an `Engine`, the protocol below it,
+and spawns actors there. A handle splits each call's arguments over the ranks and joins what they return. Large columns
 stay on their rank behind references. The room knows no batch, no model and no engine.
 """
 

@@ -1,6 +1,6 @@
-"""What is computed of rewards before a loss: advantages, KL penalties, margins of pairs, minibatches.
+"""What is computed from rewards before a loss: advantages, KL penalties, margins of pairs, minibatches.
 
-Pure functions of numpy columns, each with the paper and the equation that it is from. They call no role.
+Pure functions of numpy columns, each with its paper and equation. They call no role.
 """
 
 from meshrl.objectives.advantages import (

@@ -1,7 +1,7 @@
-"""Which split of the ranks, which layouts and how far ahead: the best of many settings, by the simulator.
+"""The best split of the ranks, layouts and `ahead` among many settings, found by the simulator.
 
-`make_plan` lists what a configuration could be on some GPUs or cores, leaves out what does not fit into memory or
-cannot be among the fastest, has the rest simulated by the code of `meshrl simulate`, and says what to paste.
+`make_plan` lists what a configuration could be on some GPUs or cores. It drops settings that do not fit into memory or
+cannot be among the fastest. It simulates the rest with the code of `meshrl simulate`, and prints what to paste.
 """
 
 from meshrl.planning.plan import Plan, Proposal, Wanted, make_plan

@@ -1,8 +1,7 @@
 """Datasets into prompts: sources, templates, what is held out, and which prompts a run has used.
 
-`Task.load` reads a source once; `Task.batches` deals training prompts without end, and leaves out what a run used
-before the checkpoint that it goes on from. Pairs and steps for supervised algorithms are made of a task's rows here
-too.
+`Task.load` reads a source once. `Task.batches` deals training prompts forever, without those that a run used before the
+checkpoint that it resumes from. This room also makes pairs and steps for supervised algorithms from a task's rows.
 """
 
 from meshrl.tasks import verifiers

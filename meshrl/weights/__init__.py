@@ -1,7 +1,7 @@
-"""A model's weights on their way from what trains to what samples.
+"""A model's weights on their way from the policy to the samplers.
 
-Tensors travel by name in buckets of shared memory; each is known by a fingerprint, so that a sampler can prove what
-it has. `delta` sends only what changed.
+Tensors travel by name in buckets of shared memory. Each has a fingerprint, so a sampler can prove what it received.
+`delta` sends only what changed.
 """
 
 from meshrl.weights.bucket import Bucket, Entry
