@@ -1,4 +1,4 @@
-"""Log lines of the program. structlog is imported with the first one, so a silent rank does not pay for it."""
+"""Log lines. structlog is imported with the first line, so ranks that log nothing do not load it."""
 
 import sys
 from collections.abc import Generator

@@ -1,4 +1,4 @@
-"""The user's code, such as a script or a reward function: found by path or name, with its errors reported."""
+"""Load a user's code, such as a script or a reward function, by its path or name, and report its errors."""
 
 import asyncio
 import importlib

@@ -1,4 +1,4 @@
-"""The application that commands join, and the arguments that several of them take."""
+"""The command line application, and arguments that several commands share."""
 
 from importlib.metadata import version
 from pathlib import Path

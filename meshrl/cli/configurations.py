@@ -1,4 +1,4 @@
-"""The commands about configurations: run, fork, check, simulate, new, configs."""
+"""The commands that take configurations: run, fork, check, simulate, new, configs."""
 
 import asyncio
 import shlex

@@ -1,4 +1,4 @@
-"""What keys of other projects are called in meshrl."""
+"""The names of TRL's and verl's configuration keys in meshrl."""
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping

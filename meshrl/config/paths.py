@@ -1,4 +1,4 @@
-"""Paths in a configuration: they start at the file's folder, or on the command line at the current folder."""
+"""Paths in a configuration: relative to the file that names them, or to the current folder on the command line."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""TOML files and command-line overrides, as tables."""
+"""Read TOML files and command line overrides into tables."""
 
 import tomllib
 from collections.abc import Mapping, Sequence

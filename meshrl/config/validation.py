@@ -1,4 +1,4 @@
-"""Turns a table into a configuration, or reports every mistake in it at once."""
+"""Validate a table as a configuration, and report every mistake at once."""
 
 import json
 from collections.abc import Mapping, Sequence

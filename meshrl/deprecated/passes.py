@@ -1,4 +1,4 @@
-"""Forward passes that pages now make themselves, with the columns that losses read."""
+"""Deprecated helpers for passes of models, with the columns that losses read."""
 
 from typing_extensions import deprecated
 

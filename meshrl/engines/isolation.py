@@ -1,4 +1,4 @@
-"""Values that ranks pass to each other: copied, or frozen, so that nobody else can change them."""
+"""Isolation of ranks: values that pass between ranks are copied or frozen."""
 
 import copy
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Environments answer a model turn by turn. Users write them as Python classes, whose errors end only their episode.
+"""Environments, which answer a model turn by turn: the user's Python class, whose errors end only their episode.
 
     class Guess:
         def reset(self, row):                  # the task's row; returns the first prompt

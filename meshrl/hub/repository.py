@@ -1,4 +1,4 @@
-"""A repository on the hub, `ORG/NAME` or `ORG/NAME@REVISION`: find its newest commit, read its files, create one."""
+"""Repositories on the hub, `ORG/NAME` or `ORG/NAME@REVISION`: their newest commit, their files, and new ones."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""For KubeRay: a RayJob whose cluster fits the meshes, with the configuration as a ConfigMap."""
+"""Manifests for KubeRay: a RayJob whose cluster fits the meshes, and a ConfigMap with the configuration."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What the meshes of a configuration need, and how many nodes that takes."""
+"""The resources that a configuration's meshes need, and the number of nodes that provide them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Ray on a list of hosts, reached by ssh: starts it, uses it and stops it from here."""
+"""Ray on hosts that are reached by ssh: start it, use it and stop it from here."""
 
 import json
 import shlex

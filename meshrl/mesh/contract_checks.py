@@ -1,4 +1,4 @@
-"""Checks of an endpoint: each returns its mistakes in words, with what to write instead."""
+"""Checks of endpoints. Each returns the mistakes, and what to write instead."""
 
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""Reads one annotation: its mark, the mark's axes, and the type."""
+"""Read an annotation: its mark, its axes and its type."""
 
 import types
 import typing

@@ -1,4 +1,4 @@
-"""Divides numbered items into parts of about the same weight."""
+"""Divide numbered items into parts of about equal weight."""
 
 import heapq
 from itertools import repeat

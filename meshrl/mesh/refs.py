@@ -1,4 +1,4 @@
-"""Large values that stay where they were made: they travel as references and are fetched where they are read."""
+"""References: large values stay where they were made, and are fetched where they are read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

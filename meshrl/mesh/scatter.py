@@ -1,4 +1,4 @@
-"""Splits a call's values over ranks and joins the results."""
+"""Split the values of a call over ranks, and join the results."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Segments of shared memory for readers: a mapped segment stays mapped, and only its lease ends.
+"""Shared memory segments for reading. A mapping stays in this process, and only the lease on it ends.
 
 To map pages again costs more than to read them.
 """

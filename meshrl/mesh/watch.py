@@ -1,4 +1,4 @@
-"""Calls in progress: which ranks have not answered for long, and what they are doing."""
+"""Watch running calls: which ranks have not answered for long, and where they are."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""`meshrl plan`: searches the settings of a configuration for those with the shortest steps."""
+"""`meshrl plan`: search the settings of a configuration for those with the shortest steps."""
 
 import shlex
 import tempfile

@@ -1,4 +1,4 @@
-"""A light version of a job for hundreds of simulations: few prompts, read once, and no evaluation."""
+"""A lightened job for hundreds of simulations: few prompts, read once, and no evaluation."""
 
 from dataclasses import replace
 from pathlib import Path

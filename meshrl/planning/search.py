@@ -1,4 +1,4 @@
-"""The best of many candidates, found by simulating as few as possible."""
+"""Find the best of many candidates with as few simulations as possible."""
 
 import math
 from bisect import insort

@@ -1,4 +1,4 @@
-"""The numbers of a run as curves, with their values at the beginning and at the end."""
+"""The numbers of a run as curves, with their first and last values."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How a Linux kernel restricts a process that gives up its rights, without privileges: see `rewards.sandbox`.
+"""Kernel restrictions for a process that gives up its rights, without privileges: see `rewards.sandbox`.
 
 Landlock says which files it may touch, seccomp which calls it may make; both hold for all that it starts, and nothing
 takes them back.

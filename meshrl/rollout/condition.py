@@ -1,4 +1,4 @@
-"""Waits for changes that others make, and reports who waits for what."""
+"""Wait for a condition, and log who waits for what."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Collects rollouts, some rows at a time, into whole groups, and groups into batches."""
+"""Collect arriving rows into complete groups, and groups into batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Keeps a sampler busy: calls `generate` when there is room, and brings new weights."""
+"""Keeps a sampler busy: calls `generate` while there is room, and passes on new weights."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field

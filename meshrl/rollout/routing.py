@@ -1,4 +1,4 @@
-"""Which replica of a sampler draws which rows: the one with the least outstanding; groups stay together."""
+"""Route rows to replicas of a sampler: to the one with the least outstanding work. Groups stay together."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

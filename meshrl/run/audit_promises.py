@@ -1,4 +1,4 @@
-"""What an audit finds about each promise of a run, from the accounts of its steps."""
+"""The guarantees that an audit checks, one after the other, step by step."""
 
 from bisect import bisect_right
 from collections import Counter

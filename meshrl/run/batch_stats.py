@@ -1,4 +1,4 @@
-"""The numbers of a batch of rollouts that people watch."""
+"""The numbers of a batch of rollouts for metrics."""
 
 from typing import Final
 

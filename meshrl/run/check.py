@@ -1,4 +1,4 @@
-"""Finds mistakes in a configuration before any model loads."""
+"""Find mistakes in a configuration before any model loads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Finds mistakes in a role's model before it loads: its folder, template, room and dtype."""
+"""Find mistakes in a role's model before it loads: its folder, chat template, memory and dtype."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping

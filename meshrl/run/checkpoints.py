@@ -1,4 +1,4 @@
-"""The checkpoints of a run: folders that are whole or absent, and what a resumed run finds in the newest."""
+"""Checkpoints: folders that are complete or absent, and the state that a resumed run reads."""
 
 import asyncio
 import os

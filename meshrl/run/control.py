@@ -1,4 +1,4 @@
-"""Requests to a live run: files in its folder, which it looks for between two steps."""
+"""Control of a running run: files in its folder that it looks for between two steps."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""What a run does when a disk cannot take its files: an error in words, with what to do."""
+"""Errors of a disk that cannot take a run's files, with advice."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The folder of a run: where it starts, what becomes of an earlier run's, and what a resumed run finds in it."""
+"""The folder of a run: where it starts, what happens to an earlier run's folder, and what a resumed run finds."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Mistakes in a configuration, each reported once, with its place in the file or on the command line."""
+"""Mistakes in a configuration, each reported once, with its origin: the file or the command line."""
 
 import re
 from collections.abc import Sequence

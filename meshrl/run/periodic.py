@@ -1,4 +1,4 @@
-"""Measurements on a schedule during a run: one at a time, and no step waits for them."""
+"""Measurements at regular steps while the run trains: one at a time, and no step waits for them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping

@@ -1,4 +1,4 @@
-"""Room for a mesh on the machines that remain after a failure: waits for what is missing."""
+"""Wait until the remaining machines have room for a mesh again after one has failed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Serves what a run has trained: its newest model, and with `follow` each newer one."""
+"""Serve what a run has trained: its newest model and, with `follow`, each newer one."""
 
 import asyncio
 import tempfile

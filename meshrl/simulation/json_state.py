@@ -1,4 +1,4 @@
-"""The checkpoint of fake and simulated roles: one JSON file."""
+"""Checkpoints of fake and simulated roles: one JSON file."""
 
 from pathlib import Path
 

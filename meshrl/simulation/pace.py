@@ -1,4 +1,4 @@
-"""How long the calls of a simulated run take: as in a recorded run, or as somebody guesses."""
+"""How long the calls of a simulated run take: as in a recorded run, or as guessed."""
 
 import math
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""What a recorded run says about calls: their cost and place, and their cost elsewhere."""
+"""The durations of calls in a recorded run, where they ran, and what they would take elsewhere."""
 
 import math
 import tomllib

@@ -1,4 +1,4 @@
-"""The prompts of a task that are short enough for its readers."""
+"""Leave out prompts of a task that are too long for its model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar

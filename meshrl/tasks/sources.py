@@ -1,4 +1,4 @@
-"""The sources of a task's rows: files, the hub, the shipped task, other packages."""
+"""Sources of a task's rows: files, the hub, the built-in task, and other packages."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Environments of the library `verifiers`, played by its own rollout.
+"""Environments of the library `verifiers`, run by the library's own rollout.
 
     [task]
     source = "verifiers:ENV_ID"

@@ -1,4 +1,4 @@
-"""A disk that fails: at any write or sync below a folder."""
+"""A failing disk: any write or sync below a folder can be made to fail."""
 
 import builtins
 import errno

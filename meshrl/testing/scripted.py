@@ -1,4 +1,4 @@
-"""A model that says what a test has written: a sampler with a chat format. One token per character."""
+"""A model that says what a test has written: a sampler and its chat format. One token for each character."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final

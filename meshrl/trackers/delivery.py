@@ -1,4 +1,4 @@
-"""Sends a run's numbers to trackers, each on its own thread: a slow or broken tracker costs the run nothing."""
+"""Calls trackers, each on its own thread, so that a slow or broken tracker does not delay the run."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""The server: the report's page on 127.0.0.1, with server-sent events for what is new."""
+"""The server of the live page on 127.0.0.1, which sends updates to browsers by server-sent events."""
 
 import asyncio
 import hmac

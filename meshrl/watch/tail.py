@@ -1,4 +1,4 @@
-"""A file that another process appends to: each look reads a bounded part of what is new."""
+"""Follow a file that another process appends to: each look reads a bounded part of what is new."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Buckets: tensors one after another in one buffer, the form in which weights travel."""
+"""Buckets: tensors in one buffer, in which weights are sent."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Runs in a rank's process: its actors, their calls and their streams."""
+"""The host in a rank's process, which runs its actors, their calls and their streams."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The messages between a caller and a rank's process, whatever carries them."""
+"""The messages between a caller and a rank's process, regardless of the transport."""
 
 import os
 import socket

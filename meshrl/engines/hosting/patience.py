@@ -1,4 +1,4 @@
-"""Waits that report what they wait for."""
+"""Waits that log what they wait for."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine

@@ -1,4 +1,4 @@
-"""The log file of a rank's process, including its native libraries: RUN/logs/MESH-RANK.log."""
+"""The log file of a rank's process, RUN/logs/MESH-RANK.log, which includes output of native libraries."""
 
 import os
 import time

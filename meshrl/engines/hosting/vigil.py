@@ -1,4 +1,4 @@
-"""Whether a host is still alive: knocks at one of its ports while a caller waits for an answer from it."""
+"""Detect hosts that are gone: connect to a port of the host while a call waits for an answer from it."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""An asyncio loop that waits on a lock when idle: other threads wake it faster than through a socket."""
+"""An asyncio loop that idles on a lock, so that other threads wake it faster than through a socket."""
 
 import asyncio
 import contextlib

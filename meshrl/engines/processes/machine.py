@@ -1,4 +1,4 @@
-"""The resources of this machine, and which rank has which of them."""
+"""The resources of this machine, and which rank uses which of them."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The messages between the engine and its template process, each preceded by its length in four bytes."""
+"""The messages between the engine and its template process, each after its length in four bytes."""
 
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Carries what ranks write from their pipes to the run's files and to the output of the engine's process."""
+"""Output of ranks, copied from their pipes to the files of the run and to the engine's own output."""
 
 import os
 import selectors

@@ -1,4 +1,4 @@
-"""The connection to a Ray process: a socket on its own machine, Ray from other machines."""
+"""The channel to a Ray process: a socket on the same machine, else Ray."""
 
 import asyncio
 import shutil

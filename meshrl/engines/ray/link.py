@@ -1,4 +1,4 @@
-"""A torch.distributed process group of two, which carries values in pieces between two machines."""
+"""A torch.distributed group of two processes, which sends values in pieces from one machine to another."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""The route of a large value: from which machine to which."""
+"""The route of a large value: which machine sends to which."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias

@@ -1,4 +1,4 @@
-"""The versions of the software on each node: a node that differs from the controller is refused."""
+"""Versions of the software on each node. A node that differs from the controller is refused."""
 
 import asyncio
 import sys

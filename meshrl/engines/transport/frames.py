@@ -1,4 +1,4 @@
-"""The content of frames: questions to a process, its answers, and receipts of answers."""
+"""The content of frames: requests to a process, its answers, and acknowledgements of answers."""
 
 import io
 import pickle

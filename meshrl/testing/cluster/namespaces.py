@@ -1,4 +1,4 @@
-"""Processes with their own namespaces, which is all the kernel knows of a host or a switch."""
+"""Processes with their own namespaces, which is all that a host or a switch is to the kernel."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The network between hosts: a switch, and cables that can be pulled out or made worse."""
+"""The network between hosts: a switch, and a cable to each that can be unplugged or made worse."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Checks of checkpoints: whoever restores one continues as if nothing had happened, to the bit."""
+"""Checks of checkpoints: a restored role continues as if nothing had happened, bit for bit."""
 
 import os
 import signal

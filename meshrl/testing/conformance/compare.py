@@ -1,4 +1,4 @@
-"""Compares what two sides compute: equal to the bit, or up to rounding."""
+"""Compare results of two sides: equal bit for bit, or equal except for rounding."""
 
 from collections.abc import Awaitable, Mapping
 from typing import Final

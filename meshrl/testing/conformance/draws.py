@@ -1,4 +1,4 @@
-"""Checks of a sampler's draws: the model's words, with the model's log-probs, by their seed."""
+"""Checks of sampling: the model's tokens, their log-probs, and reproducibility by the seed."""
 
 import asyncio
 from math import inf

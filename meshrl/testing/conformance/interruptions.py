@@ -1,4 +1,4 @@
-"""Checks of what comes between a sampler's steps: new weights, an abort, a cancelled call."""
+"""Checks of interruptions of a sampler: new weights, an abort, a cancelled call."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable

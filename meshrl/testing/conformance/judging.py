@@ -1,4 +1,4 @@
-"""Checks of a reward model: it scores and learns like the plain backend, and saves a judge."""
+"""Checks of a reward model: its scores and its training equal the plain backend's, and `Reward` can load it."""
 
 from typing import Final
 

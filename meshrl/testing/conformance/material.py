@@ -1,4 +1,4 @@
-"""What both sides receive: a model with different log-probs, and batches of rows of many shapes."""
+"""Inputs of the checks: a model with distinct log-probs, and batches of rows of many shapes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Checks of the rows that a sampler yields: columns, ends, number, and how they continue."""
+"""Checks of a sampler's rows: their columns, their ends, their number, and how they continue."""
 
 import asyncio
 from collections.abc import Mapping

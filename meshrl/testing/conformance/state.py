@@ -1,4 +1,4 @@
-"""Checks of a policy's state: its weights and their version, also in files, and the order of calls."""
+"""Checks of a policy's state: its weights and their version, saved files, and the order of calls."""
 
 import asyncio
 import time
