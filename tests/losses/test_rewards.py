@@ -170,9 +170,11 @@ def test_a_reward_model_takes_losses_of_scores_alone() -> None:
         check_predicts(right, "scores")
     with pytest.raises(DataError, match="loss of `values`, which a critic predicts, but this is a reward model"):
         check_predicts(ValueLoss(), "scores")
-    with pytest.raises(DataError, match="pass it to reward_model.update, and .* such as ClippedLoss, to policy.update"):
+    with pytest.raises(
+        DataError, match=r"pass it to reward_model\.update, and .* such as ClippedLoss, to policy\.update"
+    ):
         check_predicts(BradleyTerryLoss(), "logprobs")
-    with pytest.raises(DataError, match="such as BradleyTerryLoss, to reward_model.update"):
+    with pytest.raises(DataError, match=r"such as BradleyTerryLoss, to reward_model\.update"):
         check_predicts(CrossEntropy(), "scores")
 
 
