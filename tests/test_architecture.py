@@ -245,7 +245,6 @@ NAMED = {
     "run.push": {"function"},  # the same
     "simulation.forecast": {"sim"},  # the room's own backend
     "testing.conformance.subject": {"torch"},  # the backend that the kit compares others with
-    "tasks.verifiers": {"function"},  # a word of the format in which models are offered tools
 }
 """Where a name of a backend may stand."""
 
