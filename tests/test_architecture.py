@@ -240,6 +240,7 @@ NAMED = {
     "agents.speller": {"function"},  # the same
     "agents.responses": {"function"},  # the same
     "agents.tool_calls": {"function"},  # the same
+    "testing.scripted": {"function"},  # the same
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table
     "run.push": {"function"},  # the same
