@@ -4,7 +4,7 @@ Each role is an abstract actor with the contract. A backend overrides its endpoi
 name in the registry. The tables name the backend, the mesh and the model.
 """
 
-from meshrl.roles.base import Critic, Policy, Reference, Reward, RewardModel, Sampler, Stateful
+from meshrl.roles.base import Critic, Policy, Reference, ResumingSampler, Reward, RewardModel, Sampler, Stateful
 from meshrl.roles.config import (
     CriticConfig,
     LoraConfig,
@@ -64,6 +64,7 @@ __all__ = [
     "PolicyConfig",
     "Reference",
     "ReferenceConfig",
+    "ResumingSampler",
     "Reward",
     "RewardModel",
     "RewardModelConfig",
