@@ -1,9 +1,9 @@
 """GRPO over episodes of an agent: a program that talks to the model through an OpenAI-compatible server.
 
-GRPO (arXiv:2402.03300) with whole episodes for completions: a row is an episode, its reward is what the program
-returns, its advantage is how much better that is than its group's. What is trained on are the conversations that the
-episode held, token for token as they were sampled. With `credit = "turns"` each answer of the model has an advantage
-of its own, by the rewards that the program gives turns.
+GRPO (arXiv:2402.03300) with episodes instead of completions. Each row is an episode. Its reward is what the program
+returns, and its advantage compares the reward with those of its group. The policy trains on the episode's
+conversations, with exactly the tokens that were sampled. With `credit = "turns"`, each answer of the model gets its own
+advantage, from the rewards that the program gives to turns.
 
     meshrl run agent/quickstart
 """
@@ -22,17 +22,18 @@ class AgentConfig(rl.AlgorithmConfig):
     agent: rl.AgentConfig
     gateway: rl.GatewayConfig = rl.GatewayConfig()
     reference: rl.ReferenceConfig
-    """Used where `loss.kl` is above 0."""
+    """The model that the KL penalty compares with. Used if `loss.kl` is above 0."""
     sampling: rl.GroupSampling = rl.GroupSampling()
-    """`max_tokens` and `stop` are of an answer; `n` are a prompt's episodes."""
+    """How the model samples. `max_tokens` and `stop` apply to each answer. `n` is the number of episodes for a
+    prompt."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
     credit: Credit = "episode"
-    """Whether all of an episode's answers have its advantage, or each that of the rewards from its turn on."""
+    """`episode`: all answers get the episode's advantage. `turns`: each gets that of the rewards from its turn on."""
     ahead: int = 0
-    """How many publications of weights the episodes may be behind; above 0 they go on while the policy trains."""
+    """Published weight versions that episodes may be behind. Above 0, episodes run while the policy trains."""
     prompts: int = 64
-    """Prompts a step; each has `sampling.n` episodes."""
-    steps: int = 400
+    """Prompts in a step. Each has `sampling.n` episodes."""
+    steps: int = 400  # training steps
 
 
 def credited(batch: rl.Batch, credit: Credit) -> rl.Batch:
@@ -57,10 +58,10 @@ async def agent(run: rl.Run, config: AgentConfig) -> None:
         rl.rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream,
     ):
         async for _ in run.steps(config.steps):
-            batch = await anext(stream)  # a row an episode
-            rows = rl.conversations(credited(batch, config.credit))  # a row a conversation
+            batch = await anext(stream)  # each row is an episode
+            rows = rl.conversations(credited(batch, config.credit))  # each row is a conversation
             metrics = rl.Metrics({})
-            if len(rows):  # or no program asked the model, as where a tool of theirs is down
+            if len(rows):  # none if no program asked the model, for example because its tool was down
                 if config.loss.anchor == "trainer":
                     rows = await policy.logprobs(rows)
                 if reference:

@@ -1,7 +1,7 @@
 """CISPO: clipped importance weights (MiniMax-M1, arXiv:2506.13585).
 
-As GRPO, but what is clipped is the weight of a token's gradient, not the surrogate: no token is left out, also not the
-rare ones whose ratio moves most.
+Like GRPO, but the weight of each token's gradient is clipped instead of the surrogate. So every token is learned, even
+the rare ones whose ratio moves most.
 
     meshrl run cispo/quickstart
 """
@@ -11,8 +11,8 @@ import meshrl as rl
 
 class CispoConfig(rl.RolloutConfig):
     loss: rl.CispoLoss = rl.CispoLoss()
-    epochs: int = 1
-    minibatches: int = 16  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 16  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

@@ -1,7 +1,7 @@
 """DAPO: decoupled clip and dynamic sampling (Yu et al. 2025, arXiv:2503.14476).
 
-As GRPO, with four changes: the upper bound of the clip is wider, prompts whose completions are all right or all wrong
-are replaced by others, each token weighs the same, and completions near the most tokens lose some reward.
+Like GRPO, with four changes. The upper bound of the clip is wider. Prompts whose completions are all right or all wrong
+are replaced. Each token weighs the same. Completions near the token limit lose some reward.
 
     meshrl run dapo/quickstart
 """
@@ -12,9 +12,10 @@ import meshrl as rl
 class DapoConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, clip_high=0.28)
     overlong: int = 0
-    """The last so many of `sampling.max_tokens` cost up to 1 of the reward; 0: they cost nothing."""
-    epochs: int = 1
-    minibatches: int = 16  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    """Length of the penalty zone in tokens, at the end of `sampling.max_tokens`. A completion that ends in it
+    gets up to 1 less reward. 0: no penalty."""
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 16  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

@@ -1,7 +1,7 @@
-"""On-policy distillation: the student draws, the teacher judges each token (MiniLLM, arXiv:2306.08543; GKD).
+"""On-policy distillation: the student samples, the teacher scores each token (MiniLLM, arXiv:2306.08543; GKD).
 
-Draw a completion for each prompt; the loss of each token is how much more probable the student finds it than the
-teacher does: the reverse KL divergence on what the student itself writes. No reward is needed.
+Sample a completion for each prompt. The loss of each token is the student's log-probability minus the teacher's: the
+reverse KL divergence on the student's completions. No reward is needed.
 
     meshrl run distill/quickstart
 """
@@ -14,14 +14,14 @@ class DistillConfig(rl.AlgorithmConfig):
     policy: rl.PolicyConfig
     sampler: rl.SamplerConfig
     teacher: rl.TeacherConfig
-    """A model of its own, with the policy's tokens."""
+    """The model that the policy learns from. It must use the policy's tokenizer."""
     sampling: rl.Sampling = rl.Sampling()
     loss: rl.ReverseKl = rl.ReverseKl()
     ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+    """Published weight versions that rollouts may be behind. Above 0, rollouts run while the policy trains."""
     prompts: int = 256
-    """Prompts a step; each has `sampling.n` completions."""
-    steps: int = 400
+    """Prompts in a step. Each has `sampling.n` completions."""
+    steps: int = 400  # training steps
 
 
 async def distill(run: rl.Run, config: DistillConfig) -> None:

@@ -1,7 +1,8 @@
-"""DPO: direct preference optimisation (arXiv:2305.18290), from pairs of completions of which one is better.
+"""DPO: direct preference optimisation (arXiv:2305.18290), from pairs of a better and a worse completion.
 
-Raise the policy's probability of the better completion over the worse one, against a frozen reference; no reward and no
-sampling. The answer of a row is the better one. IPO (arXiv:2310.12036) and label smoothing are options of the loss.
+Raise the policy's probability of the better completion over the worse one, relative to a frozen reference. There is no
+reward and no sampling. A row's answer is the better completion. IPO (arXiv:2310.12036) and label smoothing are options
+of the loss.
 
     meshrl run dpo/quickstart
 """
@@ -11,17 +12,18 @@ import meshrl as rl
 
 class DpoConfig(rl.AlgorithmConfig):
     task: rl.TaskConfig
-    """`task.answer` is the template of the better completion, "{chosen}" for example."""
+    """The rows. `task.answer` is the template of the better completion, such as "{chosen}"."""
     rejected: str = "{rejected}"
-    """`str.format` template of the worse one; "": the answer with two neighbouring characters exchanged."""
+    """Template of the worse completion, as for `str.format`. "": the answer with two neighbouring characters
+    exchanged."""
     policy: rl.PolicyConfig
     sampler: rl.SamplerConfig
     reference: rl.ReferenceConfig
     sampling: rl.Sampling = rl.Sampling()
     loss: rl.PreferenceLoss = rl.PreferenceLoss()
     rows: int = 64
-    """Pairs a step."""
-    steps: int = 200
+    """Pairs in a step."""
+    steps: int = 200  # training steps
 
 
 async def dpo(run: rl.Run, config: DpoConfig) -> None:

@@ -1,8 +1,8 @@
 """Dr. GRPO: GRPO done right, without its two biases (Liu et al. 2025, arXiv:2503.20783).
 
-As the paper's GRPO, but advantages are not divided by the group's standard deviation, which favours prompts that are
-too easy or too hard, and each row's loss is divided by the same constant, not by its length, which favours long wrong
-completions.
+Like the paper's GRPO, with two changes. Advantages are not divided by the group's standard deviation, which would
+favour prompts that are too easy or too hard. Each row's loss is divided by the same constant instead of its length,
+which would favour long wrong completions.
 
     meshrl run dr_grpo/quickstart
 """
@@ -12,8 +12,8 @@ import meshrl as rl
 
 class DrGrpoConfig(rl.RolloutConfig):
     loss: rl.ConstantLoss = rl.ConstantLoss(constant=16)
-    epochs: int = 1
-    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 1  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

@@ -1,7 +1,7 @@
 """Expert iteration: rejection sampling fine-tuning (RAFT, arXiv:2304.06767; ReST, arXiv:2308.08998).
 
-Draw a group of completions for each prompt, keep those whose reward is good enough, and maximise their likelihood:
-supervised fine-tuning on the policy's own best answers. A step that keeps none changes nothing.
+Sample a group of completions for each prompt, keep those with a high enough reward, and maximise their likelihood. This
+is supervised fine-tuning on the policy's own best answers. A step that keeps none changes nothing.
 
     meshrl run expert_iteration/quickstart
 """
@@ -17,12 +17,12 @@ class ExpertIterationConfig(rl.AlgorithmConfig):
     sampling: rl.Sampling = rl.Sampling(n=8)
     loss: rl.CrossEntropy = rl.CrossEntropy()
     at_least: float = 1.0
-    """The reward from which on a completion is kept."""
+    """Lowest reward of the completions that are kept."""
     ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+    """Published weight versions that rollouts may be behind. Above 0, rollouts run while the policy trains."""
     prompts: int = 64
-    """Prompts a step; each has `sampling.n` completions."""
-    steps: int = 400
+    """Prompts in a step. Each has `sampling.n` completions."""
+    steps: int = 400  # training steps
 
 
 async def expert_iteration(run: rl.Run, config: ExpertIterationConfig) -> None:
@@ -40,7 +40,7 @@ async def expert_iteration(run: rl.Run, config: ExpertIterationConfig) -> None:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             batch = await batch.load("rewards")
-            kept = batch.select(batch.rewards >= config.at_least).drop("temperature")  # likelihood as at temperature 1
+            kept = batch.select(batch.rewards >= config.at_least).drop("temperature")  # likelihood at temperature 1
             metrics = await policy.update(kept, config.loss) if len(kept) else rl.Metrics.of()
             await rl.publish(policy, stream)
             await run.record(metrics, batch, kept=len(kept) / len(batch))

@@ -1,7 +1,8 @@
 """GPG: group policy gradient (Chu et al. 2025, arXiv:2504.02546).
 
-Draw a group of completions for each prompt; the advantage is how much better the reward is than the group's mean, made
-larger where groups of equal rewards teach nothing; raise each token's log-probability by it. No clip, no reference.
+Sample a group of completions for each prompt. A completion's advantage is its reward minus the group's mean, scaled up
+to make good for groups of equal rewards, which teach nothing. Raise each token's log-probability by it. There is no
+clip and no reference.
 
     meshrl run gpg/quickstart
 """

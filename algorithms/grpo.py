@@ -1,7 +1,8 @@
 """GRPO: group relative policy optimisation (DeepSeekMath, arXiv:2402.03300).
 
-Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
-its group's; raise the better ones, within the clip. The paper has `loss.normalise = "sequence-mean"`, `loss.kl = 0.04`.
+Sample a group of completions for each prompt. A completion's advantage is how much better its reward is than those of
+its group. Raise the probability of better completions, within the clip. The paper uses
+`loss.normalise = "sequence-mean"` and `loss.kl = 0.04`.
 
     meshrl run grpo/quickstart
 """
@@ -11,8 +12,8 @@ import meshrl as rl
 
 class GrpoConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
-    epochs: int = 1
-    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 1  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

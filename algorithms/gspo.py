@@ -1,7 +1,7 @@
 """GSPO: group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071).
 
-As GRPO, but the ratio to the old policy is that of the whole completion, to the power of one over its length, and so is
-the clip: all tokens of a completion are weighed alike, as they were rewarded.
+Like GRPO, but with one ratio for the whole completion: the geometric mean of its tokens' ratios to the old policy. The
+clip applies to it. So all tokens of a completion have the same weight, just as they have the same reward.
 
     meshrl run gspo/quickstart
 """
@@ -11,8 +11,8 @@ import meshrl as rl
 
 class GspoConfig(rl.RolloutConfig):
     loss: rl.SequenceLoss = rl.SequenceLoss()
-    epochs: int = 1
-    minibatches: int = 4  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 4  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

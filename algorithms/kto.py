@@ -1,7 +1,7 @@
 """KTO: Kahneman-Tversky optimisation (arXiv:2402.01306), from completions that are labelled good or bad.
 
-Raise the policy's probability of a good completion and lower that of a bad one, against a frozen reference, until they
-are clearly above or below what the policy gives completions at large; no pairs, no reward and no sampling.
+Raise the policy's probability of good completions and lower that of bad ones, relative to a frozen reference, until
+they are clearly above or below that of completions in general. There are no pairs, no reward and no sampling.
 
     meshrl run kto/quickstart
 """
@@ -13,23 +13,23 @@ import meshrl as rl
 
 class KtoConfig(rl.AlgorithmConfig):
     task: rl.TaskConfig
-    """`task.answer` is the template of the completion, "{completion}" for example."""
+    """The rows. `task.answer` is the template of the completion, such as "{completion}"."""
     label: str = "label"
-    """The row's key that says whether it is good, true or false; "": every second answer is made a bad one."""
+    """Key of a row's label: true for a good completion, false for a bad one. "": every second answer is made bad."""
     policy: rl.PolicyConfig
     sampler: rl.SamplerConfig
     reference: rl.ReferenceConfig
     sampling: rl.Sampling = rl.Sampling()
     loss: rl.KtoLoss = rl.KtoLoss()
     rows: int = 64
-    """Rows a step, good and bad."""
-    steps: int = 200
+    """Rows in a step, good and bad ones."""
+    steps: int = 200  # training steps
 
 
 async def kto(run: rl.Run, config: KtoConfig) -> None:
     task = rl.Task.load(config.task)
     held_out = rl.labelled(task.held_out, config.label)
-    held_out = held_out.select(held_out.row("desirable"))  # whose answers are right
+    held_out = held_out.select(held_out.row("desirable"))  # the right answers only
     policy = await run.spawn(rl.Policy, config.policy)
     sampler = await run.spawn(rl.Sampler, config.sampler)
     reference = await run.spawn(rl.Reference, config.reference)

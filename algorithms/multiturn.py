@@ -1,7 +1,7 @@
-"""GRPO over episodes: the model and an environment speak by turns, and the model learns from what it wrote.
+"""GRPO over episodes: the model and an environment take turns, and the model learns from its own turns.
 
-GRPO (arXiv:2402.03300) with whole episodes for completions: a row's reward is the sum of its turns', its advantage is
-how much better that is than its group's, and what the environment wrote is not learnt.
+GRPO (arXiv:2402.03300) with episodes instead of completions. A row's reward is the sum over its turns, and its
+advantage compares the reward with those of its group. The environment's tokens are not learned.
 
     meshrl run multiturn/quickstart
 """
@@ -15,15 +15,15 @@ class MultiturnConfig(rl.AlgorithmConfig):
     sampler: rl.SamplerConfig
     environment: rl.EnvironmentConfig
     reference: rl.ReferenceConfig
-    """Used where `loss.kl` is above 0."""
+    """The model that the KL penalty compares with. Used if `loss.kl` is above 0."""
     sampling: rl.GroupSampling = rl.GroupSampling()
-    """`max_tokens` and `stop` are of a turn."""
+    """How the model samples. `max_tokens` and `stop` apply to each turn. `n` is the number of episodes for a prompt."""
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2)
     ahead: int = 0
-    """How many publications of weights the episodes may be behind; above 0 they go on while the policy trains."""
+    """Published weight versions that episodes may be behind. Above 0, episodes run while the policy trains."""
     prompts: int = 64
-    """Prompts a step; each has `sampling.n` episodes."""
-    steps: int = 400
+    """Prompts in a step. Each has `sampling.n` episodes."""
+    steps: int = 400  # training steps
 
 
 async def multiturn(run: rl.Run, config: MultiturnConfig) -> None:

@@ -1,7 +1,7 @@
 """Online DPO: direct preference optimisation on the policy's own completions (arXiv:2402.04792).
 
-Draw several completions for each prompt and judge them; the best and the worst are a pair; raise the policy's
-probability of the best over the worst, against a frozen reference, as DPO does (arXiv:2305.18290).
+Sample several completions for each prompt and score them. The best and the worst are a pair. Raise the policy's
+probability of the best over the worst, relative to a frozen reference, as DPO does (arXiv:2305.18290).
 
     meshrl run online_dpo/quickstart
 """
@@ -12,7 +12,7 @@ import meshrl as rl
 class OnlineDpoConfig(rl.RolloutConfig):
     loss: rl.PreferenceLoss = rl.PreferenceLoss()
     prompts: int = 64
-    """Prompts a step; each has `sampling.n` completions, of which two are trained on."""
+    """Prompts in a step. Each has `sampling.n` completions, and two of them are trained on."""
     sampling: rl.PairSampling = rl.PairSampling(n=4)
 
 

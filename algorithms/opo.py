@@ -1,7 +1,8 @@
-"""OPO: on-policy REINFORCE with the baseline of least variance (Hao et al. 2025, arXiv:2505.23585).
+"""OPO: on-policy REINFORCE with the minimum-variance baseline (Hao et al. 2025, arXiv:2505.23585).
 
-Draw a group of completions for each prompt; the baseline is the group's mean reward, where a completion counts as often
-as it has tokens; raise the log-probability of the better completions. Keep `ahead = 0`: it is exactly on-policy.
+Sample a group of completions for each prompt. The baseline is the group's mean reward, weighted by the length of each
+completion. Raise the log-probability of completions that are above it. Keep `ahead = 0`: the algorithm is exactly
+on-policy.
 
     meshrl run opo/quickstart
 """

@@ -1,7 +1,7 @@
 """PPO: proximal policy optimisation (arXiv:1707.06347), with a critic and generalised advantage estimation.
 
-Draw completions; a critic says of each token how much better the reward is than was to be expected there; raise the
-probability of the better tokens, within the clip, and teach the critic, in several mini-batches.
+Sample completions. A critic estimates for each token how much better the reward is than expected. Raise the probability
+of better tokens, within the clip, and train the critic, in several mini-batches.
 
     meshrl run ppo/quickstart
 """
@@ -14,11 +14,11 @@ import meshrl as rl
 class PpoConfig(rl.RolloutConfig):
     critic: rl.CriticConfig
     gae: rl.Gae = rl.Gae()
-    whiten: bool = True
+    whiten: bool = True  # scale advantages to mean 0 and deviation 1 over the batch
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, anchor="trainer")
     value_loss: rl.ValueLoss = rl.ValueLoss(clip=0.2)
-    epochs: int = 1
-    minibatches: int = 2
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 2  # updates in an epoch
     prompts: int = 512
     sampling: rl.Sampling = rl.Sampling()
 
@@ -38,10 +38,10 @@ async def ppo(run: rl.Run, config: PpoConfig) -> None:
         rl.rollouts(sampler, prompts, config.sampling, ahead=config.ahead, score=reward.score) as stream,
     ):
         async for step in run.steps(config.steps):
-            batch = await policy.logprobs(await anext(stream))  # before any update: the policy that the clip is around
+            batch = await policy.logprobs(await anext(stream))  # the old policy of the clip, before any update
             if reference:
                 batch = await reference.logprobs(batch)
-            batch = await (await critic.advantages(batch, config.gae)).load("advantages", "loss_mask")  # which are read
+            batch = await (await critic.advantages(batch, config.gae)).load("advantages", "loss_mask")  # read below
             if config.whiten:
                 batch = batch.assign(advantages=rl.whiten(batch.ragged("advantages"), batch.loss_mask))
             updates: list[tuple[rl.Metrics, rl.Metrics]] = []

@@ -1,7 +1,7 @@
-"""A process reward model from texts whose steps are labelled right or wrong (arXiv:2305.20050, arXiv:2312.08935).
+"""A process reward model, from texts whose steps are labelled right or wrong (arXiv:2305.20050, arXiv:2312.08935).
 
-Score each step at its last token: above 0 where it is likelier right than wrong. No pairs. What is saved is the `model`
-of another run's `[reward]`, which gives a text the score of its last step.
+Score each step at its last token: above 0 if it is more likely right than wrong. No pairs are needed. The saved model
+can be the `model` of another run's `[reward]`, which gives a text the score of its last step.
 
     meshrl run process_reward/quickstart
 """
@@ -12,15 +12,16 @@ import meshrl as rl
 class ProcessRewardConfig(rl.AlgorithmConfig):
     task: rl.TaskConfig
     completion: str = "completions"
-    """The row's key of the steps, a list of texts; "": an answer's characters, in every second row a wrong one's."""
+    """Key of a row's steps, a list of texts. "": each character of the answer is a step, with errors in every second
+    row."""
     labels: str = "labels"
-    """The row's key of their labels: true, false, or the chance that a step is right."""
+    """Key of the steps' labels: true, false, or the probability that a step is right."""
     reward: rl.RewardTrainingConfig
-    """Its model is a policy's, which is given a head, or one that judges already."""
+    """The model to train: a language model, which gets a new head, or a reward model."""
     loss: rl.ProcessLoss = rl.ProcessLoss()
     rows: int = 64
-    """Texts a step of training."""
-    steps: int = 200
+    """Texts in a training step."""
+    steps: int = 200  # training steps
 
 
 async def process_reward(run: rl.Run, config: ProcessRewardConfig) -> None:

@@ -1,7 +1,7 @@
 """REINFORCE (Williams 1992), with the mean reward of the batch as baseline.
 
-Draw completions; a completion's advantage is how much better its reward is than the batch's mean; raise the
-log-probability of the whole completion by it. The simplest of all: no groups, no clip, no critic.
+Sample completions. A completion's advantage is its reward minus the batch's mean. Raise the log-probability of the
+whole completion by it. This is the simplest algorithm: no groups, no clip, no critic.
 
     meshrl run reinforce/quickstart
 """

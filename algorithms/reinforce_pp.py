@@ -1,7 +1,8 @@
 """REINFORCE++: the KL in the reward, and advantages over the whole batch (Hu et al. 2025, arXiv:2501.03262).
 
-Draw completions; a token's advantage is the reward less the KL to the reference from that token on, less the mean of
-all tokens of the batch and over their standard deviation; raise the better tokens, within the clip. PPO, and no critic.
+Sample completions. A token's return is the reward minus the KL to the reference from that token on. Its advantage is
+the return, scaled to mean 0 and deviation 1 over all tokens of the batch. Raise better tokens, within the clip. It is
+PPO without a critic.
 
     meshrl run reinforce_pp/quickstart
 """
@@ -11,10 +12,10 @@ import meshrl as rl
 
 class ReinforcePpConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, anchor="trainer")
-    """With `ahead` above 0 give it a `correction`: the trainer is the anchor, so that the ratio begins at 1."""
-    kl: float = 0.0  # the weight of the KL to the reference, which each token's reward is lowered by
-    epochs: int = 1
-    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    """The loss. Set its `correction` if `ahead` is above 0: the trainer is the anchor, so the ratio begins at 1."""
+    kl: float = 0.0  # weight of the KL to the reference, which is subtracted from each token's reward
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 1  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     prompts: int = 512
     sampling: rl.Sampling = rl.Sampling()
 

@@ -1,7 +1,7 @@
 """REINFORCE++ with baseline: GRPO, but scaled over the whole batch (Hu et al. 2025, arXiv:2501.03262).
 
-Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than its group's
-mean, over the standard deviation of all tokens of the batch, which few equal rewards cannot make small.
+Sample a group of completions for each prompt. A completion's advantage is its reward minus the group's mean, divided by
+the standard deviation over all tokens of the batch. A few equal rewards cannot make that deviation small.
 
     meshrl run reinforce_pp_baseline/quickstart
 """
@@ -11,8 +11,8 @@ import meshrl as rl
 
 class ReinforcePpBaselineConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, kl_estimator="k2")
-    epochs: int = 1
-    minibatches: int = 1  # updates an epoch; from the second on, the clip acts at `ahead = 0` too
+    epochs: int = 1  # passes over the rows of a step
+    minibatches: int = 1  # updates in an epoch. Above 1, the clip acts even with `ahead = 0`
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

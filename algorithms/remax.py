@@ -1,7 +1,8 @@
 """ReMax: REINFORCE with the reward of the greedy completion as baseline (Li et al. 2023, arXiv:2310.10505).
 
-Draw a completion of each prompt, and the greedy one beside it; the advantage is how much better the first one's reward
-is; raise the log-probability of the whole completion by it. The baseline is the prompt's own without a group or critic.
+Sample a completion for each prompt, and decode the greedy one too. The advantage is the first one's reward minus the
+greedy one's. Raise the log-probability of the whole completion by it. Each prompt has its own baseline, without a group
+or a critic.
 
     meshrl run remax/quickstart
 """
@@ -13,7 +14,7 @@ import meshrl as rl
 
 class RemaxConfig(rl.RolloutConfig):
     loss: rl.ReinforceLoss = rl.ReinforceLoss()
-    kl: float = 0.0  # the weight of the KL to the reference, which a reward is lowered by
+    kl: float = 0.0  # weight of the KL to the reference, which is subtracted from the reward
     prompts: int = 256
     sampling: rl.Sampling = rl.Sampling()
 

@@ -1,7 +1,7 @@
-"""A reward model from pairs of completions of which one is better (arXiv:2203.02155).
+"""A reward model, from pairs of a better and a worse completion (arXiv:2203.02155).
 
-Raise the score of the better completion above that of the worse one, by the Bradley-Terry model of preferences. The
-answer of a row is the better one. What is saved is the `model` of another run's `[reward]`.
+Raise the score of the better completion above that of the worse one, by the Bradley-Terry model of preferences. A row's
+answer is the better completion. The saved model can be the `model` of another run's `[reward]`.
 
     meshrl run reward_model/quickstart
 """
@@ -11,17 +11,18 @@ import meshrl as rl
 
 class RewardModelRunConfig(rl.AlgorithmConfig):
     task: rl.TaskConfig
-    """`task.answer` is the template of the better completion, "{chosen}" for example."""
+    """The rows. `task.answer` is the template of the better completion, such as "{chosen}"."""
     rejected: str = "{rejected}"
-    """`str.format` template of the worse one; "": the answer with two neighbouring characters exchanged."""
+    """Template of the worse completion, as for `str.format`. "": the answer with two neighbouring characters
+    exchanged."""
     margin: str = ""
-    """The row's key that says by how much the better one's score should be above the other's; "": by any."""
+    """Key of a row's margin, by which the better score should exceed the other. "": no margin."""
     reward: rl.RewardTrainingConfig
-    """Its model is a policy's, which is given a head, or one that judges already."""
+    """The model to train: a language model, which gets a new head, or a reward model."""
     loss: rl.BradleyTerryLoss = rl.BradleyTerryLoss()
     rows: int = 64
-    """Pairs a step."""
-    steps: int = 200
+    """Pairs in a step."""
+    steps: int = 200  # training steps
 
 
 async def reward_model(run: rl.Run, config: RewardModelRunConfig) -> None:

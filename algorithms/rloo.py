@@ -1,7 +1,7 @@
 """RLOO: REINFORCE with the mean of the others as baseline (Ahmadian et al. 2024, arXiv:2402.14740).
 
-Draw a group of completions for each prompt; a completion's advantage is how much better its reward is than
-the mean of its group's *others*; raise the log-probability of the whole completion by it. No clip and no deviation.
+Sample a group of completions for each prompt. A completion's advantage is its reward minus the mean of the *others* in
+its group. Raise the log-probability of the whole completion by it. There is no clip and no division by the deviation.
 
     meshrl run rloo/quickstart
 """
@@ -11,7 +11,7 @@ import meshrl as rl
 
 class RlooConfig(rl.RolloutConfig):
     loss: rl.ReinforceLoss = rl.ReinforceLoss()
-    kl: float = 0.0  # the weight of the KL to the reference, which a reward is lowered by
+    kl: float = 0.0  # weight of the KL to the reference, which is subtracted from the reward
     sampling: rl.GroupSampling = rl.GroupSampling()
 
 

@@ -13,8 +13,8 @@ class SftConfig(rl.AlgorithmConfig):
     sampling: rl.Sampling = rl.Sampling()
     loss: rl.CrossEntropy = rl.CrossEntropy()
     rows: int = 64
-    """Rows a step."""
-    steps: int = 200
+    """Rows in a step."""
+    steps: int = 200  # training steps
 
 
 async def sft(run: rl.Run, config: SftConfig) -> None:

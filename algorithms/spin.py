@@ -1,7 +1,7 @@
 """SPIN: self-play fine-tuning (arXiv:2401.01335), from answers alone.
 
-The policy plays against itself: the answer is better than the completion that it drew as it was when the iteration
-began, and that policy is the reference too. When it draws what the answers are, there is nothing left to learn.
+The policy plays against an earlier self. Each answer is paired, as the better one, with a completion of the policy at
+the start of the iteration, which is the reference too. Learning ends when the policy's completions equal the answers.
 
     meshrl run spin/quickstart
 """
@@ -17,10 +17,10 @@ class SpinConfig(rl.AlgorithmConfig):
     sampling: rl.Sampling = rl.Sampling()
     loss: rl.PreferenceLoss = rl.PreferenceLoss()
     rows: int = 64
-    """Answers a step, each paired with one completion: `sampling.n` is taken as 1."""
+    """Answers in a step. Each is paired with one completion: `sampling.n` counts as 1."""
     iteration: int = 50
-    """Steps with one opponent, which is then the policy as it has become."""
-    steps: int = 200
+    """Steps in an iteration. After it, the current policy becomes the opponent."""
+    steps: int = 200  # training steps
 
 
 async def spin(run: rl.Run, config: SpinConfig) -> None:

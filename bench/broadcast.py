@@ -1,4 +1,4 @@
-"""512 MiB from the controller to every rank of 2 and of 4, in milliseconds, against one copy of the bytes.
+"""Send 512 MiB from the controller to every rank of 2 and of 4, in milliseconds, against one copy of the bytes.
 
     python bench/broadcast.py --json F [--mib 512] [--rounds N] [--engine processes|ray]
 

@@ -1,4 +1,4 @@
-"""Microseconds for an empty endpoint call: on the local engine with 2 and 8 ranks, in processes with 2 and 4.
+"""Microseconds of an empty endpoint call: on the local engine with 2 and 8 ranks, in processes with 2 and 4.
 
     python bench/calls.py --json F [--rounds N] [--engine processes|ray]
 

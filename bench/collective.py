@@ -1,4 +1,4 @@
-"""`bench/weights.py --parts collective`: from two ranks of FSDP to two samplers, beside gloo's own broadcast."""
+"""`bench/weights.py --parts collective`: from two ranks of FSDP to two samplers, compared with gloo's own broadcast."""
 
 import asyncio
 import ctypes

@@ -1,4 +1,4 @@
-"""A run on several hosts that is broken again and again, for `bench/soak.py --hosts 3`.
+"""A run on several hosts that suffers fault after fault, for `bench/soak.py --hosts 3`.
 
 GRPO of a tiny model, `ahead` = 2: a policy on the first host and a sampler on each of the others, of which one is
 enough. Faults come one after the other, in an order and after pauses that a seed decides: a sampler's process is

@@ -1,4 +1,4 @@
-"""What the gateway costs: CPU of a request on fakes, and the speed of a real sampler behind it.
+"""The cost of the gateway: CPU time of a request with fakes, and the speed of a real sampler behind it.
 
     python bench/gateway.py --json F [--rounds N]
 

@@ -1,4 +1,4 @@
-"""A batch made by one mesh and consumed by another, in milliseconds: by reference, through the controller, by peers.
+"""A batch from one mesh to another, in milliseconds: by reference, through the controller, and between peers.
 
     python bench/handoff.py --mib 1,16,128,512 --json F [--rounds N] [--engine processes|ray] [--without verl]
 

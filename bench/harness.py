@@ -1,4 +1,4 @@
-"""What every benchmark here shares: contestants that take turns, one JSON form, one table.
+"""The shared part of benchmarks: contestants that take turns, one JSON format, one table.
 
 `python bench/NAME.py --json F` writes one object: {"bench", "commit", "machine", "figures": [{"name",
 "value", "unit", "peer", "ratio", "target", "ok"}]}. `ratio` is value / peer. `target` bounds the ratio from

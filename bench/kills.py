@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments, on real processes, and go on: what is lost, what is left behind.
+"""Runs that are killed at random moments, on real processes, and resumed: what is lost, and what is left behind.
 
     python bench/kills.py --kills 200 --seed 0 --json F [--engines local processes ray] [--backend fake|torch]
 

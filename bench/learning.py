@@ -1,4 +1,4 @@
-"""Learning by GRPO, RLOO and DPO against TRL's trainers: the rewards while they train, and exact match afterwards.
+"""Learning with GRPO, RLOO and DPO against TRL's trainers: rewards during training, and exact match afterwards.
 
     python bench/learning.py --json F [--svg F] [--algorithms grpo,rloo,dpo] [--seeds 3,3,1] [--steps N] [--folder F]
 

@@ -1,4 +1,4 @@
-"""Peak memory of log-probs over a vocabulary of 150,000, forward and backward, against the naive way.
+"""Peak memory of log-probs over a vocabulary of 150,000, forward and backward, against the naive computation.
 
     python bench/logprobs.py --json F [--tokens 8192]
 

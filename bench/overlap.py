@@ -1,4 +1,4 @@
-"""How far rollout and training overlap: overlap efficiency = max(R, T) / step time, and the speed-up over ahead=0.
+"""The overlap of rollout and training: overlap efficiency = max(R, T) / step time, and the speed-up over ahead=0.
 
     python bench/overlap.py --json F [--rounds N] [--parts even,lengths,model] [--engine processes|local|ray]
 

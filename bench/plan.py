@@ -1,4 +1,4 @@
-"""Predicted and measured steps of grpo/quickstart in many settings, and what `meshrl plan` proposes.
+"""Predicted and measured steps of grpo/quickstart in many settings, and the proposals of `meshrl plan`.
 
     python bench/plan.py --json F [--rounds N] [--steps N] [--parts steps,time] [--keep FOLDER]
 

@@ -1,4 +1,4 @@
-"""Samples per second of rollouts: the samplers torch, vllm and sglang, against these engines alone and transformers.
+"""Samples per second of rollouts: the samplers torch, vllm and sglang, against the engines alone and transformers.
 
     python bench/rollout.py --json F [--completions 1,8] [--rounds N] [--engines vllm,sglang]
 

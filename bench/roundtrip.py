@@ -1,4 +1,4 @@
-"""Rows that come to the controller and go back, in milliseconds, against verl and against copies of the same bytes.
+"""Rows that pass through the controller, in milliseconds, against verl and against copies of the same bytes.
 
     python bench/roundtrip.py --mib 128 --json F [--rounds N] [--engine processes|ray] [--without verl]
 

@@ -1,4 +1,4 @@
-"""Continuous batching against waiting for a batch's longest row, in new tokens per CPU second on one thread.
+"""Continuous batching against waiting for the longest row of a batch, in new tokens per CPU second on one thread.
 
     python bench/sampling.py --json F [--rounds N]
 

@@ -1,4 +1,4 @@
-"""What a call costs for each rank, on 8 to 4,096 fake ranks of the local engine and on 64 processes of this machine.
+"""The cost of a call for each rank, on 8 to 4,096 fake ranks of the local engine and on 64 processes of this machine.
 
     python bench/scale.py --json F [--rounds N] [--parts fakes,processes]
 

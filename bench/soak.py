@@ -1,4 +1,4 @@
-"""A run of many steps: whether its memory grows, and whether it outlives faults.
+"""A run of many steps, to see whether its memory grows and whether it survives faults.
 
     python bench/soak.py --json F [--minutes M] [--engine ray|local]
     sudo python bench/soak.py --hosts 3 --json F [--minutes M] [--seed N]

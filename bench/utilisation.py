@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation of `update` on one GPU: the model's FLOPs a second, over the most that the GPU can do.
+"""Model FLOPs utilisation of `update` on one GPU: the model's FLOPs per second, divided by the GPU's peak.
 
     python bench/utilisation.py --json F [--rounds N]
 

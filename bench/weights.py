@@ -1,4 +1,4 @@
-"""What it costs to give a sampler new weights: 0.5 GiB of bfloat16, against one copy of the bytes.
+"""The cost of a weight sync to a sampler: 0.5 GiB of bfloat16, against one copy of the bytes.
 
     python bench/weights.py --json F [--mib 512] [--rounds N] [--parts sync,delta,collective] [--engine processes|ray]
 

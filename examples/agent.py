@@ -1,4 +1,4 @@
-"""An agent that learns: a program that asks the model through an OpenAI client, uses a tool and corrects itself.
+"""An agent that learns: a program that calls the model through an OpenAI client, uses a tool and corrects itself.
 
     python examples/agent.py
 

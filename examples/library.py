@@ -1,4 +1,4 @@
-"""A first update of a model of your own, from a script.
+"""A first update of your own model, from a script.
 
     python examples/library.py MODEL_FOLDER
 

@@ -1,4 +1,4 @@
-"""Rollouts that go on while the policy trains, on fakes in virtual time: what `ahead` saves, before you have a GPU.
+"""Rollouts that run while the policy trains, on fakes in virtual time: see what `ahead` saves before you have a GPU.
 
     python examples/overlap.py
 

@@ -1,6 +1,6 @@
 """meshrl: reinforcement learning of language models on typed actor meshes.
 
-A name is loaded with its room when it is first asked for: a rank, and a script's start, pay for what they use.
+Each name is imported with its room when it is first used, so ranks and scripts load only what they need.
 """
 
 from typing import TYPE_CHECKING

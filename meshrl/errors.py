@@ -1,4 +1,4 @@
-"""The one tree of errors. Each says what happened, where, the numbers, and what to do."""
+"""The errors of meshrl. Each says what happened, where, the numbers, and what to do."""
 
 import asyncio
 import difflib
@@ -6,25 +6,25 @@ from collections.abc import Iterable, Mapping
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` most likely meant, or None."""
+    """Return the known name that `name` most likely meant, or None."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return close[0] if close else None
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str = "{!r}") -> str:
-    """`did you mean 'lr'?`, for an error's message; empty where no known name is near. `form`: how that is written."""
+    """Return `did you mean 'lr'?` for an error message, or "" if no known name is near. `form`: format of the name."""
     near = nearest(name, known)
     return f"did you mean {form.format(near)}?" if near else ""
 
 
 def shortened(value: object) -> str:
-    """A value as an error shows it, in at most 60 letters."""
+    """Return a value as an error message shows it, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: what`, in letters that every file holds; also of an error whose own text cannot be made."""
+    """Return `ValueError: message` in characters that every file can hold, even if the error's message raises."""
     try:
         text = str(error)
     except (Exception, SystemExit, asyncio.CancelledError) as worse:  # noqa: BLE001 -- a user's class may do anything
@@ -42,19 +42,19 @@ class ConfigError(MeshrlError):
 
 
 class NoRoom(ConfigError):
-    """The machines that are there could not hold a mesh, not even idle."""
+    """The available machines could not hold a mesh even if they were idle."""
 
 
 class ContractError(MeshrlError):
-    """An actor's endpoints, or a call of one, do not fit the mesh."""
+    """An actor's endpoint, or a call of it, does not fit the mesh."""
 
 
 class DataError(MeshrlError):
-    """A batch, a column or a data file is not what it should be."""
+    """A batch, a column or a data file is not as it should be."""
 
 
 class DataLost(DataError):
-    """What a rank made and kept, such as a column of a batch, has gone with its process or its host."""
+    """Data that a rank kept, such as a column of a batch, was lost with its process or its host."""
 
     def __init__(self, where: str, reason: str, what: str = "what a rank made") -> None:
         self.where = where
@@ -70,7 +70,7 @@ class DataLost(DataError):
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Whether it is `DataLost`, here or on a rank that asked for the data."""
+    """True for `DataLost`, raised here or on a rank that fetched the data."""
     return isinstance(error, DataLost) or (isinstance(error, RankFailed) and is_lost(error.__cause__))
 
 
@@ -79,7 +79,7 @@ class ModelError(MeshrlError):
 
 
 class EngineDied(ModelError):
-    """What an actor computes with has ended, such as an inference engine's process: a `respawn` makes another."""
+    """An actor's backend process has ended, such as an inference engine. `respawn` starts another."""
 
 
 class BackendError(MeshrlError):
@@ -91,17 +91,17 @@ class MeshStopped(MeshrlError):
 
 
 class CallTimeout(MeshrlError):
-    """A call, or a stream's next value, took longer than the role's `timeout`."""
+    """A call, or the next value of a stream, took longer than the role's `timeout`."""
 
 
 class ReplicasDisagree(MeshrlError):
-    """Ranks that must return the same value did not."""
+    """Ranks returned different values where they must agree."""
 
 
 class RankFailed(MeshrlError):
-    """An endpoint (or a constructor: endpoint `__init__`) raised on a rank.
+    """An endpoint, or a constructor (endpoint `__init__`), raised on a rank.
 
-    `__cause__` is the exception itself where it could be carried; `traceback` is the rank's own, as text.
+    `__cause__` is the exception itself if it could be sent. `traceback` is the rank's traceback, as text.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class RankFailed(MeshrlError):
 
 
 class RankDied(MeshrlError):
-    """The process of a rank is gone; calls on it are refused until `respawn`.
+    """The process of a rank has died. Calls on it are refused until `respawn`.
 
-    `written` has the last lines that it wrote, where the run keeps them.
+    `written` holds the last lines of its output, if the run keeps them.
     """
 
     def __init__(

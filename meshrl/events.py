@@ -1,6 +1,6 @@
-"""What happens in a run, as events: the JSON lines that the report, the trace and the simulator read.
+"""Events: what happens in a run, as JSON lines that the report, the trace and the simulator read.
 
-Times are seconds on one clock, the controller's event loop's, from the start of the run.
+Times are seconds since the start of the run, on the clock of the controller's event loop.
 """
 
 import asyncio
@@ -19,97 +19,128 @@ _FLUSH_SECONDS: Final = 1.0
 
 
 class Call(msgspec.Struct, tag_field="kind", tag="call", frozen=True, omit_defaults=True):
-    """An endpoint's call as its caller saw it, from sending to the joined result. Of a stream: to its end."""
+    """A call of an endpoint as the caller saw it, from sending to the joined result, or to the end of a stream."""
 
     id: int
+    """Number of the call. Its spans refer to it."""
     actor: str
+    """Class of the actor."""
     endpoint: str
+    """Name of the endpoint."""
     began: float
+    """When the call was sent."""
     ended: float
+    """When its result was there."""
     rows: int | None = None
     """Rows of the batches among the arguments."""
     tokens: int | None = None
+    """Tokens of these batches."""
     error: str | None = None
-    """The type of what it raised."""
+    """Type of the exception that it raised."""
 
 
 class Span(msgspec.Struct, tag_field="kind", tag="span", frozen=True, omit_defaults=True):
-    """The same call as it ran on one rank."""
+    """A call as it ran on one rank."""
 
     call: int
+    """The `id` of the call."""
     mesh: str
+    """Mesh of the rank."""
     rank: int
-    """With `mesh`, the process or thread; actors that share it are colocated."""
+    """Number of the rank in the mesh. Mesh and rank name the process or thread, which colocated actors share."""
     actor: str
+    """Class of the actor."""
     endpoint: str
+    """Name of the endpoint."""
     began: float
+    """When the rank began the call."""
     ended: float
+    """When the rank had ended it."""
 
 
 class Wait(msgspec.Struct, tag_field="kind", tag="wait", frozen=True, omit_defaults=True):
-    """Somebody could not go on: `trainer` waited for `a batch`, `3 of 64 groups are ready`."""
+    """A part of the run had to wait. For example, `trainer` waited for `a batch` on `3 of 64 groups are ready`."""
 
     who: str
+    """The part that waited."""
     what: str
+    """What it waited for."""
     on: str
-    """Whom or what it was blocked by, as a text."""
+    """What it was blocked by when the wait began, as a text."""
     began: float
+    """When the wait began."""
     ended: float
+    """When the wait ended."""
 
 
 class Gauge(msgspec.Struct, tag_field="kind", tag="gauge", frozen=True, omit_defaults=True):
-    """A number that goes up and down, such as the groups that are ready. It holds until the next of its name."""
+    """A number that rises and falls, such as the groups that are ready. It holds until the next gauge of its name."""
 
     name: str
+    """Name of the number."""
     at: float
+    """When it changed."""
     value: float
+    """Its new value."""
 
 
 class Swap(msgspec.Struct, tag_field="kind", tag="swap", frozen=True, omit_defaults=True):
-    """A sampler took new weights, from `began` to `ended`. `published`: when they were asked of the policy."""
+    """A sampler loaded new weights."""
 
     version: int
+    """Version of the weights."""
     published: float
+    """When the weights were requested from the policy."""
     began: float
+    """When the sampler began to load them."""
     ended: float
+    """When the sampler had loaded them."""
     nbytes: int
+    """Size of the weights in bytes."""
 
 
 class Step(msgspec.Struct, tag_field="kind", tag="step", frozen=True, omit_defaults=True):
-    """A step of the script, as `run.steps` counts them; its numbers are in metrics.jsonl."""
+    """A step of the script, as `run.steps` counts them. Its numbers are in metrics.jsonl."""
 
     step: int
+    """Number of the step, from 0."""
     began: float
+    """When the step began."""
     ended: float
+    """When the step ended."""
 
 
 class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, omit_defaults=True):
-    """A stream of rollouts gave a batch."""
+    """A stream of rollouts delivered a batch."""
 
     batch: int
+    """Number of the batch, from 0."""
     at: float
+    """When it was delivered."""
     rows: int
+    """Rows of the batch."""
     staleness: list[int]
-    """How many rows are 0, 1, 2, ... versions behind."""
+    """Number of rows that are 0, 1, 2, ... versions behind."""
     dropped: Mapping[str, int] = {}
-    """Groups dropped since the batch before, by why."""
+    """Number of groups that were dropped since the batch before, by reason."""
 
 
 class Restart(msgspec.Struct, tag_field="kind", tag="restart", frozen=True, omit_defaults=True):
-    """The run was begun again, after a fault of a machine had ended it."""
+    """The run was restarted after a machine had failed."""
 
     at: float
+    """When it was restarted."""
     number: int
-    """From 1: how often it was, since the command was started."""
+    """Number of the restart since the command was started, from 1."""
     error: str
-    """What ended it, as a text."""
+    """The error that ended the run, as a text."""
 
 
 Event: TypeAlias = Call | Span | Wait | Gauge | Swap | Step | Delivery | Restart
 
 
 def clock() -> float:
-    """Seconds on the running event loop's clock; outside of a loop on the machine's, which loops have by default."""
+    """Return seconds on the clock of the running event loop, or on the machine's monotonic clock outside of a loop."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -129,19 +160,19 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """A file of events, JSON lines, written each second by the loop that it is made on.
+    """A file of events as JSON lines. The event loop that it is created on writes it each second.
 
-    A run that is killed leaves whole lines, all but those of its last second. Calls and waits are events when they end;
-    the waits that go on when the log is closed end with it. A long run keeps the newest: a file that is full is renamed
-    to NAME-before.jsonl, in the place of the one before it.
+    A killed run leaves whole lines, and loses at most those of its last second. Calls and waits become events when they
+    end. Waits that are not over when the log is closed end then. A long run keeps the newest events: a full file is
+    renamed to NAME-before.jsonl, and replaces the earlier one.
     """
 
     def __init__(
         self, path: Path, most: int = 1 << 28, tell: Callable[[Sequence[Event], float], None] | None = None
     ) -> None:
-        """`most`: bytes of both files. `tell`: is given what is written, and the start in seconds since 1970."""
+        """`most`: bytes of both files together. `tell`: is called with new events, and the start in Unix seconds."""
         self.began: float = clock()
-        """The start of the run, on the event loop's clock."""
+        """The start of the run on the event loop's clock."""
         self._since = time.time()
         self._tell = tell
         self._path = path
@@ -150,22 +181,22 @@ class EventLog:
         self._encoder = msgspec.json.Encoder()
         self._kept: deque[Event] = deque()
         self.gauges: dict[str, float] = {}
-        """What each shows now."""
-        self._loop = asyncio._get_running_loop()  # noqa: SLF001 -- None where none runs, without an exception
+        """The current value of each gauge."""
+        self._loop = asyncio._get_running_loop()  # noqa: SLF001 -- None if no loop runs, without an exception
         self._timer: asyncio.TimerHandle | None = None
         self._due = False
-        """Whether the timer runs or was asked for, maybe from another thread."""
+        """True if the timer runs or was requested, perhaps from another thread."""
 
     def now(self) -> float:
         """Seconds since the start of the run."""
         return clock() - self.began
 
     def moved(self, folder: Path) -> None:
-        """The file is in this folder now."""
+        """Note that the file has moved to this folder."""
         self._path = folder / self._path.name
 
     def emit(self, event: Event) -> None:
-        """Keep an event; it is written within a second, while the loop runs. From any thread."""
+        """Keep an event. It is written within a second while the loop runs. May be called from any thread."""
         self._kept.append(event)
         if isinstance(event, Gauge):
             self.gauges[event.name] = event.value
@@ -178,12 +209,12 @@ class EventLog:
                     self._loop.call_soon_threadsafe(self._start_timer)
 
     def _start_timer(self) -> None:
-        # Only while something is kept: in virtual time, where nothing else can happen, a timer would hide that.
+        # Only while events are kept. In virtual time a timer would hide that nothing else can happen.
         if self._kept and self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(_FLUSH_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Write what is kept."""
+        """Write the events that are kept."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -202,7 +233,7 @@ class EventLog:
                 self._tell(kept, self._since)
 
     def close(self) -> None:
-        """Write the rest, with the waits that go on, up to now. Nothing is kept from here on."""
+        """Write the remaining events, and the waits up to now. Later events are ignored."""
         for pending in list(Pending.table.values()):
             if pending.to is self:
                 pending.note()
@@ -214,12 +245,12 @@ class EventLog:
 
 
 sink: ContextVar[Sink | None] = ContextVar("sink", default=None)
-"""Where the events of the current run go; nothing is kept where there is none."""
+"""Where the events of the current run go. None: events are not kept."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Somebody waits, now."""
+    """A wait that is not over."""
 
     who: str
     what: str
@@ -229,36 +260,36 @@ class Pending:
     began: float
     """On the clock of `to`."""
     at_first: str
-    """What `on` said in the beginning."""
+    """The text of `on` when the wait began."""
 
     table: ClassVar[dict[int, "Pending"]] = {}
-    """Everybody who waits, in the order in which they began."""
+    """All waits, in the order in which they began."""
 
     def __str__(self) -> str:
         return f"{self.who} waits for {self.what}: {self.on if isinstance(self.on, str) else self.on()}"
 
     def note(self) -> None:
-        """Emit the wait, up to now. One that took no time was none."""
+        """Emit the wait up to now, unless it took no time."""
         if self.to and (ended := self.to.now()) > self.began:
             self.to.emit(Wait(self.who, self.what, self.at_first, self.began, ended))
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> list["Pending"]:
-        """Who waits on a loop."""
+        """Return the waits on a loop."""
         return [each for each in cls.table.values() if each.loop is loop]
 
 
 class Blocked(Protocol):
-    """Says, when asked, what somebody is blocked by."""
+    """Says what a wait is blocked by."""
 
     def __call__(self) -> str:
-        """A clause, such as `3 of 64 groups are ready`."""
+        """Return a clause, such as `3 of 64 groups are ready`."""
         ...
 
 
 @contextmanager
 def waiting(who: str, what: str, on: str | Blocked) -> Generator[None]:
-    """Say that `who` waits for `what` while the block lasts: an event, and a line of the wait-for graph."""
+    """Record that `who` waits for `what` while the block runs, as an event and as a line of the wait-for graph."""
     at_first = on if isinstance(on, str) else on()
     to = sink.get()
     pending = Pending(who, what, on, asyncio.get_running_loop(), to, to.now() if to else 0.0, at_first)
@@ -271,6 +302,6 @@ def waiting(who: str, what: str, on: str | Blocked) -> Generator[None]:
 
 
 def gauge(name: str, value: float) -> None:
-    """Note a number that goes up and down."""
+    """Record the value of a number that rises and falls."""
     if to := sink.get():
         to.emit(Gauge(name, to.now(), value))

@@ -1,4 +1,4 @@
-"""Log lines of the program. A rank that says nothing does not pay for structlog: it is imported with the first."""
+"""Log lines. structlog is imported with the first line, so ranks that log nothing do not load it."""
 
 import sys
 from collections.abc import Generator

@@ -1,4 +1,4 @@
-"""A user's own code, such as a script or a reward function: found by its path or name, and its errors told."""
+"""Load a user's code, such as a script or a reward function, by its path or name, and report its errors."""
 
 import asyncio
 import importlib

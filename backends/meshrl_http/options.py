@@ -13,22 +13,22 @@ from meshrl.roles import BackendOptions
 
 
 class HttpConfig(BackendOptions):
-    """Which servers draw for the backend `http`, and how they are asked."""
+    """The servers that sample for the backend `http`, and how to reach them."""
 
     urls: tuple[str, ...] = ()
-    """Where they are, such as `http://10.0.0.7:8000`: one or more for each rank."""
+    """Addresses of the servers, such as `http://10.0.0.7:8000`: one or more for each rank."""
     model: str | None = None
-    """The name under which they serve the model; nothing means the only one that each serves."""
+    """Name of the model at the servers. Default: the only model that each serves."""
     key_env: str | None = None
-    """The environment variable, on the ranks, that has the servers' API key. The key is in no configuration."""
+    """Environment variable on the ranks that holds the servers' API key. The key itself is in no configuration."""
     weights: Annotated[str | None, PathIn("(.+)")] = None
-    """A folder that ranks and servers see under this name: new weights go through it; nothing means there are none."""
+    """Folder for new weights, which ranks and servers see under this path. By default servers keep their weights."""
     patience: float = Field(default=300.0, gt=0)
-    """Seconds without an answer of any server, asked again and again, after which the sampler fails."""
+    """Seconds of retries without an answer from any server before the sampler fails."""
 
     @property
     def keeps_weights(self) -> str:
-        """The key `weights`, where it is not set."""
+        """The key `weights` if it is not set, else empty."""
         return "" if self.weights else "weights"
 
     @field_validator("urls")
@@ -38,24 +38,24 @@ class HttpConfig(BackendOptions):
             parts = urlsplit(url)
             if "@" in url or parts.query:  # its own words do not repeat it: it may be a secret
                 raise ValueError(
-                    "an address of a server has a user, a secret or a query in it: a key goes into the variable that "
-                    "key_env names"
+                    "an address of a server contains a user, a secret or a query: put the key into the environment "
+                    "variable that key_env names"
                 )
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{url!r} is no address of a server: write it as http://HOST:PORT")
+                raise ValueError(f"{url!r} is not the address of a server: write it as http://HOST:PORT")
         return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
     def share(self, rank: int, ranks: int) -> Sequence[str]:
-        """The servers of one of several ranks. ConfigError where there are too few."""
+        """Return the servers of one rank. ConfigError if there are fewer servers than ranks."""
         if len(self.urls) < ranks:
             raise ConfigError(
-                f"sampler.http.urls names {len(self.urls)} servers for {ranks} ranks: give each rank one or more of "
-                "its own, or take fewer ranks: one rank asks any number of servers"
+                f"sampler.http.urls names {len(self.urls)} servers for {ranks} ranks: name at least one for each rank, "
+                "or use fewer ranks. One rank can use any number of servers"
             )
         return self.urls[rank::ranks]
 
     def key(self) -> str | None:
-        """The servers' API key; None where they ask for none. ConfigError where the variable is not set."""
+        """Return the servers' API key, or None if they need none. ConfigError if the variable is not set."""
         if self.key_env is None:
             return None
         if not (key := os.environ.get(self.key_env)):

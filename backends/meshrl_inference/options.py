@@ -1,4 +1,4 @@
-"""What the tables of these backends have in common, `[sampler.vllm]` and the like."""
+"""Options that backends with inference engines share, as in `[sampler.vllm]`."""
 
 from importlib.util import find_spec
 from typing import Annotated, Literal
@@ -11,36 +11,37 @@ from meshrl.roles import BackendOptions
 
 
 class EngineOptions(BackendOptions):
-    """How a backend runs its engines: one for each place along `dp`, over the ranks along `tp`."""
+    """How a backend runs its engines: one for each coordinate along `dp`, over the ranks along `tp`."""
 
     python: Annotated[str | None, PathIn("(.*/.*)")] = None
-    """The interpreter of an environment that has the engine, with pins of its own; nothing means this one."""
+    """Path of the Python of an environment that has the engine, which may pin other versions. Default: this Python."""
     kv_cache_mib: int | None = Field(default=None, gt=0)
-    """Memory for keys and values; nothing means what `memory_share` leaves, and on a CPU 512."""
+    """Memory for the KV cache in MiB. Default: what `memory_share` leaves, and 512 on a CPU."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Of a GPU's memory, how much the engine may take."""
+    """Share of a GPU's memory that the engine may use."""
     eager: bool = False
-    """No CUDA graphs: quicker to start, slower to decode."""
+    """Use no CUDA graphs. Faster to start, slower to decode."""
     sleep: bool = False
-    """Give the GPU's memory back while no row is decoded: for a sampler on the mesh of what trains, and `ahead` = 0."""
+    """Free the GPU's memory while no row is decoded. For a sampler that shares its mesh with training, with `ahead` =
+    0."""
     after_load: Literal["recompute", "keep"] = "recompute"
-    """What running rows have of tokens before new weights: read again with these, or kept as the old ones left it."""
+    """KV cache of running rows after new weights arrive: `recompute` it with the new weights, or `keep` the old one."""
 
     @property
     def lends_memory(self) -> str:
-        """The key `sleep`, where it is set."""
+        """The key `sleep` if it is set, else empty."""
         return "sleep" if self.sleep else ""
 
     @property
     def own(self) -> dict[str, bool]:
-        """The options that this engine has alone."""
+        """The options that only this engine has."""
         return self.model_dump(exclude=set(EngineOptions.model_fields))
 
 
 def check_here(package: str, key: str) -> None:
-    """BackendError where this environment has not an engine's package; `key` names another interpreter."""
+    """BackendError if this environment lacks an engine's package. `key` is the setting for another interpreter."""
     if find_spec(package) is None:
         raise BackendError(
             f"backend {package!r} needs the package {package!r}, which is not installed: pip install "
-            f"'meshrl[{package}]', or name the interpreter of an environment that has it: {key}"
+            f"'meshrl[{package}]', or set {key} to the Python of an environment that has it"
         )

@@ -7,13 +7,13 @@ from meshrl_hf.options import Attention
 
 
 class MegatronConfig(BackendOptions):
-    """How the backend `megatron` uses its mesh, beside what the mesh's axes say."""
+    """How the backend `megatron` uses its mesh, in addition to the mesh's axes."""
 
     sequence_parallel: bool = True
-    """Split activations along the axis `tp` between its matrices too."""
+    """Split the activations between the matrices along the axis `tp` too."""
     virtual_stages: int = Field(default=1, gt=0)
-    """Stages of the pipeline that each rank along `pp` holds."""
+    """Pipeline stages that each rank along `pp` holds."""
     experts: int = Field(default=1, gt=0)
-    """Neighbours along `dp` that divide the experts of a mixture among them, each with its ranks along `tp`."""
+    """Number of neighbours along `dp` that share the experts of a mixture, each with its ranks along `tp`."""
     attention: Attention = "auto"
     """The kernel for packed sequences on GPUs."""

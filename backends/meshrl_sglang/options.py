@@ -8,10 +8,10 @@ class SglangConfig(EngineOptions):
     """How the backend `sglang` runs its engines."""
 
     read_back: bool = False
-    """After each load, ask SGLang how each tensor begins, and end the engine where that is not what was sent: slow."""
+    """After each load, read the start of each tensor back from SGLang, and stop the engine if it differs. Slow."""
 
 
 def check_installed(config: RoleConfig) -> None:
-    """BackendError where SGLang is to run in this environment, which has none."""
+    """BackendError if SGLang is to run in this environment and is not installed."""
     if options_of(config, SglangConfig).python is None:
         check_here("sglang", "sampler.sglang.python")

@@ -1,4 +1,4 @@
-"""The table `[sampler.vllm]`, of which a server takes the environment and the memory."""
+"""The table `[sampler.vllm]`. `meshrl serve` uses its environment and memory."""
 
 from meshrl.roles import RoleConfig, options_of
 from meshrl_inference.options import EngineOptions, check_here
@@ -9,6 +9,6 @@ class VllmConfig(EngineOptions):
 
 
 def check_installed(config: RoleConfig) -> None:
-    """BackendError where vLLM is to run in this environment, which has none."""
+    """BackendError if vLLM is to run in this environment and is not installed."""
     if options_of(config, VllmConfig).python is None:
         check_here("vllm", "sampler.vllm.python")

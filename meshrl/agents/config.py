@@ -1,4 +1,4 @@
-"""The table of an agent: which program talks to the model, and how it is found before a run begins."""
+"""The table of an agent: which program talks to the model, and how it is found before a run."""
 
 import inspect
 import shutil
@@ -15,30 +15,30 @@ from meshrl.user_code import CODE, load_name
 
 
 class AgentConfig(Config):
-    """Which program talks to the model: a function, or a command."""
+    """The program that talks to the model: a function, or a command."""
 
     source: Annotated[str, CODE] = ""
-    """`file.py:function` or `package.module:function`, async or plain: called with a client of the package openai and
-    the task's row, it returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
+    """A function, async or not: `file.py:function` or `package.module:function`. It is called with a client of the
+    package openai and the task's row, and returns the reward. Or `verifiers:ENV_ID`, an environment of that library."""
     options: Mapping[str, JsonValue] = Field(default={})
-    """Of verifiers: what the environment is loaded with, as of the task."""
+    """For verifiers: arguments for loading the environment, as in the task."""
     command: tuple[str, ...] = ()
-    """A program and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment and
-    the row as JSON in its input; the last line of its output is the reward."""
+    """A program and its arguments. OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL are in its environment, and the row
+    is on its standard input as JSON. The last line of its output is the reward."""
     image: str = ""
-    """A container image, in which the command runs; without a command its own does."""
+    """Container image in which the command runs. Without a command, the image's own command runs."""
     runtime: Runtime = "docker"
-    """What runs containers."""
+    """The program that runs containers."""
     seconds: float = Field(default=600.0, gt=0)
-    """The longest that it may take."""
+    """Time limit of an episode."""
     retries: int = Field(default=0, ge=0)
-    """How often an episode is played again that fails, before its error is told."""
+    """Number of times that a failed episode is repeated before its error is reported."""
     concurrency: int = Field(default=256, gt=0)
-    """Episodes at once; others wait."""
+    """Episodes that run at once. Others wait."""
     output_mib: int = Field(default=16, gt=0)
-    """The most that a command may write."""
+    """Output of a command at most, in MiB."""
     outputs_kept: int = Field(default=1000, gt=0)
-    """Of how many commands the output is kept in the run's folder, the last ones."""
+    """Number of commands whose output is kept in the run's folder, the last ones."""
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:

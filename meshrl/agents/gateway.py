@@ -1,4 +1,4 @@
-"""The gateway: an OpenAI-compatible server before a sampler, which records what each session samples.
+"""The gateway: an OpenAI-compatible server in front of a sampler, which records what each session samples.
 
     async with Gateway(sampler, chat).serving() as gateway:
         session = gateway.open(sampling)
@@ -48,20 +48,21 @@ _LEFT: Final = 499
 
 
 class GatewayConfig(Config):
-    """Where the gateway listens, and what it bears."""
+    """Where the gateway listens, and its limits."""
 
     host: str = "127.0.0.1"
-    """Where agents run on other machines: an address that they reach."""
+    """Address to listen on. If agents run on other machines, an address that they reach."""
     port: int = Field(default=0, ge=0, lt=2**16)
-    """0: any that is free."""
+    """Port to listen on. 0 chooses a free one."""
     body_mib: int = Field(default=16, gt=0)
-    """The largest request."""
+    """Size of a request's body at most, in MiB."""
     requests: int = Field(default=1024, gt=0)
-    """Requests in flight; one more is answered with 429, which clients try again."""
+    """Requests in flight at most. Further ones get status 429, after which clients retry."""
     connections: int = Field(default=4096, gt=0)
-    """Connections; one more is answered with 503."""
+    """Connections at most. Further ones get status 503."""
     seconds: float = Field(default=60.0, gt=0)
-    """For a client to begin its first request, to send a request's body, and to read each piece of a stream."""
+    """Time limit in seconds for a client to begin its first request, to send a body, and to read each piece of a
+    stream."""
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
-"""The command line: its commands are in modules by what they are about, and `meshrl --help` lists them.
+"""The command line. `meshrl --help` lists its commands.
 
-`main` is the program; each module of commands adds its own to `app`.
+`main` is the program. Each module adds its commands to `app`.
 """
 
 import os
@@ -16,14 +16,14 @@ __all__ = ["app", "configurations", "launching", "main", "memory", "planning", "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The `meshrl` command. A mistake of the user's is told without a traceback, with exit status 1."""
+    """Run the `meshrl` command. A `MeshrlError` is shown without a traceback, with exit status 1."""
     log_to_stderr()
-    # GNU OpenMP's threads spin for milliseconds while they wait for each other. With another program on the same
-    # cores that makes steps of milliseconds take seconds; so they spin shortly, which costs nothing alone. It is read
-    # when torch is loaded.
+    # GNU OpenMP's threads spin for milliseconds while they wait for each other. If another program uses the same
+    # cores, steps of milliseconds then take seconds. A short spin avoids this and costs nothing otherwise. torch
+    # reads the variable when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     if "" not in sys.path:
-        # As with `python -m`: a reward function in a package of the current folder can be imported.
+        # As with `python -m`, so that a reward function in the current folder can be imported.
         sys.path.append("")
     try:
         app(args=arguments)

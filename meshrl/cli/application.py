@@ -1,4 +1,4 @@
-"""The application that commands add themselves to, and the arguments that several of them take."""
+"""The command line application, and arguments that several commands share."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -23,23 +23,29 @@ def _show_version(wanted: bool) -> None:
 
 
 ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a shipped one: see `meshrl configs`.")
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="A TOML file, or the name of a shipped configuration (see `meshrl configs`)."
+    ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As in policy.optimizer.lr=1e-4 steps=20")
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override, such as policy.optimizer.lr=1e-4 steps=20."),
 ]
 
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its name under runs/.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where to write; else into the run's folder.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="The file to write. Default: a file in the run's folder.")
+]
 
 
 WITH_SETTINGS: Final = {"ignore_unknown_options": True}
-"""Of a command that takes KEY=VALUE: what is written as an option comes to `settings`, which answers it."""
+"""For commands that take KEY=VALUE: an unknown option reaches `settings`, which explains the mistake."""
 
 
 def settings(config: str, overrides: list[str] | None) -> list[str]:
-    """The overrides; ConfigError where a key is written as an option, as `--steps 3` is."""
+    """Return the overrides. ConfigError if a key is written as an option, such as `--steps 3`."""
     given = [config, *(overrides or [])]
     for at, argument in enumerate(given):
         if at and not argument.startswith("-") and "=" not in argument:
@@ -48,27 +54,27 @@ def settings(config: str, overrides: list[str] | None) -> list[str]:
             key, equals, value = argument.lstrip("-").partition("=")
             beside = given[at + 1 : at + 2] or ["true"]
             told = value if equals else "true" if beside[0].startswith("-") else beside[0]
-            raise ConfigError(f"{argument}: keys are set without dashes: write {key.replace('-', '_')}={told}")
+            raise ConfigError(f"{argument}: keys are set without dashes. Write {key.replace('-', '_')}={told}")
     return given[1:]
 
 
 def _told_to_join(key: str, beside: list[str]) -> None:
-    """ConfigError where a key and its value are two arguments, as `steps 3` is."""
+    """ConfigError if a key and its value are two arguments, such as `steps 3`."""
     if beside and "=" not in beside[0] and not beside[0].startswith("-"):
-        raise ConfigError(f"{key} {beside[0]}: a key and its value are one argument: write {key}={beside[0]}")
+        raise ConfigError(f"{key} {beside[0]}: a key and its value are one argument. Write {key}={beside[0]}")
 
 
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which version this is.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def write(file: Path, content: bytes) -> None:
-    """Write a file that the user asked for, and say so; ConfigError where it cannot be."""
+    """Write a file that the user asked for, and say so. ConfigError if it cannot be written."""
     try:
         file.write_bytes(content)
     except OSError as error:

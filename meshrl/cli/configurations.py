@@ -1,4 +1,4 @@
-"""The commands about configurations: run, fork, check, simulate, new, configs."""
+"""The commands that take configurations: run, fork, check, simulate, new, configs."""
 
 import asyncio
 import shlex
@@ -41,18 +41,18 @@ from meshrl.tasks import TaskConfig
 
 @app.command(context_settings=WITH_SETTINGS)
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Check a configuration and run it. Its files go to runs/NAME."""
+    """Check a configuration and run it. The run's files go to runs/NAME."""
     _show_summary(_to_its_end(pin(_checked(config, overrides, memory=False))))
 
 
 @app.command(context_settings=WITH_SETTINGS)
 def fork(
     run: RunArgument,
-    step: Annotated[int, typer.Option(min=1, help="After so many of its steps the new run does otherwise.")],
+    step: Annotated[int, typer.Option(min=1, help="The new settings apply after this step of the earlier run.")],
     overrides: Overrides = None,
-    name: Annotated[str | None, typer.Option(help="Of the new run; else RUN-at-STEP.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new run. Default: RUN-at-STEP.")] = None,
 ) -> None:
-    """Run an earlier run again from one of its steps, with other settings. Its files go to runs/NAME."""
+    """Repeat an earlier run from one of its steps with other settings. The files of the new run go to runs/NAME."""
     earlier = find_run(run)
     planned = plan_fork(earlier, step, name, settings(run, overrides))
     source = str(earlier / "config.toml")
@@ -66,7 +66,7 @@ def fork(
 
 
 def _to_its_end(job: Job[RunConfig]) -> Path:
-    """Run a job; the folder of the run, which has ended. Exits where somebody interrupts it."""
+    """Run a job to its end and return the run's folder. Exits if it is interrupted."""
     begun: list[Run] = []
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
@@ -81,30 +81,32 @@ def _to_its_end(job: Job[RunConfig]) -> Path:
 
 @app.command(context_settings=WITH_SETTINGS)
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Find what is wrong with a configuration before any model loads."""
+    """Find mistakes in a configuration before any model loads."""
     job = _checked(config, overrides)
     task: object = getattr(job.config, "task", None)
     told = unseen(task) if isinstance(task, TaskConfig) else None
-    typer.echo(f"{job.source}: nothing wrong was found{f'; {told}' if told else ''}")
+    typer.echo(f"{job.source}: no mistakes found{f'; {told}' if told else ''}")
 
 
 @app.command(context_settings=WITH_SETTINGS)
 def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     config: ConfigArgument,
     overrides: Overrides = None,
-    steps: Annotated[
-        int | None, typer.Option(help="How many steps of the script; else as many as are configured.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to simulate. Default: those of the configuration.")] = None,
     recorded: Annotated[
-        str | None, typer.Option("--from", metavar="RUN", help="A recorded run, whose calls tell what calls take.")
+        str | None, typer.Option("--from", metavar="RUN", help="A recorded run to take the durations of calls from.")
     ] = None,
-    rollout: Annotated[float | None, typer.Option(help="Or a guess: seconds of one rank's rollouts of a step.")] = None,
-    train: Annotated[float | None, typer.Option(help="And: seconds of one rank's update on them.")] = None,
-    seed: Annotated[int, typer.Option(help="What is drawn of the recorded times.")] = 0,
+    rollout: Annotated[
+        float | None, typer.Option(help="Without --from: seconds that one rank takes for a step's rollouts.")
+    ] = None,
+    train: Annotated[
+        float | None, typer.Option(help="Without --from: seconds that one rank takes to update on them.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of recorded durations.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,
 ) -> None:
-    """Say what a configuration's steps would take: its script in virtual time, without models."""
+    """Estimate how long a configuration's steps take. The script runs in virtual time, without models."""
     from meshrl.simulation import simulate_job  # noqa: PLC0415 -- no other command needs the testing kit
 
     given = [*settings(config, overrides), *([f"steps={steps}"] if steps is not None else [])]
@@ -122,9 +124,9 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
 @app.command()
 def new(
     algorithm: Annotated[str, typer.Argument(metavar="ALGORITHM", help="A shipped algorithm, such as grpo.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copies go.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to.")],
 ) -> None:
-    """Write an algorithm, a configuration, rows and a reward into a folder, to change them."""
+    """Copy an algorithm, its configuration, some rows and a reward into a folder, as a starting point."""
     written = copy_script(algorithm, folder)
     for path in written:
         typer.echo(f"wrote {path}")
@@ -139,7 +141,7 @@ def new(
 @app.command()
 def configs() -> None:
     """List the shipped configurations."""
-    table = Table("name", "what it is", box=None, header_style="bold")
+    table = Table("name", "description", box=None, header_style="bold")
     table.columns[0].no_wrap = True
     for name, path in shipped_configs().items():
         table.add_row(name, about(path))
@@ -147,9 +149,9 @@ def configs() -> None:
 
 
 def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -> Job[RunConfig]:
-    """A configuration in which nothing wrong is found; its doubts are told. ConfigError with all that is wrong.
+    """Load and check a configuration, and log warnings about it. ConfigError lists every mistake.
 
-    `memory`: whether GPUs are doubted to have enough though no `gib` says what they have, which takes seconds to tell.
+    `memory`: warn if memory may run out even if no `gib` states the GPUs' memory. Takes seconds.
     """
     given = settings(config, overrides)
     job = load_job(find_config(config), given, RunConfig)
@@ -163,7 +165,7 @@ def _checked(config: str, overrides: list[str] | None, *, memory: bool = True) -
 
 
 async def _run(job: Job[RunConfig], begun: list[Run]) -> None:
-    """Run a job; `begun` gets its runs, for whom it interrupts. What a user's script raises is told as its own."""
+    """Run a job. Its runs are appended to `begun`. Errors of a user's script are shown with the script's own lines."""
     try:
         with cancelled_by_sigterm():
             await run_job(job, begun.append)

@@ -1,4 +1,4 @@
-"""The commands that bring a configuration to several machines: launch slurm, launch kuberay, launch ssh."""
+"""The commands that run a configuration on several machines: launch slurm, launch kuberay, launch ssh."""
 
 import signal
 from pathlib import Path
@@ -24,12 +24,12 @@ from meshrl.launch import (
 from meshrl.run import Job, RunConfig, find_config, find_mistakes, list_of_mistakes, load_job, shipped_configs
 
 launch: typer.Typer = typer.Typer(
-    help="Run on several machines: by SLURM, by KubeRay, or on hosts that ssh reaches.", no_args_is_help=True
+    help="Run on several machines, with SLURM, with KubeRay, or over ssh.", no_args_is_help=True
 )
 app.add_typer(launch, name="launch")
 
-Nodes = Annotated[int | None, typer.Option(min=1, help="Else as many as the meshes need.")]
-GpusPerNode = Annotated[int, typer.Option(min=1, help="Of each node, where a mesh asks for GPUs.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of machines. Default: as many as the meshes need.")]
+GpusPerNode = Annotated[int, typer.Option(min=1, help="GPUs of each machine, if a mesh asks for GPUs.")]
 
 
 @launch.command(context_settings=WITH_SETTINGS)
@@ -38,22 +38,25 @@ def slurm(
     overrides: Overrides = None,
     nodes: Nodes = None,
     gpus_per_node: GpusPerNode = 8,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Else whole nodes.")] = None,
+    cpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="CPU cores to request on each node. Default: whole nodes.")
+    ] = None,
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="One more of sbatch's, as --sbatch=--partition=gpu.")
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Another option for sbatch, such as --sbatch=--partition=gpu. Repeatable."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Else RUN.sbatch, by the run's name.")
+        Path | None, typer.Option("--out", metavar="FILE", help="The script to write. Default: RUN.sbatch.")
     ] = None,
-    hand_in: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM, too.")] = False,
+    hand_in: Annotated[bool, typer.Option("--submit", help="Submit the script to SLURM as well.")] = False,
 ) -> None:
-    """Write a script for sbatch, which starts Ray on the nodes of its job and runs there."""
+    """Write an sbatch script that starts Ray on the job's nodes and runs a configuration there."""
     given, job = _job(config, overrides)
     options = SlurmOptions(gpus_per_node, cpus_per_node, nodes, sbatch or [])
     text = slurm_script(job.run.name, given, needs_of(job), options)
     file = out or Path(f"{job.run.name}.sbatch")
     write(file, text.encode())
-    typer.echo(submit(file) if hand_in else f"hand it in with: sbatch {file}")
+    typer.echo(submit(file) if hand_in else f"submit it with: sbatch {file}")
 
 
 @launch.command(context_settings=WITH_SETTINGS)
@@ -61,30 +64,35 @@ def kuberay(  # noqa: PLR0913 -- the options of a command
     config: ConfigArgument,
     overrides: Overrides = None,
     *,
-    image: Annotated[str, typer.Option(help="Has meshrl, its backends and what the script needs.")],
+    image: Annotated[str, typer.Option(help="Container image with meshrl, its backends and what the script needs.")],
     workers: Nodes = None,
     gpus_per_worker: GpusPerNode = 8,
-    cpus_per_worker: Annotated[int, typer.Option(min=1)] = 8,
-    memory: Annotated[str, typer.Option(help="Of each worker.")] = "32Gi",
+    cpus_per_worker: Annotated[int, typer.Option(min=1, help="CPU cores of each worker.")] = 8,
+    memory: Annotated[str, typer.Option(help="Memory of each worker.")] = "32Gi",
     volume: Annotated[
-        list[str] | None, typer.Option(metavar="CLAIM:PATH", help="Models, data, and the folder of runs.")
+        list[str] | None,
+        typer.Option(
+            metavar="CLAIM:PATH", help="A volume to mount, for models, data and the folder of runs. Repeatable."
+        ),
     ] = None,
-    namespace: Annotated[str | None, typer.Option()] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Else RUN.yaml, by the run's name.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace of the RayJob.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="The manifest to write. Default: RUN.yaml.")
+    ] = None,
 ) -> None:
-    """Write a RayJob for kubectl, with the configuration and the Python files beside it in a ConfigMap."""
+    """Write a RayJob for kubectl. A ConfigMap carries the configuration and the Python files next to it."""
     given, job = _job(config, overrides)
     volumes: dict[str, str] = {}
     for each in volume or []:
         claim, colon, place = each.partition(":")
         if not (claim and colon and place.startswith("/")):
-            raise ConfigError(f"--volume {each}: write CLAIM:PATH, as --volume shared:/shared")
+            raise ConfigError(f"--volume {each}: write CLAIM:PATH, such as --volume shared:/shared")
         volumes[claim] = place
     kept = Path(job.run.folder)
     if not any(kept.is_relative_to(place) for place in volumes.values()):
         raise ConfigError(
-            f"run.folder = {str(kept)!r} ends with the pod that it is in: name a volume by --volume CLAIM:PATH, and "
-            "set run.folder=PATH/runs"
+            f"run.folder = {str(kept)!r} is on no volume and is lost when its pod ends: mount a volume with --volume "
+            "CLAIM:PATH, and set run.folder=PATH/runs"
         )
     pods = Pods(image, gpus_per_worker, cpus_per_worker, memory, workers, volumes, namespace)
     own = config not in shipped_configs() or Path(config).is_file()
@@ -100,14 +108,18 @@ def ssh(
     config: ConfigArgument,
     overrides: Overrides = None,
     *,
-    hosts: Annotated[str, typer.Option(metavar="HOST,HOST", help="As ssh knows them. The first one runs the script.")],
+    hosts: Annotated[
+        str, typer.Option(metavar="HOST,HOST", help="Hosts to run on, as ssh names them. The first runs the script.")
+    ],
     command: Annotated[
-        str, typer.Option("--ssh", metavar="COMMAND", help="Is given a host and a line of shell.")
+        str, typer.Option("--ssh", metavar="COMMAND", help="Command that takes a host and a shell command line.")
     ] = SSH,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray, on the first host.")] = 6379,
-    python: Annotated[str | None, typer.Option(help="The interpreter on the hosts; else this one's path.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Ray on the first host.")] = 6379,
+    python: Annotated[
+        str | None, typer.Option(help="Path of Python on the hosts. Default: the path of this Python.")
+    ] = None,
 ) -> None:
-    """Start Ray on hosts, run there, and stop Ray at the end, also with Ctrl-C."""
+    """Start Ray on hosts over ssh, run a configuration there, and stop Ray at the end or on Ctrl-C."""
     given, job = _job(config, overrides)
     needs = needs_of(job)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -136,10 +148,10 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def _job(config: str, overrides: list[str] | None) -> tuple[list[str], Job[RunConfig]]:
-    """What `meshrl run` is given on the machines, and the job. ConfigError for what is wrong with it."""
+    """Return the arguments of `meshrl run` on the machines, and the job. ConfigError lists its mistakes."""
     given = settings(config, overrides)
     if said := [each for each in given if each.startswith("run.engine=")]:
-        raise ConfigError(f"{said[0]}: the cluster that is made is the engine: leave it out")
+        raise ConfigError(f"{said[0]}: `meshrl launch` chooses the engine: leave this key out")
     source = find_config(config)
     job = load_job(source, [*given, "run.engine=auto"], RunConfig)
     if mistakes := find_mistakes(job.config, job.run):

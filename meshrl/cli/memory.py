@@ -1,4 +1,4 @@
-"""The command `memory`: what a rank is to hold, and what would save."""
+"""The command `memory`: the memory that a rank needs, and the settings that would save some."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,15 +20,19 @@ _GIB = 2**30
 def memory(
     config: ConfigArgument,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Ranks of the mesh, of one GPU each.")] = None,
-    gib: Annotated[float | None, typer.Option(help="Memory of a rank's GPU; else run.meshes.NAME.gib, or 80.")] = None,
-    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt; else task.longest.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of ranks in the mesh, with one GPU each.")] = None,
+    gib: Annotated[
+        float | None, typer.Option(help="GiB of memory of a rank's GPU. Default: run.meshes.NAME.gib, or 80.")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest prompt. Default: task.longest.")
+    ] = None,
     completion: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the longest completion; else sampling.max_tokens.")
+        int | None, typer.Option(min=1, help="Tokens of the longest completion. Default: sampling.max_tokens.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
 ) -> None:
-    """Say how much memory a rank takes, before the run: nothing is allocated, and no weights are read."""
+    """Estimate how much memory a rank needs, before the run. Allocates nothing and reads no weights."""
     given, file = settings(config, overrides), find_config(config)
 
     known: dict[str, Held] = {}
@@ -46,26 +50,26 @@ def memory(
     for told in plan.assumed:
         typer.echo(f"assumed: {told}")
     for saving in plan.savings:
-        typer.echo(f"{saving.setting} would save {saving.nbytes / _GIB:.2f} GiB of a rank of {saving.mesh}")
+        typer.echo(f"{saving.setting} would save {saving.nbytes / _GIB:.2f} GiB on each rank of {saving.mesh}")
     if json:
         write(json, msgspec.json.encode(plan))
 
 
 def _show(console: Console, mesh: RankMemory) -> None:
-    """A rank's table: what it holds in its own memory, then what it holds in the machine's."""
+    """Print a rank's tables: what it holds in GPU memory, then what it holds in the machine's memory."""
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.axes.items())
     for host in (False, True):
         terms = list(mesh.terms(host=host))
         if not terms:
             continue
-        where = "the machine's memory" if host else "GPU"
-        title = f"{mesh.mesh}: a rank of {mesh.ranks} ({axes}), {where}"
-        table = Table("role", "term", "GiB", "during", "what it is", box=None, header_style="bold", title=title)
+        where = "the machine's memory" if host else "GPU memory"
+        title = f"{mesh.mesh}: each of {mesh.ranks} ranks ({axes}), {where}"
+        table = Table("role", "term", "GiB", "during", "formula", box=None, header_style="bold", title=title)
         table.title_justify, table.columns[2].justify = "left", "right"
         for role, term in terms:
             table.add_row(role, term.name, f"{term.nbytes / _GIB:.3f}", term.during or "always", term.formula)
         most, call = mesh.peak(host=host)
-        table.add_row("", "at most", f"{most / _GIB:.3f}", call or "always", "what is held always, and this call's")
+        table.add_row("", "peak", f"{most / _GIB:.3f}", call or "always", "what is always held, and this call's share")
         console.print(table)
     for held in mesh.roles:
         for note in held.memory.notes if held.memory else (f"unknown: {held.unknown}",):
@@ -75,11 +79,11 @@ def _show(console: Console, mesh: RankMemory) -> None:
 
 
 def _left(mesh: RankMemory, gib: float) -> str:
-    """What stays free of a rank's memory, so far as all of its roles are known."""
+    """Say how much of a rank's memory stays free, if the memory of all its roles is known."""
     lacking = ", ".join(mesh.unknown)
     told = f"{mesh.needed / _GIB:.2f} of {gib:g} GiB{f' without {lacking}' if lacking else ''}"
     if mesh.headroom is None:
-        return f"{told}: whether it fits is not known, as the sums lack {lacking}"
+        return f"{told}: it may not fit, because the memory of {lacking} is unknown"
     if mesh.headroom < 0:
         return f"{told}: it does not fit: {-mesh.headroom / _GIB:.2f} GiB more are needed"
-    return f"{told}: {mesh.headroom / _GIB:.2f} GiB are left"
+    return f"{told}: {mesh.headroom / _GIB:.2f} GiB are free"

@@ -1,4 +1,4 @@
-"""The command `plan`: which split of the ranks, which layouts, and how far ahead."""
+"""The command `plan`: how to split the ranks, which layouts to use, and how far rollouts run ahead."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,25 +18,30 @@ from meshrl.report import find_run
 def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
     config: ConfigArgument,
     overrides: Overrides = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="To divide, a rank each.")] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="Or cores.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to divide among the roles, one for each rank.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPU cores to divide, instead of GPUs.")] = None,
     recorded: Annotated[
-        list[str] | None, typer.Option("--from", metavar="RUN", help="A recorded run that tells what calls take.")
+        list[str] | None,
+        typer.Option("--from", metavar="RUN", help="A recorded run to take the durations of calls from. Repeatable."),
     ] = None,
-    rollout: Annotated[float | None, typer.Option(help="Or a guess: seconds of one rank's rollouts of a step.")] = None,
-    train: Annotated[float | None, typer.Option(help="And: seconds of one rank's update on them.")] = None,
+    rollout: Annotated[
+        float | None, typer.Option(help="Without --from: seconds that one rank takes for a step's rollouts.")
+    ] = None,
+    train: Annotated[
+        float | None, typer.Option(help="Without --from: seconds that one rank takes to update on them.")
+    ] = None,
     memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Of each GPU; with --cpus of the machine.")
+        float | None, typer.Option(metavar="GIB", help="Memory of each GPU, or of the machine with --cpus.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU, or a core, an hour.")] = None,
-    best: Annotated[int, typer.Option(min=1, help="How many are told.")] = 5,
-    seed: Annotated[int, typer.Option(help="What is drawn of the recorded times.")] = 0,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU or a core for an hour.")] = None,
+    best: Annotated[int, typer.Option(min=1, help="Number of proposals to show.")] = 5,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of recorded durations.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
 ) -> None:
-    """Say which split of GPUs or cores would make a configuration's steps the shortest."""
+    """Find the split of GPUs or cores that makes a configuration's steps shortest."""
     given = settings(config, overrides)
     if (gpus is None) == (cpus is None):
-        raise ConfigError("what is there to divide? Give --gpus N, or --cpus N, one of the two")
+        raise ConfigError("nothing to divide: give either --gpus N or --cpus N")
     made = make_plan(
         config,
         given,
@@ -57,7 +62,7 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
 
 
 def _show(made: Plan) -> None:
-    """The best, by number; what each is, and what to paste; and how far all that is to be believed."""
+    """Print the best proposals, the command for each, and how reliable the estimates are."""
     told = list(enumerate(made.proposals, start=1))
     gib, cost = (any(getattr(each, name) is not None for _, each in told) for name in ("needed_gib", "cost"))
     table = Table(box=None, header_style="bold")
@@ -75,11 +80,11 @@ def _show(made: Plan) -> None:
     for number, each in told:
         typer.echo(f"{number}: {each.name}\n   {made.command(each)}")
     for guess in dict.fromkeys(guess for _, each in told for guess in each.guessed):
-        typer.echo(f"* guessed, as no record tells it: {guess}")
+        typer.echo(f"* guessed, because no record has it: {guess}")
     for run, ratio in made.records.items():
-        typer.echo(f"{run}: its own step is predicted at {ratio:.2f} of what was measured")
+        typer.echo(f"{run}: the prediction for its own steps is {ratio:.2f} times the measured time")
     for unknown in made.unknown:
-        typer.echo(f"memory unknown, and taken to fit: {unknown}")
+        typer.echo(f"memory unknown, assumed to fit: {unknown}")
     typer.echo(
         f"{made.candidates:,} candidates on {made.devices}: {made.simulated:,} simulated, {made.pruned:,} cannot be "
         f"among the best, {made.refused:,} do not fit; {made.seconds:.1f} s"

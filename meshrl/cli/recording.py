@@ -1,4 +1,4 @@
-"""The command that keeps what programs say to a model: record."""
+"""The command that records what programs say to a model: record."""
 
 import asyncio
 import tempfile
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from meshrl.agents import GatewayConfig, Recording
 
 _LONG: Final = 2048
-"""Tokens of an answer of a model that no configuration names."""
+"""Tokens of an answer at most, if no configuration says otherwise."""
 
 
 class _Served(Config):
-    """What is needed of a configuration."""
+    """The part of a configuration that is needed."""
 
     sampler: SamplerConfig
     sampling: Sampling = Sampling(max_tokens=_LONG)
@@ -34,22 +34,22 @@ class _Served(Config):
 def record(
     source: Annotated[
         str,
-        typer.Argument(metavar="CONFIG_OR_MODEL", help="A configuration, a model's folder, or ORG/NAME of the hub."),
+        typer.Argument(metavar="CONFIG_OR_MODEL", help="A configuration, a model's folder, or ORG/NAME on the hub."),
     ],
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Rows are added to FOLDER/rows.jsonl.")] = Path(
-        "recorded"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Rows are appended to FOLDER/rows.jsonl.")
+    ] = Path("recorded"),
     host: Annotated[
-        str, typer.Option(help="Who may ask: this machine, or with 0.0.0.0 all that reach it.")
+        str, typer.Option(help="Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for every network.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0 chooses a free one.")] = 8000,
     idle: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="A conversation that rests for so long is over.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="A conversation ends after this time without a request.")
     ] = 300.0,
     sessions: Annotated[int, typer.Option(min=1, help="Base URLs, each with a key of its own.")] = 1,
 ) -> None:
-    """Serve a model to agents, as OpenAI's servers do, and keep what is said as rows, until Ctrl-C."""
+    """Serve a model through an OpenAI-compatible API, and record conversations as rows, until Ctrl-C."""
     from meshrl.agents import GatewayConfig, Recording, read_chat  # noqa: PLC0415 -- an extra
 
     served, address = _served(source, settings(source, overrides)), GatewayConfig(host=host, port=port)
@@ -77,7 +77,7 @@ async def _record(
 
 
 def _served(source: str, overrides: list[str]) -> _Served:
-    """What is served, and how; ConfigError where that is neither a configuration with a sampler nor a model."""
+    """Return what to serve. ConfigError if it is neither a configuration with a sampler nor a model."""
     if _is_model(source):
         table: Table = {"sampler": {"model": source}}
         put_over(table, overrides)
@@ -85,12 +85,12 @@ def _served(source: str, overrides: list[str]) -> _Served:
     job = load_job(find_config(source), overrides, RunConfig)
     sampler, sampling = (getattr(job.config, name, None) for name in ("sampler", "sampling"))
     if not isinstance(sampler, SamplerConfig):
-        raise ConfigError(f"{job.source}: {job.script.path.name} has no sampler, so there is nothing to talk to")
+        raise ConfigError(f"{job.source}: {job.script.path.name} has no sampler, so there is no model to serve")
     return _Served(sampler=sampler, sampling=sampling if isinstance(sampling, Sampling) else Sampling(), run=job.run)
 
 
 def _is_model(source: str) -> bool:
-    """Whether it names a model: a folder with one, a .gguf file, or one of the hub, whose owner is no algorithm."""
+    """True for a model: a folder with one, a .gguf file, or ORG/NAME on the hub if ORG is no algorithm."""
     path = Path(source)
     if path.exists() or path.suffix in (".toml", ".gguf"):
         return path.suffix == ".gguf" or (path / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""The commands about a run's folder: serve, eval, merge, push, report, compare, trace, audit, diagnose."""
+"""The commands that read a run's folder: serve, eval, merge, push, report, compare, trace, audit, diagnose."""
 
 import asyncio
 from itertools import count
@@ -34,23 +34,25 @@ from meshrl.run import push as push_run
 from meshrl.run import serve as serve_run
 
 _BREACHES = 10
-"""Of a promise, as many are shown."""
+"""Breaches to show for each promise."""
 
 
 @app.command()
 def serve(
     run: RunArgument,
-    follow: Annotated[bool, typer.Option("--follow", help="Take each newer model of a run that goes on.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Switch to each newer model while the run continues.")
+    ] = False,
     host: Annotated[
-        str, typer.Option(help="Who may ask: this machine, or with 0.0.0.0 all that reach it.")
+        str, typer.Option(help="Address to listen on: 127.0.0.1 for this machine only, 0.0.0.0 for every network.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     python: Annotated[
         str | None,
-        typer.Option(help="The interpreter that has the server; else this one. The run's own is not taken."),
+        typer.Option(help="Path of the Python that has the server. Default: this Python, not the run's."),
     ] = None,
 ) -> None:
-    """Serve a run's newest model or checkpoint, as OpenAI's servers do, until Ctrl-C."""
+    """Serve a run's newest model or checkpoint through an OpenAI-compatible API, until Ctrl-C."""
     folder, address = find_run(run).resolve(), Address(host=host, port=port, python=python, follow=follow)
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
@@ -68,19 +70,27 @@ async def _serve(folder: Path, address: Address) -> None:
 def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
     run: RunArgument,
     task: Annotated[
-        str | None, typer.Argument(metavar="[TASK]", help="A configuration, or a .jsonl or .parquet file.")
+        str | None,
+        typer.Argument(
+            metavar="[TASK]",
+            help="A configuration, or a .jsonl or .parquet file. Default: the prompts that the run held out.",
+        ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Completions a prompt.")] = 8,
-    reward: Annotated[str | None, typer.Option(help="A reward function; else the run's reward.")] = None,
-    at_least: Annotated[float, typer.Option(help="The reward from which on a completion is right.")] = 1.0,
-    rows: Annotated[int | None, typer.Option(min=1, help="The first so many prompts; else all.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Else the run's.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Else the run's.")] = None,
-    backend: Annotated[str | None, typer.Option(help="What samples; else the run's sampler.backend.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn, and of the intervals.")] = 0,
+    n: Annotated[int, typer.Option("--n", min=1, help="Completions for each prompt.")] = 8,
+    reward: Annotated[str | None, typer.Option(help="A reward function. Default: the run's reward.")] = None,
+    at_least: Annotated[float, typer.Option(help="Lowest reward that counts as correct.")] = 1.0,
+    rows: Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts. Default: all.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature. Default: the run's.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a completion at most. Default: the run's.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Backend of the sampler. Default: the run's sampler.backend.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling and for the confidence intervals.")] = 0,
     out: Out = None,
 ) -> None:
-    """Judge a run's newest model or checkpoint: pass@k on the prompts it held out, or on TASK."""
+    """Evaluate a run's newest model or checkpoint: pass@k on the prompts that it held out, or on TASK."""
     folder = find_run(run).resolve()
     given: dict[str, object] = {
         "task": task,
@@ -102,12 +112,12 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
     Console().print(table)
     content = msgspec.json.encode(found)
     if out is None and (kept := _set_aside(folder / "eval.json", content)):
-        typer.echo(f"kept the earlier one as {kept}")
+        typer.echo(f"kept the earlier file as {kept}")
     write(out or folder / "eval.json", content)
 
 
 def _set_aside(file: Path, content: bytes) -> Path | None:
-    """The new name, `eval-1.json` and so on, of a file that says something else."""
+    """Rename a file with other content to `eval-1.json` and so on, and return the new name."""
     if not file.is_file() or file.read_bytes() == content:
         return None
     names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
@@ -118,24 +128,24 @@ def _set_aside(file: Path, content: bytes) -> Path | None:
 def merge(
     run: RunArgument,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Where to write; else RUN/merged.")
+        Path | None, typer.Option("--out", metavar="FOLDER", help="The folder to write. Default: RUN/merged.")
     ] = None,
 ) -> None:
-    """Write a run's newest adapters, merged into their model, as a model folder of Hugging Face."""
+    """Merge a run's newest adapters into their model, and write a Hugging Face model folder."""
     folder = find_run(run).resolve()
     target = out or folder / "merged"
     with asyncio.Runner(loop_factory=RankLoop) as runner:
         source = runner.run(merge_adapters(folder, target))
-    typer.echo(f"wrote {target}, of {source}")
+    typer.echo(f"wrote {target}, from {source}")
 
 
 @app.command()
 def push(
     run: RunArgument,
-    name: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository; made where there is none.")],
-    public: Annotated[bool, typer.Option("--public", help="Make it for everybody; else it is private.")] = False,
+    name: Annotated[str, typer.Argument(metavar="ORG/NAME", help="The repository. Created if it does not exist.")],
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
 ) -> None:
-    """Put a run's newest model onto the Hugging Face hub, with a card that says what made it."""
+    """Upload a run's newest model to the Hugging Face hub, with a model card that says how it was made."""
     with asyncio.Runner(loop_factory=RankLoop) as runner:
         address = runner.run(push_run(find_run(run).resolve(), name, public=public))
     typer.echo(f"wrote {address}")
@@ -143,19 +153,23 @@ def push(
 
 @app.command()
 def report(run: RunArgument, out: Out = None) -> None:
-    """Write a page about a run, one HTML file: timeline, what bounded each step, curves, samples."""
+    """Write a report of a run as one HTML file: timeline, bottleneck of each step, curves, samples."""
     folder = find_run(run)
     write(out or folder / "report.html", render(read_run(folder)).encode())
 
 
 @app.command(name="compare")
 def compare_runs(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Folders of runs, or names under runs/.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the page goes.")] = Path("compare.html"),
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The same for a program.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is resampled for the intervals.")] = 0,
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Folders of runs, or their names under runs/.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The HTML page to write.")] = Path("compare.html"),
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the comparison as JSON too.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap for the intervals.")] = 0,
 ) -> None:
-    """Write a page that compares runs: settings, curves, samples, step times, and whether chance explains it."""
+    """Compare runs in one page: settings, curves, samples, step times, and whether chance explains a difference."""
     found = compare([read_run(find_run(run)) for run in runs], seed)
     show_comparison(found)
     write(out, render_comparison(found).encode())
@@ -165,26 +179,26 @@ def compare_runs(
 
 @app.command()
 def trace(run: RunArgument, out: Out = None) -> None:
-    """Write a run's timeline as a trace that ui.perfetto.dev opens."""
+    """Write a run's timeline as a trace for ui.perfetto.dev."""
     folder = find_run(run)
     record = read_run(folder)
     if not record.events:
-        raise DataError(f"{folder}: there is nothing to trace: {' '.join(record.notes) or 'events.jsonl is empty.'}")
+        raise DataError(f"{folder}: nothing to trace: {' '.join(record.notes) or 'events.jsonl is empty.'}")
     write(out or folder / "trace.json", msgspec.json.encode(make_trace(record.events)))
 
 
 @app.command()
 def audit(run: RunArgument) -> None:
-    """Say whether a run kept its promises, by its files: each prompt once, versions, the bound, steps.
+    """Check a run's guarantees by its files: each prompt trained once, versions, the staleness bound, steps.
 
-    Exit status 0 where it did, 1 where it did not, 2 where the files cannot say.
+    Exit status: 0 if all hold, 1 if one is broken, 2 if the files cannot tell.
     """
     try:
         found = audit_run(find_run(run))
     except MeshrlError as error:
         show_error(error)
         raise typer.Exit(2) from None
-    again = f", which went on from a checkpoint {found.resumed} times" if found.resumed else ""
+    again = f", resumed from a checkpoint {found.resumed} times" if found.resumed else ""
     typer.echo(f"{found.folder}: {found.steps:,} steps{again}; {found.status}")
     for verdict in found.verdicts:
         typer.echo(f"{'holds ' if verdict.holds else 'BROKEN'}  {verdict.promise}: {verdict.told}")
@@ -198,9 +212,9 @@ def audit(run: RunArgument) -> None:
 
 @app.command(name="diagnose")
 def find_signs(run: RunArgument) -> None:
-    """Look for why a run does not learn: signs in its numbers, each with what to try.
+    """Find out why a run does not learn: shows warning signs in its numbers, each with advice.
 
-    Exit status 0 where there is none, 1 where there is one, 2 where there is no run, or too few steps of it to say.
+    Exit status: 0 if there is no sign, 1 if there is one, 2 if there is no run or it has too few steps.
     """
     try:
         record = read_numbers(find_run(run))
@@ -208,10 +222,10 @@ def find_signs(run: RunArgument) -> None:
         show_error(error)
         raise typer.Exit(2) from None
     if (steps := len(record.metrics)) < STEPS:
-        typer.echo(f"{record.folder}: {steps} steps, and {STEPS} are needed to say anything", err=True)
+        typer.echo(f"{record.folder}: {steps} steps are too few for a diagnosis, which needs {STEPS}", err=True)
         raise typer.Exit(2)
     found = diagnose(record)
     show_findings(found)
     if found:
         raise typer.Exit(1)
-    typer.echo(f"{record.folder}: nothing wrong is seen in {steps:,} steps")
+    typer.echo(f"{record.folder}: no warning sign in {steps:,} steps")

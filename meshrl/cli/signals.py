@@ -1,4 +1,4 @@
-"""SIGTERM, which ends a command as Ctrl-C does."""
+"""SIGTERM ends a command in the same way as Ctrl-C."""
 
 import asyncio
 import signal
@@ -14,12 +14,12 @@ class Terminated(Exception):
 
 @contextmanager
 def cancelled_by_sigterm() -> Generator[None]:
-    """SIGTERM cancels the task that the block is in, as Ctrl-C does, and a second one ends the process at once.
+    """Make SIGTERM cancel the task that runs the block, as Ctrl-C does. A second SIGTERM ends the process at once.
 
-    Raises `Terminated` when the block has ended by that.
+    Raises `Terminated` if SIGTERM ended the block.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or current_thread() is not main_thread():
-        yield  # whoever has a handler wants it
+        yield  # keep the handler that somebody has installed
         return
     loop, task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
     came = False
@@ -30,7 +30,7 @@ def cancelled_by_sigterm() -> Generator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         loop.call_soon_threadsafe(task.cancel)  # which wakes the loop
 
-    # Not the loop's own handler, with which it would wait on files from here on: see RankLoop.
+    # Not loop.add_signal_handler, which would make the loop wait on files from now on: see RankLoop.
     signal.signal(signal.SIGTERM, cancel)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a terminal is told: log lines and errors."""
+"""Log lines and errors, as the terminal shows them."""
 
 import sys
 import traceback
@@ -18,15 +18,15 @@ from meshrl.user_code import frames_of, is_of_meshrl
 
 
 def show_error(error: MeshrlError) -> None:
-    """Tell a mistake of the user's, without a traceback."""
+    """Show an error that the user can mend, without a traceback."""
     typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
     typer.echo(_told(error), err=True)
 
 
 def show_raised(error: Exception, script: Path) -> None:
-    """Tell what a script of the user's raised by its own lines; nothing where meshrl's are needed to see what happened.
+    """Show an error of a user's script by the script's own lines, unless meshrl's lines are needed to understand it.
 
-    A mistake that meshrl tells is given the line that made it, for `show_error`. Another error ends the program here.
+    A `MeshrlError` gets a note with the script's line, for `show_error`. Any other error ends the program here.
     """
     frames = frames_of(error, script)
     if not frames:
@@ -35,19 +35,19 @@ def show_raised(error: Exception, script: Path) -> None:
         error.add_note(f"({frames[-1].filename}, line {frames[-1].lineno})")
     elif not is_of_meshrl(error):
         lines = "".join(traceback.format_list(frames))
-        typer.echo(f"Traceback, of the script's own lines:\n{lines}{described(error)}", err=True)
+        typer.echo(f"Traceback (lines of the script only):\n{lines}{described(error)}", err=True)
         raise typer.Exit(1) from None
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Tell what a diagnosis found: evidence, what to try, and where to read on."""
+    """Show the findings of a diagnosis: evidence, advice, and the page that explains them."""
     for finding in findings:
         typer.secho(f"{finding.name}: ", fg="yellow", bold=True, nl=False)
         typer.echo(f"{finding.evidence}\n  try: {finding.advice}\n  see: {finding.page}")
 
 
 def show_comparison(found: Comparison) -> None:
-    """Tell what is different between groups of runs, and what it came to."""
+    """Show how the settings and results of groups of runs differ."""
     groups = (Column(escape(name), overflow="fold") for name in found.groups)
     table = Table(Column(no_wrap=True), *groups, box=None, header_style="bold")
     for key, values in found.settings.items():
@@ -60,7 +60,7 @@ def show_comparison(found: Comparison) -> None:
 
 
 def _told(error: MeshrlError) -> str:
-    """The message; what a rank raised on purpose needs no traceback."""
+    """Return the message. A `MeshrlError` that a rank raised needs no traceback."""
     notes = getattr(error, "__notes__", ())
     if isinstance(error, RankFailed) and isinstance(error.__cause__, MeshrlError):
         return "\n".join((f"{error.__cause__}\n(in {error.actor}.{error.endpoint} on rank {error.rank})", *notes))
@@ -68,9 +68,9 @@ def _told(error: MeshrlError) -> str:
 
 
 def log_to_stderr() -> None:
-    """Send log lines to where errors go, in colours where a person reads them."""
+    """Send log lines to stderr, in colours if it is a terminal."""
     structlog.configure(
         processors=processors(),
-        # Looked up at each line: while the progress line is live, rich has put itself in its place.
+        # Look up sys.stderr for each line: rich replaces it while the progress line is live.
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

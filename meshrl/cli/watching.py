@@ -1,4 +1,4 @@
-"""The command that shows a run while it goes on: watch."""
+"""The command that shows a live run: watch."""
 
 import asyncio
 from contextlib import suppress
@@ -17,15 +17,18 @@ def watch(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]", help="The folder of a run, or its name under runs/, begun or not; else the newest."
+            metavar="[RUN]",
+            help="A run's folder, or its name under runs/. It need not exist yet. Default: the newest run.",
         ),
     ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Else 6007, or one that is free.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on. Default: 6007, or a free one.")
+    ] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Print a token that lets the page pause, checkpoint and stop the run.")
     ] = False,
 ) -> None:
-    """Show a run in a browser while it goes on: its report, live, on this machine alone, until Ctrl-C."""
+    """Show a run's live report in a browser, on this machine only, until Ctrl-C."""
     folder, told = run_to_watch(run)
     if told:
         typer.echo(told, err=True)

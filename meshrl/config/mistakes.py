@@ -1,4 +1,4 @@
-"""Pydantic's errors, told in the words of a configuration file."""
+"""Pydantic's validation errors, written in the terms of a configuration file."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType

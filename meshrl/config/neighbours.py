@@ -1,4 +1,4 @@
-"""What keys of TRL and verl are called here."""
+"""The names of TRL's and verl's configuration keys in meshrl."""
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Paths in a configuration: one in a file starts at the file's folder, one on the command line where one stands."""
+"""Paths in a configuration: relative to the file that names them, or to the current folder on the command line."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""TOML files and the overrides of a command line, as tables."""
+"""Read TOML files and command line overrides into tables."""
 
 import tomllib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A table as a configuration, and every mistake in it told at once."""
+"""Validate a table as a configuration, and report every mistake at once."""
 
 import json
 from collections.abc import Mapping, Sequence

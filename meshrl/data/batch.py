@@ -1,4 +1,4 @@
-"""Batches: named columns of rows, never padded, split over ranks by tokens and joined in order."""
+"""Batches: named columns of rows without padding, which are split over ranks by tokens and joined in order."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copyreg import __newobj__  # type: ignore[attr-defined]  # pickle knows it by an opcode
@@ -25,33 +25,36 @@ __all__ = ["Batch", "Column", "Ragged"]
 
 
 _TURNS = 1 << 20
-"""The most times that `repeat` gives a row: what stays apart in the numbers that rows remember."""
+"""How often `repeat` can repeat a row at most, so that the row numbers stay distinct."""
 
 
 _State: TypeAlias = tuple[bytes, Sequence[Buffer], Mapping[str, RemoteColumn], tuple[str, ...]]
-"""A batch as it is pickled: what is here in the form of the wire, what lies elsewhere, and all names in their order."""
+"""A pickled batch: local columns in the wire format, remote columns, and all names in order."""
 
 
 class Batch(HasRefs):
-    """Rows of named columns. Immutable: each change is a new batch that shares what did not change.
+    """Rows of named columns. Immutable: each change returns a new batch, which shares the unchanged columns.
 
-    Standard columns: `prompt`, `answer`, `completion` (text), `row` (the task's own dict), `groups` int64
-    (which prompt), `temperature`, `rewards`, `advantages` float32, `truncated` bool, `reward_error` (text or
-    None), and by token, all of one length in a row: `tokens` int32 (prompt and completion), `loss_mask` bool
-    (what is learnt), `sampler_logprobs` float32, `versions` int32 (which policy sampled it; -1 in a prompt).
-    `logprobs` and `reference_logprobs`, float32 by token, are the trainer's and the reference's; `source` says what
-    computed such a column, and every change that moves rows keeps it.
+    Standard row columns: `prompt`, `answer` and `completion` (text), `row` (the task's dict), `groups` int64 (the
+    number of the prompt), `temperature`, `rewards` and `advantages` float32, `truncated` bool, and `reward_error` (text
+    or None). Standard token columns, with the same lengths in each row: `tokens` int32 (prompt and completion),
+    `loss_mask` bool (True for learned tokens), `sampler_logprobs` float32, and `versions` int32 (the policy version
+    that sampled the token, -1 in a prompt). `logprobs` and `reference_logprobs`, float32 by token, come from the
+    trainer and the reference. `source` says what computed such a column. Methods that move rows keep the source.
 
         batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.zeros(2, np.float32))
 
-    Each `part` remembers the row numbers it was taken at, and `select`, `repeat`, `assign`, `only` and `drop`
-    carry them, so that `join` restores the order however a rank reordered, filtered or repeated its rows.
+    Each `part` keeps the row numbers that it was taken at, and `select`, `repeat`, `assign`, `only` and `drop` carry
+    them along. So `join` restores the order, however a rank has reordered, filtered or repeated its rows.
     """
 
     __slots__ = ("_columns", "_origins", "_rows")
 
     def __init__(self, columns: Mapping[str, ColumnLike]) -> None:
-        """Take columns of one number of rows, frozen as `ragged.frozen` says. Lists become Python values."""
+        """Make a batch of columns with the same number of rows. Arrays are frozen (see `ragged.frozen`).
+
+        A list becomes a column of Python values. Raises DataError if the numbers of rows differ.
+        """
         taken = {name: kinds.taken(name, column) for name, column in columns.items()}
         rows = {name: len(column) for name, column in taken.items()}
         if len(set(rows.values())) > 1:
@@ -65,12 +68,12 @@ class Batch(HasRefs):
 
     @classmethod
     def of(cls, **columns: ColumnLike) -> Self:
-        """A batch from columns by keyword."""
+        """Make a batch of columns, given by keyword."""
         return cls(columns)
 
     @classmethod
     def _make(cls, rows: int, columns: table.Table, origins: Iterable[Rows]) -> Self:
-        """Of columns that fit, in a mapping that nobody writes any more."""
+        """Make a batch of columns that are known to fit, in a mapping that nobody writes to any more."""
         self = cls.__new__(cls)
         self._rows = rows
         self._columns = columns
@@ -79,22 +82,22 @@ class Batch(HasRefs):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """All columns by name. DataError if one lies elsewhere: `load` it first."""
+        """All columns by name. Raises DataError if one is remote: `load` it first."""
         return MappingProxyType({name: table.read(name, column) for name, column in self._columns.items()})
 
     @property
     def stored(self) -> table.Table:
-        """All columns by name, also those that lie elsewhere."""
+        """All columns by name, remote ones included."""
         return MappingProxyType(self._columns)
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """The columns that cannot be read before they are loaded."""
+        """The names of remote columns, which cannot be read before they are loaded."""
         return tuple([n for n, column in self._columns.items() if type(column) is RemoteColumn and not column.is_here])
 
     @property
     def origins(self) -> tuple[Rows, ...]:
-        """For each `part` that led here, outermost first, the number each row had: `int64[rows]`."""
+        """The row numbers in each batch that this one was taken from by `part`, outermost first: `int64[rows]` each."""
         return self._origins
 
     def __len__(self) -> int:
@@ -119,25 +122,25 @@ class Batch(HasRefs):
         return self._columns[name]
 
     def source(self, name: str) -> Source | None:
-        """What computed a token column: known before it is loaded; None where it is not known, or no token column."""
+        """Return what computed a token column, even before it is loaded. None if unknown, or for other columns."""
         return source_of(self._stored(name))
 
     def row(self, name: str) -> Array:
-        """A row column, `[rows, ...]`; DataError if the column is of another kind."""
+        """Return a row column, `[rows, ...]`. Raises DataError if the column is of another kind."""
         column = self[name]
         if not isinstance(column, np.ndarray):
             raise _wrong_kind(name, column, "a row column")
         return column
 
     def ragged(self, name: str) -> Ragged:
-        """A token column; DataError if the column is of another kind."""
+        """Return a token column. Raises DataError if the column is of another kind."""
         column = self[name]
         if not isinstance(column, Ragged):
             raise _wrong_kind(name, column, "a token column")
         return column
 
     def objects(self, name: str) -> tuple[object, ...]:
-        """Python values, one a row; DataError if the column is of another kind."""
+        """Return a column of Python values, one for each row. Raises DataError if the column is of another kind."""
         column = self[name]
         if not isinstance(column, tuple):
             raise _wrong_kind(name, column, "Python values")
@@ -145,12 +148,12 @@ class Batch(HasRefs):
 
     @property
     def tokens(self) -> Ragged:
-        """Prompt and completion, int32."""
+        """Tokens of prompt and completion, int32."""
         return self.ragged("tokens")
 
     @property
     def loss_mask(self) -> Ragged:
-        """Which tokens are learnt, bool."""
+        """True for learned tokens, bool."""
         return self.ragged("loss_mask")
 
     @property
@@ -165,17 +168,17 @@ class Batch(HasRefs):
 
     @property
     def rewards(self) -> NDArray[np.float32]:
-        """`float32[rows]`."""
+        """The reward of each row, `float32[rows]`."""
         return cast("NDArray[np.float32]", self.row("rewards"))
 
     @property
     def groups(self) -> Rows:
-        """Which prompt each row answers, `int64[rows]`."""
+        """The number of each row's prompt, `int64[rows]`."""
         return cast("Rows", self.row("groups"))
 
     @property
     def lengths(self) -> Rows:
-        """Tokens of each row, `int64[rows]`: of `tokens`, else of the longest token column, else 1."""
+        """Number of tokens of each row, `int64[rows]`: of `tokens`, else of the longest token column, else 1."""
         found = table.lengths(self._columns.get("tokens"))
         if found is not None:
             return found
@@ -184,16 +187,16 @@ class Batch(HasRefs):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays that are here; Python values are not counted."""
+        """Bytes of the local arrays. Python values are not counted."""
         return sum(column.nbytes for column in self._columns.values() if isinstance(column, Ragged | np.ndarray))
 
     def assign(self, **columns: ColumnLike) -> Self:
-        """With these columns added or replaced; each has as many rows as the batch."""
+        """Add or replace columns. Raises DataError if a column has another number of rows than the batch."""
         taken = {name: kinds.taken(name, column) for name, column in columns.items()}
         for name, column in taken.items():
             if len(column) != self._rows:
                 raise DataError(
-                    f"column `{name}` has {len(column)} rows and the batch has {self._rows}: give one value a row"
+                    f"column `{name}` has {len(column)} rows and the batch has {self._rows}: give a value for each row"
                 )
         whole: table.Table = {**self._columns, **taken}
         if any(isinstance(column, Ragged) for column in taken.values()):
@@ -201,41 +204,41 @@ class Batch(HasRefs):
         return self._make(self._rows, whole, self._origins)
 
     def only(self, *names: str) -> Self:
-        """With these columns alone."""
+        """Keep only these columns."""
         return self._make(self._rows, {name: self._stored(name) for name in names}, self._origins)
 
     def drop(self, *names: str) -> Self:
-        """Without these columns."""
+        """Remove these columns."""
         gone = self.only(*names)
         kept = {name: column for name, column in self._columns.items() if name not in gone}
         return self._make(self._rows, kept, self._origins)
 
     def select(self, rows: ArrayLike) -> Self:
-        """These rows, in this order: row numbers (negative: from the end) or a bool for each row."""
+        """Select rows, in the given order. `rows`: row numbers (negative: from the end), or one bool for each row."""
         return self._take(table.row_numbers(rows, self._rows))
 
     def repeat(self, n: int) -> Self:
-        """Each row n times, adjacent. Ranks may repeat their rows a different number of times."""
+        """Repeat each row n times, next to each other. Ranks may repeat their rows differently often."""
         if not 0 <= n <= _TURNS:
             raise DataError(f"rows cannot be repeated {n} times: give a number from 0 to {_TURNS}")
         if any(level.max(initial=0) >= (1 << 63) // _TURNS for level in self._origins):
-            raise DataError("rows of a part were repeated too often, one time within another: join the part first")
+            raise DataError("rows of a part were repeated too often by nested calls of repeat: join the part first")
         repeated = self._take(np.repeat(np.arange(self._rows), n))
         turn = np.tile(np.arange(n), self._rows)
-        # The same factor whatever n is, so that parts which were repeated differently still sort as one batch.
+        # The factor does not depend on n, so that parts which were repeated differently sort as one batch.
         return self._make(len(repeated), dict(repeated.stored), [level * _TURNS + turn for level in repeated.origins])
 
     def _take(self, rows: Rows) -> Self:
-        """These rows, which are in range."""
+        """Select rows whose numbers are in range."""
         if len(rows) == self._rows and bool((rows == np.arange(self._rows)).all()):
             return self
         return self._make(len(rows), table.take(self._columns, rows), [level[rows] for level in self._origins])
 
     async def load(self, *names: str) -> Self:
-        """The same batch with these columns readable; all columns where none is named.
+        """Fetch these columns, or all columns if none is named, and return the batch with them.
 
-        Columns that a mesh returned and that are large stay on its ranks until they are read. Loading fetches the
-        pieces that the batch's rows lie in. What is handed on to a mesh need not be loaded.
+        Large columns that a mesh returns stay on its ranks. Loading fetches the pieces with the rows of this batch. A
+        batch that is passed on to a mesh need not be loaded.
         """
         for name in names:
             self._stored(name)
@@ -245,15 +248,16 @@ class Batch(HasRefs):
         return self._make(self._rows, await table.load(self._columns, wanted), self._origins)
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
-        """The same batch, each column of more than `limit` bytes kept elsewhere by `put`."""
+        """Move each column with more than `limit` bytes elsewhere by `put`, and return the batch."""
         held = table.hold(self._columns, self._rows, put, limit, shares)
         return self._make(self._rows, {**self._columns, **held}, self._origins) if held else self
 
     def plan(self, parts: int) -> list[Rows]:
-        """Which rows each part takes, balanced by tokens; the rows of a part ascend.
+        """Divide the rows into parts that are balanced by tokens. Returns the row numbers of each part, ascending.
 
-        Runs of rows, which need not be copied, where they are even within 1/256. Else the longest row first, to the
-        lightest part (Graham 1969, LPT). The heaviest part exceeds the lightest by at most one row's tokens.
+        Parts are runs of adjacent rows, which need no copy, if these are balanced within 1/256. Otherwise each row goes
+        to the lightest part, longest row first (Graham 1969, LPT). The heaviest part exceeds the lightest by at most
+        the tokens of one row.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
@@ -263,13 +267,13 @@ class Batch(HasRefs):
         return even_runs(costs, parts) or plan_of(lightest(costs, np.zeros(parts, np.int64)), parts)
 
     def part(self, rows: Rows) -> Self:
-        """These rows, which remember their numbers for `join`."""
+        """Select rows that keep their row numbers, for `join`."""
         numbers = table.row_numbers(rows, self._rows)
         taken = self._take(numbers)
         return self._make(len(numbers), dict(taken.stored), (*taken.origins, numbers))
 
     def parts(self, plan: Sequence[Rows]) -> list[Self]:
-        """Each part's rows, as of `part`. The rows of all are copied at once; the parts are views of that."""
+        """Return the parts of a plan, like `part` for each. All rows are copied once, and the parts are views."""
         whole = self.part(np.concatenate(plan))
         if len(plan) == 1:
             return [whole]
@@ -281,12 +285,12 @@ class Batch(HasRefs):
         ]
 
     def split(self, n: int) -> list[Self]:
-        """As many parts as asked for, balanced by tokens; some are empty if there are fewer rows."""
+        """Split into n parts that are balanced by tokens. Some are empty if there are fewer rows."""
         return self.parts(self.plan(n))
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, in order. Their columns must agree; a part without rows is left out."""
+        """Concatenate the rows of all parts. Parts without rows are skipped. DataError if the columns differ."""
         filled = [part for part in parts if len(part)]
         if not filled:
             depth = max((len(part.origins) for part in parts), default=0)
@@ -299,12 +303,12 @@ class Batch(HasRefs):
             if part.stored.keys() != first.stored.keys():
                 raise DataError(
                     f"parts differ in columns: part 0 has {', '.join(first.names)}, part {index} has "
-                    f"{', '.join(part.names)}; return the same columns from each"
+                    f"{', '.join(part.names)}: return the same columns from each"
                 )
             if len(part.origins) != len(first.origins):
                 raise DataError(
                     f"parts differ in origin: part 0 was split {len(first.origins)} times, part {index} "
-                    f"{len(part.origins)} times; make all of them from the argument (assign, select, "
+                    f"{len(part.origins)} times: make either all of them from the argument (by assign, select or "
                     "repeat), or none"
                 )
         levels = [np.concatenate(level) for level in zip(*(p.origins for p in filled), strict=True)]
@@ -312,11 +316,11 @@ class Batch(HasRefs):
 
     @classmethod
     def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:
-        """The rows of all parts, in the order of the batch that they were split from.
+        """Join the rows of all parts, in the order of the batch that they were split from.
 
-        Parts that come from `part` know their rows. Parts made anew have a row for each row of `plan`, in
-        its order, or, with no plan, follow one another; so do any parts where the plan is empty, which says
-        that no batch was split. Parts without rows are left out.
+        Parts that were made by `part` know their row numbers. Newly made parts must have one row for each row of
+        `plan`, in its order. Without a plan, or with an empty one (no batch was split), they are concatenated. Parts
+        without rows are skipped.
         """
         whole = cls.concat(parts)
         if plan is not None and not plan:
@@ -330,18 +334,18 @@ class Batch(HasRefs):
         found = [len(part) for part in parts]
         if wanted != found:
             raise DataError(
-                f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not say "
-                "which is which: make what is returned from the argument, with assign, select or repeat"
+                f"the parts of a join have {found} rows for {wanted} rows of the argument, and do not know "
+                "their row numbers: make the result from the argument, with assign, select or repeat"
             )
         return whole.select(np.concatenate(plan).argsort(kind="stable"))
 
     def to_wire(self) -> tuple[bytes, list[memoryview]]:
-        """A msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
+        """Return a msgpack header and the raw bytes of the arrays, not copied. Tuples in Python values become lists."""
         return pack(self._rows, self.columns, self._origins)
 
     @classmethod
     def from_wire(cls, header: Buffer, buffers: Sequence[Buffer]) -> Self:
-        """The batch whose `to_wire` this is, on top of the buffers, which must not be written afterwards."""
+        """Make the batch from the result of `to_wire`. It uses the buffers, which must not be written afterwards."""
         return cls._make(*unpack(header, buffers))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Self], tuple[type[Self]], _State]:
@@ -358,7 +362,7 @@ class Batch(HasRefs):
         self._columns = {name: stored[name] for name in names} if remote else here
 
     def __eq__(self, other: object) -> bool:
-        """Whether names, kinds, dtypes and values agree; NaN equals NaN, the order of columns is nothing."""
+        """True if names, kinds, dtypes and values agree. NaN equals NaN. The order of columns does not matter."""
         if not isinstance(other, Batch):
             return NotImplemented
         return (

@@ -1,4 +1,4 @@
-"""What is done to all columns of a batch at once, whether their values are here or lie elsewhere."""
+"""Operations on all columns of a batch, local or remote."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The three kinds of column, what each may hold, and how columns are checked and joined."""
+"""The three kinds of column: what they hold, and how they are checked and joined."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Numbers that are averaged over tokens, rows and ranks: sums and counts, divided last."""
+"""Metrics: numbers that are averaged over tokens, rows and ranks, kept as sums and counts."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +9,9 @@ from meshrl.errors import DataError, did_you_mean
 
 
 class Metrics:
-    """Named means, each kept as a sum and the count it is divided by. Immutable.
+    """Named means. Each is kept as a sum and a count. Immutable.
 
-    A mean of means is wrong when the ranks hold different numbers of tokens; sums and counts add.
+    A mean of means is wrong if ranks hold different numbers of tokens. Sums and counts add up correctly.
 
         Metrics.of(loss=(loss_sum, tokens), lr=(lr, 1))["loss"]
     """
@@ -23,12 +23,12 @@ class Metrics:
 
     @classmethod
     def of(cls, **entries: tuple[float, float]) -> Self:
-        """Metrics from `name=(sum, count)`."""
+        """Make metrics from `name=(sum, count)`."""
         return cls(entries)
 
     @classmethod
     def mean(cls, parts: Sequence[Self]) -> Self:
-        """Add the sums and the counts of each name; a part may lack a name."""
+        """Average metrics: add the sums and the counts of each name. A part may lack a name."""
         entries: dict[str, tuple[float, float]] = {}
         for part in parts:
             for name, (total, count) in part.entries.items():
@@ -42,7 +42,7 @@ class Metrics:
         return MappingProxyType(self._entries)
 
     def means(self) -> dict[str, float]:
-        """Each name's mean; NaN where nothing was counted."""
+        """Return the mean of each name, NaN if its count is 0."""
         return {name: self[name] for name in self._entries}
 
     def __getitem__(self, name: str) -> float:
@@ -53,7 +53,7 @@ class Metrics:
         return total / count if count else math.nan
 
     def __or__(self, other: "Metrics") -> "Metrics":
-        """Both, where no name is in both; to average the same name use `Metrics.mean`."""
+        """Merge metrics with different names. To average metrics with the same names, use `Metrics.mean`."""
         twice = sorted(self._entries.keys() & other.entries.keys())
         if twice:
             raise DataError(f"both metrics have `{'`, `'.join(twice)}`: rename one, or average them with Metrics.mean")

@@ -1,4 +1,4 @@
-"""What computed a column of log-probs: the sampler, the trainer at a version, or the reference."""
+"""The source of a column of log-probs: the sampler, the trainer at a version, or the reference."""
 
 from collections.abc import Iterable
 from typing import Literal, Self, TypeAlias
@@ -8,14 +8,14 @@ import msgspec
 from meshrl.errors import DataError
 
 Origin: TypeAlias = Literal["sampler", "trainer", "reference"]
-"""What may have computed a column of log-probs."""
+"""The roles that compute columns of log-probs."""
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """What computed a token column: `Source("sampler")`, `Source("reference")` or `Source.trainer(version)`.
+    """The source of a token column: `Source("sampler")`, `Source("reference")` or `Source.trainer(version)`.
 
-    `oldest` and `newest` are the trainer's policy versions among the rows, as far as they are known; the other roles
-    have none: which version sampled a token stands in the column `versions`.
+    `oldest` and `newest` are the known policy versions of the trainer among the rows. The other sources have none. The
+    version that sampled a token is in the column `versions`.
     """
 
     role: Origin
@@ -24,7 +24,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def trainer(cls, version: int) -> Self:
-        """The trainer, at this version of its policy."""
+        """The trainer at this version of its policy."""
         return cls("trainer", version, version)
 
     def __str__(self) -> str:
@@ -34,10 +34,10 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 def joined(name: str, sources: Iterable[Source | None]) -> Source | None:
-    """What computed the rows of several parts of the column `name`: of trainers, the range of their versions.
+    """Join the sources of several parts of the column `name`. Trainers give the range of their versions.
 
-    What is known of some rows is said of all, so that joining them with rows of an unknown source makes nothing
-    acceptable that a loss refuses; None if nothing is known. DataError if the roles differ.
+    A source that is known for some rows holds for all. So a loss still refuses rows after they were joined with rows of
+    an unknown source. Returns None if no source is known. Raises DataError if the roles differ.
     """
     found = set(sources)
     if len(found) <= 1:  # nearly always, and cheap

@@ -1,4 +1,4 @@
-"""Arrays that cannot change, and columns of them with one array a row."""
+"""Frozen arrays, and columns with one array for each row."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ _NARROW = frozenset(np.dtype(scalar) for scalar in (ml_dtypes.bfloat16, ml_dtype
 
 
 def check_dtype(array: Array, what: str) -> None:
-    """Raise `DataError` for what is not numbers or booleans."""
+    """Raise `DataError` unless an array holds numbers or booleans."""
     if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
         raise DataError(
             f"{what} has dtype {array.dtype}, which meshrl does not carry: give numbers or booleans as an "
@@ -31,13 +31,12 @@ def check_dtype(array: Array, what: str) -> None:
 
 
 def frozen(array: Array, what: str = "an array") -> Array:
-    """The same values in a C-contiguous, native-endian array that nobody can write.
+    """Return the values as a read-only, C-contiguous, native-endian array.
 
-    An array that owns its memory is frozen in place: the caller gives it up, and writing into it raises from
-    now on. (A view of it that he made before stays writable, which numpy cannot tell: give that up too.) An array of
-    `mesh.empty` is frozen in place too. A view of memory that somebody may still write is copied.
-    Any shape; bool, integer, float, complex, bfloat16 and float8; another dtype is a DataError that names
-    `what`.
+    An array that owns its memory, or comes from `mesh.empty`, is frozen in place: writing to it raises from then on.
+    Views that were made before stay writable, and must not be used any more. A view of memory that may still be written
+    is copied. Any shape is allowed, with dtype bool, integer, float, complex, bfloat16 or float8. Raises a DataError
+    that names `what` for other dtypes.
     """
     check_dtype(array, what)
     if type(array) is not np.ndarray or not array.flags.c_contiguous or not array.dtype.isnative:
@@ -94,17 +93,17 @@ def equal(left: Array, right: Array) -> bool:
 
 
 class Ragged:
-    """A token column: one array a row, of any length, packed without padding. Immutable.
+    """A token column: one array of any length for each row, packed without padding. Immutable.
 
-    `values` is `[tokens, ...]`; row i is `values[offsets[i]:offsets[i + 1]]`; `offsets` is `int64[rows + 1]`.
-    `source` says what computed the values, where that is known. Selecting, splitting, joining and sending keep it;
-    values computed from them are other values and have none. It is no part of equality.
+    `values` is `[tokens, ...]` and `offsets` is `int64[rows + 1]`. Row i is `values[offsets[i]:offsets[i + 1]]`.
+    `source` says what computed the values, if it is known. Selecting, splitting, joining and sending rows keep it. New
+    values that are computed from a column have no source. It does not count for equality.
     """
 
     __slots__ = ("_offsets", "_source", "_values")
 
     def __init__(self, values: Array, offsets: ArrayLike, *, source: Source | None = None) -> None:
-        """Take packed values and where each row starts. DataError if the offsets do not fit the values."""
+        """Make a column from packed values and the start of each row. Raises DataError if the offsets do not fit."""
         bounds = np.asarray(offsets)
         if bounds.dtype.kind not in "iu" or bounds.ndim != 1 or len(bounds) == 0:
             raise DataError(
@@ -121,7 +120,7 @@ class Ragged:
 
     @classmethod
     def make(cls, values: Array, offsets: Rows, source: Source | None = None) -> "Ragged":
-        """What the constructor gives, unchecked: from arrays of our own that are known to fit."""
+        """Make a column without checks, from arrays that are known to fit."""
         self = cls.__new__(cls)
         self._values = sealed(values)
         self._offsets = offsets
@@ -131,7 +130,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Iterable[ArrayLike], dtype: DTypeLike, *, source: Source | None = None) -> "Ragged":
-        """Pack rows, each an array or a list of numbers `[tokens, ...]`."""
+        """Pack rows. Each is an array or a list of numbers, `[tokens, ...]`."""
         arrays: list[Array] = [np.asarray(row, dtype) for row in rows]
         for index, array in enumerate(arrays):
             if array.ndim == 0:
@@ -148,7 +147,7 @@ class Ragged:
 
     @classmethod
     def concat(cls, parts: Sequence["Ragged"], name: str = "values") -> "Ragged":
-        """The rows of all parts (one or more, of one dtype), in order. DataError as of `joined`, which names `name`."""
+        """Concatenate the rows of one or more parts with the same dtype. DataError names `name` if sources differ."""
         source = joined(name, [part.source for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         return cls.make(np.concatenate([part.values for part in parts]), bounds_of(lengths), source)
@@ -160,17 +159,17 @@ class Ragged:
 
     @property
     def offsets(self) -> Rows:
-        """Where each row starts, and the end: `int64[rows + 1]`, read-only."""
+        """The start of each row, and the end: `int64[rows + 1]`, read-only."""
         return self._offsets
 
     @property
     def source(self) -> Source | None:
-        """What computed the values; None where that is not known."""
+        """What computed the values. None if unknown."""
         return self._source
 
     @property
     def lengths(self) -> Rows:
-        """Tokens of each row, `int64[rows]`."""
+        """Number of tokens of each row, `int64[rows]`."""
         return self._offsets[1:] - self._offsets[:-1]
 
     @property
@@ -197,7 +196,7 @@ class Ragged:
         return (self._values[start:end] for start, end in itertools.pairwise(bounds))
 
     def select(self, rows: Rows) -> "Ragged":
-        """These rows, in this order; a row may be taken more than once. `rows` are int64, none negative."""
+        """Select rows, in the given order. A row may occur more than once. `rows` are int64, none negative."""
         index, offsets = gather(self._offsets, rows)
         return Ragged.make(self._values[index], offsets, self._source)
 

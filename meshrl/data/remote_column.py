@@ -1,4 +1,4 @@
-"""Columns that lie elsewhere: which piece holds each row, and how pieces that were fetched become a column."""
+"""Remote columns: which piece holds each row, and how fetched pieces become a column."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The form in which columns travel: a msgpack header, and the raw bytes of each array."""
+"""The wire format of columns: a msgpack header, and the raw bytes of each array."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast

@@ -1,4 +1,4 @@
-"""Passes of models that pages make themselves now, with the columns that losses read."""
+"""Deprecated helpers for passes of models, with the columns that losses read."""
 
 from typing_extensions import deprecated
 

@@ -1,6 +1,6 @@
-"""Where ranks run: threads of this process (`local`), processes of this machine (`processes`) or of a cluster (`ray`).
+"""Engines run ranks as threads of this process (`local`), or processes of a machine (`processes`) or a cluster (`ray`).
 
-One protocol, `mesh.Engine`, of all. `make_engine` loads the one that is meant; this package itself loads none.
+All implement the protocol `mesh.Engine`. `make_engine` loads the named engine. The package itself loads none.
 """
 
 from collections.abc import Sequence

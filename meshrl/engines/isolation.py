@@ -1,4 +1,4 @@
-"""What ranks hand to each other is theirs alone: copied, or frozen."""
+"""Isolation of ranks: values that pass between ranks are copied or frozen."""
 
 import copy
 from collections.abc import Mapping

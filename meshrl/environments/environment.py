@@ -1,4 +1,4 @@
-"""Environments: what answers a model turn by turn, and the user's own Python class inside one boundary.
+"""Environments, which answer a model turn by turn: the user's Python class, whose errors end only their episode.
 
     class Guess:
         def reset(self, row):                  # the task's row; returns the first prompt
@@ -31,73 +31,74 @@ from meshrl.tasks import Row, verifiers
 from meshrl.user_code import CODE, RAISED, FirstErrors, load_name, unless_cancelled
 
 Step: TypeAlias = tuple[str, float, bool]
-"""What a step returns: the observation, the reward of this turn, and whether the episode is over."""
+"""The result of a step: the observation, the reward of this turn, and whether the episode is over."""
 
 
 class EnvironmentInstance(Protocol):
-    """What a user writes: an instance for each episode. A `close()` is called at its end, where there is one."""
+    """The class that a user writes. Each episode has an instance, and its `close()`, if it has one, is called last."""
 
     def reset(self, row: Row, /) -> str | Awaitable[str]:
-        """Begin the episode of a task's row; the first prompt, the same for the same row."""
+        """Begin the episode of a task's row, and return the first prompt. The same row must give the same prompt."""
         ...
 
     def step(self, completion: str, /) -> Step | Awaitable[Step]:
-        """Answer what the model wrote in this turn."""
+        """Answer the model's completion of this turn."""
         ...
 
 
 class EnvironmentConfig(RoleConfig):
-    """Which class answers the model."""
+    """The class that answers the model."""
 
     role = "Environment"
 
     backend: str = "function"
+    """The backend that implements the role."""
     source: Annotated[str, CODE]
-    """`retry` (`Retry`), `file.py:Class`, `package.module:Class`, or `reward:NAME`: one turn, judged by
-    the reward function NAME."""
+    """The environment: `retry` (`Retry`), `file.py:Class`, `package.module:Class`, or `reward:NAME`, one turn that is
+    scored by the reward function NAME."""
     options: Mapping[str, JsonValue] = Field(default={})
-    """Keywords that each instance is made with."""
+    """Keyword arguments for each instance."""
     turns: int = Field(default=8, gt=0)
-    """The most turns of an episode; one that is not over then is `truncated`."""
+    """Turns of an episode at most. An episode that is not over then is `truncated`."""
     template: str = "{observation}"
-    """What the model is shown of an observation, with the marks of a chat model around it:
-    `"\\n<|im_start|>user\\n{observation}<|im_end|>\\n<|im_start|>assistant\\n"`."""
+    """Template of the text that the model sees for an observation. For a chat model it includes the special tokens,
+    such as `"\\n<|im_start|>user\\n{observation}<|im_end|>\\n<|im_start|>assistant\\n"`."""
     concurrency: int = Field(default=64, gt=0)
-    """Calls of async methods in flight at once."""
+    """Calls of async methods that run at once."""
 
     @field_validator("template")
     @classmethod
     def _shows_the_observation(cls, template: str) -> str:
         if template.count("{observation}") != 1:
-            raise ValueError("must have {observation} once, where the environment's text goes")
+            raise ValueError("must contain {observation} once, for the environment's text")
         return template
 
 
 class Environment(Actor, ABC):
-    """What answers a model, by rows. An episode's calls all go to the rank that began it."""
+    """The role that answers a model, row by row. All calls of an episode go to the rank that began it."""
 
     @endpoint
     @abstractmethod
     async def reset(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Begin an episode for each row, called by `episode` (int64): `prompt` and `reward_error` (text or None)."""
+        """Begin an episode for each row, by `episode` (int64). Adds `prompt` and `reward_error` (text or None)."""
 
     @endpoint
     @abstractmethod
     async def step(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Answer each row's `completion`, its last turn's text.
+        """Answer each row's `completion`, the text of its last turn.
 
-        Adds `observation` (text), `rewards` (float32, of this turn), `done` (bool) and `reward_error`. A row with an
+        Adds `observation` (text), `rewards` (float32, for this turn), `done` (bool) and `reward_error`. A row with an
         error is done.
         """
 
     @endpoint
     @abstractmethod
     async def close(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Forget the episodes of these rows, which end before the environment says so."""
+        """Drop the episodes of these rows, which end before the environment says so."""
 
 
 class FunctionEnvironment(Environment):
-    """Calls the user's class. What it raises is told on that row and ends that episode alone."""
+    """Calls the user's class. An exception is reported in its row, and ends only that episode."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self._make = load_environment(config)

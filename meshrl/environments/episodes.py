@@ -1,11 +1,11 @@
-"""Episodes: a sampler and an environment by turns, as one sampler.
+"""Episodes: a sampler and an environment that take turns, wrapped as one sampler.
 
     episodes = Episodes(sampler, environment, config.environment)
     async with rollouts(episodes, prompts, config.sampling, ahead=config.ahead) as stream:
         ...
 
-All rows of a call take a turn together: the sampler draws, the environment answers, and what is not over goes on after
-the tokens that it has. What the model wrote is never encoded again; what the environment wrote is not learnt.
+All rows of a call take a turn together. The sampler samples, the environment answers, and episodes that are not over
+continue after their tokens. The model's text is never encoded again, and the environment's text is not learned.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +22,7 @@ from meshrl.roles import Sampler, Sampling
 from meshrl.weights import Weights
 
 _RUNNING = ("observation", "turn_start")
-"""Columns of an episode that is not over: the text that the next turn begins with, and the tokens before that turn."""
+"""Columns of running episodes: the text that the next turn begins with, and the number of tokens before that turn."""
 _Call: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 _NEWEST = np.iinfo(np.int32).max
 
@@ -30,14 +30,15 @@ _NEWEST = np.iinfo(np.int32).max
 class Episodes(Sampler):
     """A sampler whose rows are whole episodes.
 
-    A row's `tokens` are the first prompt, and by turns what the model wrote and what the environment answered;
-    `loss_mask` is True on the model's alone, `sampler_logprobs` are 0 and `versions` -1 on the environment's, and
-    `oldest_version` is that of the model's oldest token of any turn. It adds `rewards` (float32, the sum of the turns',
-    0 where the environment raised), `reward_error`, `turns` (int32) and `episode` (int64). `prompt` is what `reset`
-    gave, `completion` all text after it. `truncated`: the last turn was, or there was no turn left, or no room for one.
+    A row's `tokens` are the first prompt, then the model's and the environment's texts in turn. `loss_mask` is True for
+    the model's tokens only. On the environment's tokens, `sampler_logprobs` are 0 and `versions` are -1.
+    `oldest_version` is that of the model's oldest token in any turn. Added columns: `rewards` (float32, the sum over
+    turns, 0 if the environment raised), `reward_error`, `turns` (int32) and `episode` (int64). `prompt` is the result
+    of `reset`, and `completion` is all text after it. A row is `truncated` if its last turn was, or if there was no
+    turn or no room left for another one.
 
-    `max_tokens` and `stop` are of a turn. Weights may come between two turns, as between two tokens. A plain object: it
-    lives where the script does, which reads the token columns of each turn.
+    `max_tokens` and `stop` apply to each turn. New weights may arrive between two turns, as between two tokens. It is a
+    plain object in the script's process, which reads the token columns of each turn.
     """
 
     def __init__(self, sampler: Sampler, environment: Environment, config: EnvironmentConfig) -> None:
@@ -49,7 +50,7 @@ class Episodes(Sampler):
         self._aborts = 0
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
-        """Episodes as they end, those of one turn together; rows that `abort` stopped go on where they were."""
+        """Yield episodes as they end, those of a turn together. Rows that `abort` stopped continue where they were."""
         asked = (await prompts.load()).repeat(sampling.n)
         live, aborts = await self._begin(asked, sampling.beside), self._aborts
         if not len(live):
@@ -77,11 +78,11 @@ class Episodes(Sampler):
         return await self._sampler.load(weights)
 
     async def replay(self, record: Batch) -> None:
-        """Of the sampler. Calls that overlap take turns as their environments answer, which no record tells."""
+        """Replay the sampler. Overlapping calls take turns as their environments answer, which is not recorded."""
         await self._sampler.replay(record)
 
     async def abort(self) -> None:
-        """Stop the turns that run; no episode begins another."""
+        """Stop running turns. No episode begins another turn."""
         self._aborts += 1
         await self._sampler.abort()
 

@@ -1,4 +1,4 @@
-"""Estimates from samples of completions: pass@k, and how far a measured number may be from the true one."""
+"""Estimates from samples of completions: pass@k, and confidence intervals."""
 
 from typing import Final
 

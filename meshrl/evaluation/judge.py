@@ -1,10 +1,10 @@
-"""How good a sampler's completions are, measured beside the steps of a run.
+"""Evaluation of a sampler's completions while a run trains.
 
     evaluate_during(run, config.evaluation, sampler, task.held_out, config.sampling, reward.score)
     async for _ in run.steps(config.steps):
         ...
 
-What is found goes to the run's `evaluations.jsonl`.
+Results go to the run's `evaluations.jsonl`.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -28,28 +28,28 @@ from meshrl.run import EvaluationConfig, Measurement, Run, write_whole
 
 
 class BesideSampling(Sampling):
-    """How completions are drawn that are no part of training: what training draws is the same with and without."""
+    """How completions are sampled apart from training. Training samples the same tokens with and without them."""
 
     beside: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Judged:
-    """The completions of some prompts as a reward sees them."""
+    """Rewards of the completions of some prompts."""
 
     greedy: NDArray[np.float32]
-    """Rewards of a greedy completion each, [prompts]."""
+    """Rewards of the greedy completions, [prompts]."""
     sampled: NDArray[np.float32]
-    """Rewards of sampled ones, [prompts, n]."""
+    """Rewards of the sampled completions, [prompts, n]."""
     truncated: float
-    """The share of the sampled ones that were cut at the most tokens."""
+    """Share of the sampled completions that were cut at the token limit."""
     reward_errors: int
-    """Of both."""
+    """Greedy and sampled completions whose reward function raised."""
     versions: tuple[int, int]
-    """Of the weights that drew the oldest and the newest token."""
+    """Versions of the weights that sampled the oldest and the newest token."""
 
     def numbers(self, at_least: float) -> Mapping[str, float]:
-        """As a run records them; a completion is right from the reward `at_least` on."""
+        """Return the numbers that a run records. A completion with a reward of `at_least` or more is right."""
         prompts, n = self.sampled.shape
         correct = (self.sampled >= at_least).sum(axis=1)
         return {
@@ -65,10 +65,10 @@ class Judged:
 
 
 async def judge(sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None) -> Judged:
-    """One greedy completion a prompt, and `sampling.n` sampled ones.
+    """Score one greedy completion and `sampling.n` sampled ones for each prompt.
 
-    `score`: as of a stream of rollouts. Without it the rows' own `rewards` count, which episodes have, else whether the
-    completion is the `answer`.
+    `score`: as for `rollouts`. Without it, the `rewards` of the rows count, which episodes have. Otherwise a completion
+    is right if it equals the `answer`.
     """
     greedy = await _scored(await rollout(sampler, prompts, sampling.model_copy(update=_GREEDY)), score)
     sampled = await _scored(await rollout(sampler, prompts, sampling), score)
@@ -95,15 +95,15 @@ def evaluate_during(
     *,
     policy: Policy | None = None,
 ) -> None:
-    """Measure the sampler on held-out prompts every so many steps of the run, beside them; nothing without `config`.
+    """Evaluate the sampler on held-out prompts every `config.every` steps while the run trains. No-op without `config`.
 
-    To be called before `run.steps`. What `judge` finds goes to evaluations.jsonl, as `eval/greedy`, `eval/pass@k`, ...;
-    an error in it ends the run. It begins when the weights of a step are published and training goes on meanwhile, so
-    that later tokens may be of newer weights, unless `config.wait`: `eval/version_oldest` and `_newest` tell. What is
-    trained on is, to the bit, the same with and without it where `ahead` is 0.
+    Call it before `run.steps`. The results of `judge` go to evaluations.jsonl as `eval/greedy`, `eval/pass@k` and so
+    on. An error in the evaluation ends the run. It begins when a step's weights are published, and training continues.
+    So later tokens may come from newer weights, unless `config.wait` is set. `eval/version_oldest` and
+    `eval/version_newest` show the versions. With `ahead = 0` the run trains on exactly the same data as without it.
 
-    `policy`: its weights are published before, in a script that does not publish them itself after each step.
-    DataError where there are no prompts.
+    `policy`: publish its weights before each evaluation, for scripts that do not publish after each step. Raises
+    DataError if there are no prompts.
     """
     if config is None:
         return
@@ -147,10 +147,10 @@ async def _scored(rollouts: Batch, score: Score | None) -> Batch:
 async def evaluate(
     sampler: Sampler, prompts: Batch, sampling: Sampling, score: Score | None = None
 ) -> dict[str, float]:
-    """The mean reward on held-out prompts, one completion each: `greedy`, and `sampled` at the temperature.
+    """Measure the mean reward on held-out prompts: `greedy`, and `sampled` at the temperature, one completion each.
 
-    The reward is what `score` gives, else that of the episodes of an environment, else exact match. NaN where there are
-    no prompts.
+    The reward comes from `score`, else from the episodes of an environment, else from exact match. NaN if there are no
+    prompts.
     """
     found = await _evaluated(sampler, prompts, sampling, score)
     return {"greedy": found.greedy, "sampled": found.sampled}
@@ -158,18 +158,19 @@ async def evaluate(
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """What a sampler makes of held-out prompts."""
+    """The results of a sampler on held-out prompts."""
 
     name: str
-    """What the reward is called."""
+    """Name of the reward."""
     greedy: float
-    """Its mean on greedy completions."""
+    """Mean reward of greedy completions."""
     sampled: float
     rows: Sequence[Mapping[str, object]]
-    """A prompt each: `greedy` and `sampled` are its rewards, `prompt` and `completion` the texts, the greedy one's."""
+    """One entry for each prompt: the rewards `greedy` and `sampled`, and the texts `prompt` and `completion`
+    (greedy)."""
 
     def numbers(self) -> Mapping[str, float]:
-        """As a summary has them."""
+        """Return the numbers for a summary."""
         return {self.name: self.greedy, f"{self.name}_sampled": self.sampled}
 
 
@@ -194,12 +195,12 @@ class Measured(Protocol):
 
     @property
     def evaluation(self) -> EvaluationConfig | None:
-        """What is measured beside the steps."""
+        """How to evaluate while the run trains."""
         ...
 
     @property
     def sampling(self) -> Sampling:
-        """How the algorithm draws completions."""
+        """How the algorithm samples completions."""
         ...
 
 
@@ -213,13 +214,12 @@ async def held_out(
     *,
     policy: Policy | None = None,
 ) -> AsyncGenerator[None]:
-    """Measure the sampler on held-out prompts: before the block, beside the steps in it, and after it.
+    """Evaluate the sampler on held-out prompts before and after the block, and during it if `config.evaluation` is set.
 
-    What `evaluate` finds before and after goes to summary.json as `reward_before`, `reward_after`, and
-    `reward_sampled_...`; as `exact_match_...` where the reward is that, or there is none. What each prompt got after it
-    is in held_out.jsonl. In a run that goes on, before means before its first step. `evaluate_during` measures beside
-    the steps, where `config.evaluation` says so. A block that raises is not measured after. `score` and `policy`: as of
-    `evaluate_during`.
+    The results of `evaluate` before and after the block go to summary.json, as `reward_before`, `reward_after` and
+    `reward_sampled_...`. Their names begin with `exact_match_` if that is the reward, or if there is none. The rewards
+    of each prompt after the block go to held_out.jsonl. In a resumed run, "before" means before the first step of the
+    whole run. If the block raises, there is no evaluation after it. `score` and `policy`: as for `evaluate_during`.
 
         async with held_out(run, sampler, task.held_out, config, reward.score):
             async for step in run.steps(config.steps):
@@ -249,7 +249,7 @@ async def held_out(
 
 
 async def _matched(rollouts: Batch) -> Batch:
-    """With `rewards`: whether the completion is the answer."""
+    """Add `rewards`: 1 if the completion equals the answer, else 0."""
     rollouts = await rollouts.load("completion", "answer")
     pairs = zip(rollouts.objects("completion"), rollouts.objects("answer"), strict=True)
     right = [exact_match("", str(text), {"answer": answer}) for text, answer in pairs]

@@ -1,4 +1,4 @@
-"""Judging what a run has trained: its newest model on held-out prompts, with pass@k and confidence intervals."""
+"""Evaluate what a run has trained: its newest model on held-out prompts, with pass@k and confidence intervals."""
 
 import tempfile
 from collections.abc import Iterator

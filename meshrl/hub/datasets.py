@@ -1,4 +1,4 @@
-"""Rows of a dataset of the hub."""
+"""Rows of datasets on the hub."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast

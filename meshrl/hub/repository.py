@@ -1,4 +1,4 @@
-"""A repository of the hub, `ORG/NAME` or `ORG/NAME@REVISION`: its newest commit, its files, and a new one."""
+"""Repositories on the hub, `ORG/NAME` or `ORG/NAME@REVISION`: their newest commit, their files, and new ones."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""What KubeRay takes: a RayJob whose cluster has room for the meshes, and the configuration as a ConfigMap."""
+"""Manifests for KubeRay: a RayJob whose cluster fits the meshes, and a ConfigMap with the configuration."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""What the meshes of a configuration ask for, and on how many nodes it finds room."""
+"""The resources that a configuration's meshes need, and the number of nodes that provide them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

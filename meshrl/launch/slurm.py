@@ -1,4 +1,4 @@
-"""What `sbatch` takes: a script that starts Ray on the nodes of its job, and runs there."""
+"""Scripts for `sbatch`, which start Ray on the nodes of a job and run a configuration there."""
 
 import shlex
 import shutil

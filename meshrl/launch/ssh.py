@@ -1,4 +1,4 @@
-"""Ray on a list of hosts that are reached by ssh: started, used and stopped from here."""
+"""Ray on hosts that are reached by ssh: start it, use it and stop it from here."""
 
 import json
 import shlex

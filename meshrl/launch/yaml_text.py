@@ -1,4 +1,4 @@
-"""Plain values as YAML. JSON is YAML too, but nobody wants to read a script in it."""
+"""Write plain values as YAML. JSON would be valid too, but is hard to read for scripts."""
 
 import json
 import re

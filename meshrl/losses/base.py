@@ -1,4 +1,4 @@
-"""What a loss is: the protocol, what it says of each token, and the fields that losses share."""
+"""The protocol of losses, the result of a loss, and the fields that losses share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 Predicts: TypeAlias = Literal["logprobs", "values", "scores"]
-"""What a model gives of each token: a policy its log-prob, a critic the value of the state it was drawn from, a reward
-model the score of what ends there."""
+"""A model's prediction for each token: a policy's log-prob, a critic's value of the state before it, or a reward
+model's score of the text that ends there."""
 
 _MODELS: Final[Mapping[Predicts, tuple[str, str]]] = {
     "logprobs": ("policy", "ClippedLoss"),
@@ -31,11 +31,11 @@ _MODELS: Final[Mapping[Predicts, tuple[str, str]]] = {
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a loss says of each token.
+    """The loss of each token, and diagnostics.
 
-    `values` is float[tokens] with a gradient; `metrics` are diagnostics, float[tokens] without one, which the
-    backend averages over the tokens that are learned. Each has a name of its own: `loss`, `grad_norm`, `lr`, `rows` and
-    `tokens` are what every update tells, and a policy's tells `entropy`.
+    `values` is float[tokens] with a gradient. `metrics` are diagnostics, float[tokens] without a gradient, which the
+    backend averages over learned tokens. Their names must not be `loss`, `grad_norm`, `lr`, `rows` or `tokens`, which
+    every update reports, nor `entropy`, which a policy's update reports.
     """
 
     values: Tensor
@@ -43,19 +43,19 @@ class TokenLoss:
 
 
 class Loss(Protocol):
-    """A loss that the `update` of a policy, a critic or a reward model minimises: any object with these.
+    """A loss for the `update` of a policy, a critic or a reward model: any object with these members.
 
-    It is given the learned tokens of a micro-batch, some rows of the batch, each row whole.
+    It receives the learned tokens of a micro-batch: some rows of the batch, each of them whole.
     """
 
     @property
     def predicts(self) -> Predicts:
-        """What it is given first: a policy's log-probs, a critic's values, or a reward model's scores."""
+        """The kind of its first argument: a policy's log-probs, a critic's values, or a reward model's scores."""
         ...
 
     @property
     def normalise(self) -> Normalise:
-        """How the token losses become one number."""
+        """How token losses become one number."""
         ...
 
     @property
@@ -65,25 +65,25 @@ class Loss(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads: one value a token, or one a row, spread over the row's tokens.
+        """The batch columns that the loss reads. A column with one value for each row is repeated over its tokens.
 
-        The name `rows` is reserved: it is not the batch's but int64[tokens], the number of each token's row within the
-        micro-batch, from 0 without gaps.
+        The name `rows` is reserved for int64[tokens], the number of each token's row in the micro-batch, from 0 without
+        gaps.
         """
         ...
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from what the model predicts and the columns, one entry a token."""
+        """Compute the loss of each token from the model's predictions and the columns, one entry for each token."""
         ...
 
 
 class Normalised(Config):
-    """The fields of a loss that say how the token losses become one number."""
+    """The fields of a loss that say how token losses become one number."""
 
     normalise: Normalise = "token-mean"
-    """How the token losses become one number: `token_weights` has the formulas."""
+    """How token losses become one number. See `token_weights` for the formulas."""
     constant: int | None = Field(default=None, ge=1)
-    """The divisor of `normalise="constant"`: the most tokens a completion may have."""
+    """Divisor of `normalise = "constant"`, in tokens: the longest completion that is allowed."""
 
     @property
     def predicts(self) -> Predicts:
@@ -98,7 +98,7 @@ class Normalised(Config):
 
 
 class SequenceNormalised(Config):
-    """What losses of whole rows share: rows weigh the same, whatever their lengths."""
+    """The base of losses of whole rows. Rows have the same weight, regardless of their lengths."""
 
     @property
     def predicts(self) -> Predicts:
@@ -112,16 +112,17 @@ class SequenceNormalised(Config):
 
     @property
     def constant(self) -> None:
-        """There is none."""
+        """None: rows are not divided by a constant."""
         return
 
 
 class WithKl(Normalised):
-    """The fields of a loss that adds `kl` times the KL to a reference where `kl` > 0, and how it does so."""
+    """The base of losses that add `kl` times the KL to a reference if `kl` > 0."""
 
     kl: float = Field(default=0.0, ge=0)
-    """The weight of the KL to the reference."""
+    """Weight of the KL to the reference. 0: no reference is needed."""
     kl_estimator: KlEstimator = "k3"
+    """Estimator of the KL: `k3` is unbiased, and `k2` has the KL's gradient."""
 
     @property
     def reference_columns(self) -> tuple[str, ...]:
@@ -131,7 +132,7 @@ class WithKl(Normalised):
     def penalised(
         self, values: Tensor, metrics: Mapping[str, Tensor], logprobs: Tensor, columns: Mapping[str, Tensor]
     ) -> TokenLoss:
-        """The loss of each token, float[tokens], with the KL added, and `reference_kl` among the metrics."""
+        """Add the KL to the loss of each token, float[tokens], and `reference_kl` to the metrics."""
         if not self.kl:
             return TokenLoss(values, metrics)
         to_reference = KL[self.kl_estimator](logprobs, columns["reference_logprobs"])
@@ -139,15 +140,15 @@ class WithKl(Normalised):
 
 
 def check_predicts(loss: Loss, predicts: Predicts) -> None:
-    """Refuse the loss of another kind of model: every backend's `update` calls this with what its model predicts.
+    """Check that a loss fits a model. Every backend's `update` calls this with what its model predicts.
 
-    DataError where the loss is of values and the model a policy, for example.
+    Raises DataError if it does not, such as a loss of values for a policy.
     """
     if loss.predicts != predicts:
         (here, example), (there, _) = _MODELS[predicts], _MODELS[loss.predicts]
         raise DataError(
-            f"{type(loss).__name__} is a loss of `{loss.predicts}`, which a {there} predicts, and this is a {here}: "
-            f"give it to {_called(there)}, and a loss of `{predicts}` to {_called(here)}, {example} for example"
+            f"{type(loss).__name__} is a loss of `{loss.predicts}`, which a {there} predicts, but this is a {here}: "
+            f"pass it to {_called(there)}, and a loss of `{predicts}`, such as {example}, to {_called(here)}"
         )
 
 

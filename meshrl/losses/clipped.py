@@ -18,46 +18,47 @@ if TYPE_CHECKING:
 
 
 class ClippedLoss(WithKl):
-    """The loss of PPO and GRPO: the clipped surrogate, and `kl` times the KL to a reference where `kl` > 0.
+    """The loss of PPO and GRPO: the clipped surrogate, plus `kl` times the KL to a reference if `kl` > 0.
 
-    The correction weighs the surrogate and not the KL, which a token learns whose surrogate is masked too.
+    A correction weighs the surrogate only. A token whose surrogate is masked still learns from the KL.
 
-    Reads `sampler_logprobs`, `advantages`; `logprobs` with anchor "trainer"; `reference_logprobs` where `kl` > 0.
+    Reads `sampler_logprobs` and `advantages`, `logprobs` with anchor "trainer", and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `ratio` (of the policy to the anchor), `clip_fraction`, `kl` (k3, of the policy from the anchor) and
-    `reference_kl`. With anchor "trainer" also `sampler_ratio` and `sampler_kl`, of the anchor to the sampler. With a
-    correction also `correction` and `correction_squared`, the weights as they are applied, of which
-    `effective_sample_size` is made, and `correction_clipped`, the fraction of tokens whose weight was bounded.
+    Diagnostics: `ratio` (of the policy to the anchor), `clip_fraction`, `kl` (k3, between anchor and policy) and
+    `reference_kl`. With anchor "trainer" also `sampler_ratio` and `sampler_kl`, which compare the anchor with the
+    sampler. With a correction also `correction` and `correction_squared`, from which `effective_sample_size` is
+    computed, and `correction_clipped`, the fraction of tokens whose weight was bounded.
     """
 
     clip: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio to the old policy is clipped to between 1 - clip and 1 + clip."""
     clip_high: float | None = Field(default=None, gt=0)
-    """The upper bound where it differs from the lower (DAPO's clip-higher)."""
+    """The ratio is clipped above at 1 + clip_high, if this differs from `clip` (DAPO's clip-higher)."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Bounds the loss of a token of negative advantage by this many times the advantage."""
+    """Upper bound for the loss of a token with negative advantage, as a multiple of the advantage's size."""
     anchor: Literal["sampler", "trainer"] = "sampler"
-    """Whose log-probs are the old policy's: the sampler's, or those the trainer computed before its updates."""
+    """Source of the old policy's log-probs: the sampler, or the trainer before its updates."""
     correction: Correction | None = None
-    """How the surrogate is corrected for the sampler's log-probs not being the anchor's; None: not."""
+    """How to correct the surrogate if the sampler's log-probs differ from the anchor's. Default: no correction."""
 
     @model_validator(mode="after")
     def _correction_where_it_corrects(self) -> Self:
         if self.correction is not None and self.anchor == "sampler":
             raise ValueError(
-                'correction has no effect with anchor = "sampler": the ratio to the sampler corrects already, and the '
-                'weight pi_anchor / pi_sampler is 1; set anchor = "trainer", or remove it'
+                'correction has no effect with anchor = "sampler": the weight pi_anchor / pi_sampler is 1, because the '
+                'ratio to the sampler already corrects. Set anchor = "trainer", or remove correction'
             )
         return self
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         anchor = ("logprobs",) if self.anchor == "trainer" else ()
         rows = self.correction.columns if self.correction else ()
         return (*anchor, "sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        """Compute the loss of each token. All inputs have one entry for each token."""
         sampler, advantages = columns["sampler_logprobs"], columns["advantages"]
         old = columns["logprobs"] if self.anchor == "trainer" else sampler
         high = self.clip if self.clip_high is None else self.clip_high
@@ -76,12 +77,13 @@ class ClippedLoss(WithKl):
 
 
 class ConstantLoss(ClippedLoss):
-    """The loss of Dr. GRPO (arXiv:2503.20783): the clipped surrogate, each row's sum divided by the same `constant`.
+    """The loss of Dr. GRPO (arXiv:2503.20783): the clipped surrogate, with each row's sum divided by `constant`.
 
-    A `ClippedLoss` but for its default of `normalise`, so that `constant` must be given.
+    A `ClippedLoss` with another default of `normalise`. `constant` is required.
     """
 
     normalise: Normalise = "constant"
+    """How token losses become one number. See `token_weights` for the formulas."""
 
 
 def clipped_surrogate(
@@ -92,11 +94,11 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Minus PPO's clipped surrogate objective: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
+    """Compute minus PPO's clipped surrogate objective: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`.
 
-    All tensors are float[tokens]; `r = exp(logprobs - old_logprobs)`. The gradient is zero where the ratio
-    has already moved past its bound in the direction that the advantage asks for. With `dual_clip` = c > 1,
-    the loss of a negative advantage is at most `-c A`.
+    All tensors are float[tokens], and `r = exp(logprobs - old_logprobs)`. The gradient is zero if the ratio has
+    already passed its bound in the direction of the advantage. With `dual_clip` = c > 1, the loss of a token with
+    negative advantage is at most `-c A`.
 
     Schulman et al. 2017 (arXiv:1707.06347), equation 7; for the tokens of a group: GRPO, DeepSeekMath
     (arXiv:2402.03300), equation 3; two bounds: DAPO (arXiv:2503.14476), equation 10; dual clip: Ye et al.

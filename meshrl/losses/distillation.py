@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class ReverseKl(Normalised):
-    """The loss of on-policy distillation: KL(policy || teacher), estimated on the tokens that the policy drew.
+    """The loss of on-policy distillation: KL(policy || teacher), estimated on the tokens that the policy sampled.
 
-    Reads `sampler_logprobs` and `reference_logprobs`, the teacher's.
+    Reads `sampler_logprobs`, and the teacher's log-probs as `reference_logprobs`.
 
-    Diagnostics: `teacher_kl` (k1, not weighted: over the policy's own tokens its mean is the KL), and `ratio` (of the
+    Diagnostics: `teacher_kl` (k1, not weighted; its mean over tokens of the policy is the KL) and `ratio` (of the
     policy to the sampler).
     """
 
     most: float = Field(default=2.0, ge=1)
-    """The largest weight of a token that the policy finds more probable than the sampler did; it has no effect where
-    both have the same weights."""
+    """Upper bound of a token's importance weight, policy over sampler. It has no effect if both have the same
+    weights."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("sampler_logprobs", "reference_logprobs")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        """Compute the loss of each token. All inputs have one entry for each token."""
         sampler, teacher = columns["sampler_logprobs"], columns["reference_logprobs"]
         now = logprobs.detach()
         ratio = (now - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -45,12 +45,13 @@ class ReverseKl(Normalised):
 def reverse_kl(logprobs: Tensor, sampler: Tensor, teacher: Tensor, most: float = 2.0) -> Tensor:
     """Estimate KL(policy || teacher) from tokens of the sampler, with the KL's own gradient: `w (log p - log q)`.
 
-    All tensors are float[tokens]; `w = min(p / sampler, most)`, 1 on the policy's own tokens. The gradient is
-    `w (log p - log q)` times that of `log p`: a policy gradient with the advantage `log q - log p` of each token. There
-    `kl_k1` has an expected gradient of zero, and `kl_k2` this one. What a token does to later ones is not counted: the
-    single step of MiniLLM (Gu et al. 2024, arXiv:2306.08543), which sums over the vocabulary where one drawn token
-    stands for the sum here: equal in expectation, with more noise; and "On-Policy Distillation" (Thinking Machines Lab
-    2025); GKD (Agarwal et al. 2024, arXiv:2306.13649) with the reverse KL and tokens of the student alone.
+    All tensors are float[tokens], and `w = min(p / sampler, most)`, which is 1 on the policy's own tokens. The gradient
+    is `w (log p - log q)` times that of `log p`: a policy gradient with the advantage `log q - log p` for each token.
+    The expected gradient of `kl_k1` would be zero, and that of `kl_k2` is this one. The effect of a token on later ones
+    is not counted. This is the single-step term of MiniLLM (Gu et al. 2024, arXiv:2306.08543), with one sampled token
+    instead of a sum over the vocabulary: equal in expectation, with more noise. See also "On-Policy Distillation"
+    (Thinking Machines Lab 2025) and GKD (Agarwal et al. 2024, arXiv:2306.13649) with the reverse KL and only the
+    student's tokens.
     """
     now = logprobs.detach()
     weight = (now - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=most)

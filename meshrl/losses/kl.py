@@ -1,4 +1,4 @@
-"""Estimates of the divergence of two policies, one a token."""
+"""Estimators of the KL divergence of two policies, with one value for each token."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KlEstimator: TypeAlias = Literal["k2", "k3"]
-"""The KL estimators that may stand in a loss. k1 may not: its expected gradient is zero."""
+"""The KL estimators for losses. k1 is not one of them: its expected gradient is zero."""
 
 MAX_LOG_RATIO: Final = 20.0
-"""exp(20) is 5e8: a larger ratio has no use, and an infinite one times a zero advantage or weight is NaN."""
+"""Bound of log-ratios. exp(20) is 5e8, and larger ratios are useless: an infinite one times a zero weight is NaN."""
 
 
 def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy || reference) from tokens of the policy: `log p - log q`.
 
-    float[tokens]. Unbiased, of high variance, negative for many tokens. For reports and rewards: as a loss
+    float[tokens]. Unbiased, with high variance, negative for many tokens. Use it for reports and rewards. As a loss
     its expected gradient is zero. Schulman 2020, "Approximating KL Divergence", k1.
     """
     return logprobs - reference
@@ -28,8 +28,8 @@ def kl_k1(logprobs: Tensor, reference: Tensor) -> Tensor:
 def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy || reference) from tokens of the policy: `(log p - log q)^2 / 2`.
 
-    float[tokens]. Biased, of low variance, never negative; on the policy's own tokens its expected gradient
-    is that of the KL. Schulman 2020, "Approximating KL Divergence", k2.
+    float[tokens]. Biased, with low variance, never negative. On the policy's own tokens its expected gradient is that
+    of the KL. Schulman 2020, "Approximating KL Divergence", k2.
     """
     return (logprobs - reference).square() / 2
 
@@ -37,8 +37,8 @@ def kl_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy || reference) from tokens of the policy: `q/p - 1 - log(q/p)`.
 
-    float[tokens]. Unbiased, of low variance, never negative. As a loss its expected gradient on the policy's own tokens
-    is that of KL(reference || policy). Schulman 2020, "Approximating KL Divergence", k3; GRPO, DeepSeekMath
+    float[tokens]. Unbiased, with low variance, never negative. As a loss its expected gradient on the policy's own
+    tokens is that of KL(reference || policy). Schulman 2020, "Approximating KL Divergence", k3; GRPO, DeepSeekMath
     (arXiv:2402.03300), equation 4.
     """
     log_ratio = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -17,14 +17,14 @@ class CrossEntropy(Normalised):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads: none."""
+        """The batch columns that the loss reads: none."""
         return ()
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, float[tokens]."""
+        """Compute the loss of each token, float[tokens]."""
         return TokenLoss(cross_entropy(logprobs), {})
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:
-    """Minus the log-probability of each token, float[tokens], in nats."""
+    """Compute minus the log-probability of each token, float[tokens], in nats."""
     return -logprobs

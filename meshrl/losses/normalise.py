@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number, whatever ranks and micro-batches the rows went to."""
+"""How token losses become one number, regardless of how rows are divided over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
     from meshrl.data import Ragged
 
 Normalise: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "constant"]
-"""How a batch's token losses become one number; see `token_weights`."""
+"""How the token losses of a batch become one number: see `token_weights`."""
 
 
 def token_weights(
     loss_mask: Ragged, normalise: Normalise, *, tokens: int, rows: int, constant: int | None = None
 ) -> NDArray[np.float32]:
-    """The weight of each token: the loss is `sum(weights * losses)` over all ranks and micro-batches.
+    """Compute the weight of each token. The loss is `sum(weights * losses)` over all ranks and micro-batches.
 
-    `loss_mask` (bool) is of some of the global batch's rows. The answer is float32[tokens of these rows],
-    zero where the mask is False. `tokens` is the number of learned tokens of the global batch, `rows` the
-    number of its rows that have any.
+    `loss_mask` (bool) covers some rows of the global batch. `tokens` is the number of learned tokens of the global
+    batch, and `rows` the number of its rows that have any. Returns float32[tokens of the given rows], zero where the
+    mask is False.
 
-    - "token-mean": `1 / tokens`; long rows weigh more. DAPO (arXiv:2503.14476), equation 12, which has it of a
-      prompt's group and not of the batch.
-    - "sequence-mean": `1 / (rows * learned tokens of the row)`; rows weigh the same. DeepSeekMath
-      (arXiv:2402.03300), equation 3.
-    - "sequence-sum": `1 / rows`; a row's loss is the sum of its tokens', as the log-probability of a sequence is.
+    - "token-mean": `1 / tokens`. Long rows weigh more. DAPO (arXiv:2503.14476), equation 12, which takes the mean over
+      a prompt's group instead of the batch.
+    - "sequence-mean": `1 / (rows * learned tokens of the row)`. Rows weigh the same. DeepSeekMath (arXiv:2402.03300),
+      equation 3.
+    - "sequence-sum": `1 / rows`. A row's loss is the sum over its tokens, like the log-probability of a sequence.
       REINFORCE: Williams 1992; RLOO (arXiv:2402.14740).
-    - "constant": `1 / (rows * constant)`, where `constant` is the most tokens a completion may have: no
-      bias to length. Dr. GRPO (arXiv:2503.20783), section 3.
+    - "constant": `1 / (rows * constant)`, where `constant` is the longest completion that is allowed, in tokens. No
+      length bias. Dr. GRPO (arXiv:2503.20783), section 3.
 
-    Raises ConfigError where `constant` is missing or has no effect, and DataError where the totals are less
-    than these rows' own.
+    Raises ConfigError if `constant` is missing or has no effect, and DataError if the totals are smaller than those of
+    the given rows.
     """
     if mistake := constant_mistake(normalise, constant):
         raise ConfigError(mistake)
@@ -60,11 +60,11 @@ def token_weights(
 
 
 def constant_mistake(normalise: Normalise, constant: int | None) -> str | None:
-    """What is wrong with a constant that is missing or has no effect; None where nothing is."""
+    """Describe the mistake if the constant is missing or has no effect. None if there is no mistake."""
     if normalise == "constant" and constant is None:
         return (
             'normalise = "constant" divides by `constant` tokens, which is not set: '
-            "set it to the most tokens a completion may have"
+            "set it to the longest completion that is allowed, in tokens"
         )
     if normalise != "constant" and constant is not None:
         return f'constant = {constant} has no effect with normalise = "{normalise}": remove one of them'
@@ -74,7 +74,7 @@ def constant_mistake(normalise: Normalise, constant: int | None) -> str | None:
 def _check_totals(own_tokens: int, own_rows: int, tokens: int, rows: int) -> None:
     if own_tokens > tokens or own_rows > rows:
         raise DataError(
-            f"token_weights: these rows alone have {own_tokens} learned tokens in {own_rows} rows, more than "
+            f"token_weights: the given rows have {own_tokens} learned tokens in {own_rows} rows, more than "
             f"the {tokens} tokens and {rows} rows given for the global batch. "
             "Sum both over all ranks and micro-batches."
         )

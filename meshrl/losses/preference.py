@@ -1,7 +1,7 @@
-"""Losses of preferences: of pairs of completions, and of completions that are labelled good or bad.
+"""Preference losses: for pairs of completions, and for completions that are labelled good or bad.
 
-Each is the loss of a whole row, which is told of each of its tokens. What a row's loss needs of other rows stands in
-columns that were computed before the update, so a pair's rows may lie in different micro-batches and ranks.
+Each is a loss of a whole row, and every token of the row has its value. Columns that are computed before the update
+hold what a row needs from other rows. So the rows of a pair may be in different micro-batches and on different ranks.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PairForm: TypeAlias = Literal["sigmoid", "ipo", "hinge"]
-"""What function of a pair's margin is minimised: `dpo_loss`, `ipo_loss` or `hinge_loss`."""
+"""The function of a pair's margin that is minimised: `dpo_loss`, `ipo_loss` or `hinge_loss`."""
 
 
 class NearReference(SequenceNormalised):
-    """What losses of whole rows share that hold a policy near its reference."""
+    """The fields of losses of whole rows that hold a policy near its reference."""
 
     beta: float = Field(default=0.1, gt=0)
-    """How much leaving the reference costs: small values let the policy go far."""
+    """Strength of the pull towards the reference. Small values let the policy move far from it."""
 
 
 class PreferenceLoss(NearReference):
-    """The loss of pairs: DPO (arXiv:2305.18290), with label smoothing where told, IPO (arXiv:2310.12036) or a hinge.
+    """The loss of preference pairs: DPO (arXiv:2305.18290), IPO (arXiv:2310.12036) or a hinge.
 
-    The mean over pairs of a function of the margin, `log pi(w)/ref(w) - log pi(l)/ref(l)`, for the preferred row w and
-    the other l, summed over their learned tokens. Reads `logprobs`, `margins` and `preferred`: `preference_columns`,
-    and `answer_pairs` or `best_and_worst`, make them. `preferred` is 1 and -1 for the rows of a pair; where it is 0 in
-    both, neither is preferred: the loss is 0 there, and nothing is learned.
+    The loss is the mean over pairs of a function of the margin, `log pi(w)/ref(w) - log pi(l)/ref(l)`, for the
+    preferred row w and the other row l, summed over their learned tokens. Reads `logprobs`, `margins` and `preferred`,
+    which `preference_columns` and `answer_pairs` or `best_and_worst` make. `preferred` is 1 and -1 for the rows of a
+    pair. If it is 0 in both, neither is preferred: the loss is 0 and nothing is learned.
 
-    Each row moves the margin by its own log-probs, from where it was when `margins` was computed. Before the policy has
-    changed the gradient is exactly that of the pairs' mean loss, however rows are divided; so compute `margins` anew
-    before each update. The diagnostic `drift`, how far a token's log-prob is from `logprobs`, is 0 then but for
-    rounding.
+    Each row changes the margin by its own log-probs, starting from `margins`. Until the policy changes, the gradient is
+    exactly that of the pairs' mean loss, regardless of how rows are divided. So compute `margins` again before each
+    update. The diagnostic `drift`, the distance of a token's log-prob from `logprobs`, is then 0 except for rounding.
     """
 
     form: PairForm = "sigmoid"
+    """The function of the margin: `sigmoid` is DPO, `ipo` is IPO, `hinge` is a hinge."""
     smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """The chance that a label is wrong, of form "sigmoid": conservative DPO."""
+    """Probability that a label is wrong, for form "sigmoid" (conservative DPO)."""
 
     @model_validator(mode="after")
     def _smoothing_of_the_sigmoid(self) -> Self:
@@ -57,11 +57,11 @@ class PreferenceLoss(NearReference):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("logprobs", "margins", "preferred", "rows")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token's row, float[tokens], from the policy's log-probs and the columns."""
+        """Compute the loss of each token's row, float[tokens]."""
         moved = logprobs - columns["logprobs"]
         preferred = columns["preferred"]
         values = self.of_margins(columns["margins"] + preferred * _of_rows(moved, columns["rows"]))
@@ -71,7 +71,7 @@ class PreferenceLoss(NearReference):
         return TokenLoss(values, {"drift": moved.detach().abs()})
 
     def of_margins(self, margins: Tensor) -> Tensor:
-        """The loss of pairs with these margins, float[any]."""
+        """Compute the loss of pairs with these margins, float[any]."""
         match self.form:
             case "sigmoid":
                 return dpo_loss(margins, self.beta, self.smoothing)
@@ -82,11 +82,12 @@ class PreferenceLoss(NearReference):
 
 
 def dpo_loss(margins: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
-    """The logistic loss of margins h: `-(1 - smoothing) log sigmoid(beta h) - smoothing log sigmoid(-beta h)`.
+    """Compute DPO's logistic loss of margins h.
 
-    float[any] to the same. Without smoothing DPO: Rafailov et al. 2023 (arXiv:2305.18290), equation 7; SPIN's too (Chen
-    et al. 2024, arXiv:2401.01335, with the logistic loss), whose lambda is beta. With it conservative DPO: Mitchell
-    2023, "A note on DPO with noisy preferences & relationship to IPO".
+    `-(1 - smoothing) log sigmoid(beta h) - smoothing log sigmoid(-beta h)`. Takes float[any] and returns the same
+    shape. Without smoothing it is DPO: Rafailov et al. 2023 (arXiv:2305.18290), equation 7. SPIN uses it too (Chen et
+    al. 2024, arXiv:2401.01335, with the logistic loss), and calls beta lambda. With smoothing it is conservative DPO:
+    Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO".
     """
     scaled = beta * margins
     zero = scaled.new_zeros(())
@@ -95,41 +96,42 @@ def dpo_loss(margins: Tensor, beta: float, smoothing: float = 0.0) -> Tensor:
 
 
 def ipo_loss(margins: Tensor, beta: float) -> Tensor:
-    """The squared distance of margins h to the one that is wanted: `(h - 1 / (2 beta))^2`; float[any] to the same.
+    """Compute IPO's squared distance of margins h from their target: `(h - 1 / (2 beta))^2`.
 
-    IPO: Azar et al. 2023 (arXiv:2310.12036), the sampled loss, whose tau is beta. The margin is of sums over tokens, as
-    there; some implementations divide by the lengths.
+    Takes float[any] and returns the same shape. Azar et al. 2023 (arXiv:2310.12036), the sampled loss, whose tau is
+    beta. As in the paper, margins are sums over tokens. Some implementations divide by the lengths.
     """
     return (margins - 1 / (2 * beta)).square()
 
 
 def hinge_loss(margins: Tensor, beta: float) -> Tensor:
-    """`max(0, 1 - beta h)` of margins h: a pair whose margin is `1 / beta` teaches no more; float[any] to the same.
+    """Compute the hinge loss of margins h, `max(0, 1 - beta h)`: a pair with a margin above `1 / beta` learns nothing.
 
-    SLiC's calibration loss on margins to a reference, as in Liu et al. 2023 (arXiv:2309.06657), "hinge-norm".
+    Takes float[any] and returns the same shape. SLiC's calibration loss on margins to a reference, as in Liu et al.
+    2023 (arXiv:2309.06657), "hinge-norm".
     """
     return (1 - beta * margins).clamp(min=0)
 
 
 class KtoLoss(NearReference):
-    """The loss of completions that are labelled good or bad, one at a time: KTO (arXiv:2402.01306).
+    """The loss of KTO (arXiv:2402.01306), for single completions that are labelled good or bad.
 
-    Reads `reference_logprobs`; `desirable` (bool, one a row); and `kl`, one number a row, the same for all: what
-    `mismatched_kl` estimates. `kto_loss` has the formula. Diagnostic: `utility`, the sigmoid in it.
+    Reads `reference_logprobs`, `desirable` (bool, one for each row) and `kl`. `kl` has one number for each row, the
+    same for all, which `mismatched_kl` estimates. `kto_utility` has the formula. Diagnostic: `utility`.
     """
 
     desirable: float = Field(default=1.0, ge=0)
-    """lambda_D, the weight of good rows. Where there are many fewer of them than bad ones, raise it."""
+    """Weight of good rows, lambda_D. Raise it if there are far fewer good rows than bad ones."""
     undesirable: float = Field(default=1.0, ge=0)
-    """lambda_U, the weight of bad rows."""
+    """Weight of bad rows, lambda_U."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("reference_logprobs", "desirable", "kl", "rows")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token's row, float[tokens], from the policy's log-probs and the columns."""
+        """Compute the loss of each token's row, float[tokens]."""
         log_ratios = _of_rows(logprobs - columns["reference_logprobs"], columns["rows"])
         desirable = columns["desirable"] > 0
         utility = kto_utility(log_ratios, columns["kl"], desirable, self.beta)
@@ -138,11 +140,11 @@ class KtoLoss(NearReference):
 
 
 def kto_utility(log_ratios: Tensor, kl: Tensor, desirable: Tensor, beta: float) -> Tensor:
-    """How good a row looks: `sigmoid(beta (r - z))` for a desirable one, `sigmoid(beta (z - r))` for another.
+    """Compute KTO's utility of rows: `sigmoid(beta (r - z))` for a desirable row, else `sigmoid(beta (z - r))`.
 
-    `log_ratios` r and `kl` z float[any], `desirable` bool of the same shape, as the answer. KTO's value v is this times
-    the row's weight lambda, and its loss the mean of `lambda - v`: Ethayarajh et al. 2024 (arXiv:2402.01306), L_KTO. No
-    gradient goes through z.
+    `log_ratios` r and `kl` z are float[any], and `desirable` is bool. All have the same shape, which is that of the
+    result. KTO's value v is the utility times the row's weight lambda, and its loss is the mean of `lambda - v`:
+    Ethayarajh et al. 2024 (arXiv:2402.01306), L_KTO. No gradient goes through z.
     """
     gain = beta * (log_ratios - kl.detach())
     return gain.where(desirable, -gain).sigmoid()

@@ -1,4 +1,4 @@
-"""Whether the log-probs that a loss reads come from the model whose they must be."""
+"""Check that the log-probs that a loss reads come from the right model."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _PROMISED: Final[Mapping[str, tuple[Origin, str]]] = {
     "logprobs": ("trainer", "call `batch = await policy.logprobs(batch)` before the update"),
     "reference_logprobs": ("reference", "call `batch = await reference.logprobs(batch)` before the update"),
 }
-"""What a column's name says of its source, and how one comes by such a column."""
+"""The source that a column's name promises, and how to get such a column."""
 
 
 class Sourced(Protocol):
-    """What knows the sources of its columns: a `Batch`."""
+    """An object that knows the sources of its columns, such as a `Batch`."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether it has the column."""
+        """True if it has the column."""
         ...
 
     @property
     def stored(self) -> Mapping[str, Column | RemoteColumn]:
-        """Its columns, also those that lie elsewhere."""
+        """Its columns, remote ones included."""
         ...
 
     def source(self, name: str) -> Source | None:
-        """What computed the column; None where that is not known."""
+        """Return what computed the column. None if unknown."""
         ...
 
 
 def check_sources(batch: Sourced, loss: Loss, version: int | None = None) -> None:
-    """Refuse log-probs of another model than the loss asks for: every backend's `update` calls this first.
+    """Check that the log-probs for a loss come from the right models. Every backend's `update` calls this first.
 
     `sampler_logprobs` must come from the sampler, `logprobs` from the trainer, and `reference_logprobs` from the
-    reference. With `version`, the updates that the policy has made, the trainer's may not be of a later one. A token
-    column without a source, made by hand, is accepted. DataError if one of these columns is missing, has another
-    source, or has not one number a token.
+    reference. `version` is the number of updates of the policy. If given, the trainer's log-probs must not be of a
+    later version. A token column without a source, made by hand, is accepted. Raises DataError if one of these columns
+    is missing, has another source, or does not have one number for each token.
     """
     for name in loss.columns:
         if name not in _PROMISED:

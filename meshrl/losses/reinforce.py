@@ -1,4 +1,4 @@
-"""Losses whose gradient is that of the log-probabilities: REINFORCE, and CISPO's weighted form."""
+"""Losses with the gradient of the log-probabilities: REINFORCE, and CISPO's weighted form."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ if TYPE_CHECKING:
 
 
 class ReinforceLoss(WithKl):
-    """The loss of REINFORCE: minus the advantage times the log-probability of the row, which is a sum over its tokens.
+    """The loss of REINFORCE: minus the advantage times the log-probability of the row, summed over its tokens.
 
-    With a `correction` each token (or row, with `level = "sequence"`) is weighed by pi / pi_sampler, bounded, without a
-    gradient: what rows of earlier versions ask for. Without one every row is taken as the policy's own.
+    With a `correction`, each token (or row, with `level = "sequence"`) is weighed by pi / pi_sampler, bounded, without
+    a gradient. Use it for rows that earlier versions of the policy sampled. Without a correction, every row counts as
+    sampled by the current policy.
 
-    Reads `sampler_logprobs`, `advantages`; `reference_logprobs` where `kl` > 0.
+    Reads `sampler_logprobs` and `advantages`, and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `kl` (k3, of the policy from the sampler) and `reference_kl`. With a correction also `correction`,
-    `correction_squared` and `correction_clipped`, as of `ClippedLoss`.
+    Diagnostics: `kl` (k3, between sampler and policy) and `reference_kl`. With a correction also `correction`,
+    `correction_squared` and `correction_clipped`, as in `ClippedLoss`.
 
-    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; of whole
-    completions: Ahmadian et al. 2024 (arXiv:2402.14740).
+    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"; for
+    whole completions: Ahmadian et al. 2024 (arXiv:2402.14740).
     """
 
     normalise: Normalise = "sequence-sum"
+    """How token losses become one number. See `token_weights` for the formulas."""
     correction: Correction | None = None
-    """How rows of earlier versions are weighed; None: as the policy's own."""
+    """How to weigh rows of earlier versions. Default: as if the current policy had sampled them."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         rows = self.correction.columns if self.correction else ()
         return ("sampler_logprobs", "advantages", *self.reference_columns, *rows)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        """Compute the loss of each token. All inputs have one entry for each token."""
         sampler, now = columns["sampler_logprobs"], logprobs.detach()
         values = -(columns["advantages"] * logprobs)  # unsigned integers have no minus
         metrics = {"kl": kl_k3(sampler, now)}
@@ -54,31 +56,31 @@ class ReinforceLoss(WithKl):
 
 
 class CispoLoss(WithKl):
-    """The loss of CISPO: minus the clipped ratio, held fixed, times the advantage and the log-probability of the token.
+    """The loss of CISPO: minus the clipped ratio, without a gradient, times the token's advantage and log-probability.
 
-    Where the clipped surrogate teaches a token beyond its bound nothing, this one still teaches it, with a bounded
-    weight.
+    A token whose ratio is beyond the bound still learns, with a bounded weight. With the clipped surrogate it would
+    learn nothing.
 
-    Reads `sampler_logprobs`, `advantages`; `reference_logprobs` where `kl` > 0.
+    Reads `sampler_logprobs` and `advantages`, and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `ratio` (of the policy to the sampler), `clip_fraction`, `kl` (k3, of the policy from the sampler) and
+    Diagnostics: `ratio` (of the policy to the sampler), `clip_fraction`, `kl` (k3, between sampler and policy) and
     `reference_kl`.
 
     MiniMax-M1 (arXiv:2506.13585), the section on CISPO.
     """
 
     clip: float | None = Field(default=None, gt=0, lt=1)
-    """The ratio is at least 1 less this; None: there is no lower bound, as in the paper's runs."""
+    """The ratio is clipped below at 1 - clip. Default: no lower bound, as in the paper's runs."""
     clip_high: float = Field(default=4.0, gt=0)
-    """The ratio is at most 1 and this."""
+    """The ratio is clipped above at 1 + clip_high."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("sampler_logprobs", "advantages", *self.reference_columns)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        """Compute the loss of each token. All inputs have one entry for each token."""
         sampler, now = columns["sampler_logprobs"], logprobs.detach()
         ratio = importance_weights(now, sampler)
         weights = ratio.clamp(None if self.clip is None else 1 - self.clip, 1 + self.clip_high)

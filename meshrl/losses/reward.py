@@ -1,6 +1,6 @@
-"""Losses of reward models: of pairs of texts of which one is better, and of the steps of a text, right or wrong.
+"""Losses of reward models: for preference pairs of texts, and for the steps of a text, right or wrong.
 
-A loss is given the score at each token that is learned: the last of a row, or the last of each step.
+A loss receives the score at each learned token: the last token of a row, or the last of each step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 
 class BradleyTerryLoss(SequenceNormalised):
-    """The loss of pairs of texts: the better one's score r_w is to be above the other's, r_l.
+    """The loss of preference pairs of texts: it raises the better text's score r_w above the other's, r_l.
 
-    The mean over pairs of `bradley_terry` and, where `centre` is above 0, of `centre * (r_w + r_l)^2`. Reads
-    `token_scores`, `margins`, `least_margins`, `pair_sums` and `preferred`, which `score_columns` makes of pairs. Where
-    `preferred` is 0 in both rows, neither is preferred: the loss is 0 there, and nothing is learned.
+    The loss is the mean over pairs of `bradley_terry`, plus `centre * (r_w + r_l)^2` if `centre` is above 0. Reads
+    `token_scores`, `margins`, `least_margins`, `pair_sums` and `preferred`, which `score_columns` makes from pairs. If
+    `preferred` is 0 in both rows, neither is preferred: the loss is 0 and nothing is learned.
 
-    Each row moves the margin and the sum by its own score, from where they were when `score_columns` computed them.
-    Before the model has changed the gradient is exactly that of the pairs' mean loss, however rows are divided; so call
-    it before each update. The diagnostic `drift`, how far a score is from `token_scores`, is 0 then but for rounding.
+    Each row changes the margin and the sum by its own score, starting from the values of `score_columns`. Until the
+    model changes, the gradient is exactly that of the pairs' mean loss, regardless of how rows are divided. So call
+    `score_columns` before each update. The diagnostic `drift`, the distance of a score from `token_scores`, is then 0
+    except for rounding.
     """
 
     centre: float = Field(default=0.0, ge=0)
-    """The weight of the squared sum of a pair's scores, which pairs leave free: it holds their mean near 0 (Eisenstein
-    et al. 2023, arXiv:2312.09244, with 0.01)."""
+    """Weight of the squared sum of a pair's scores. It keeps the mean score near 0, which pairs alone do not determine
+    (Eisenstein et al. 2023, arXiv:2312.09244, with 0.01)."""
 
     @property
     def predicts(self) -> Predicts:
@@ -40,11 +41,11 @@ class BradleyTerryLoss(SequenceNormalised):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("token_scores", "margins", "least_margins", "pair_sums", "preferred")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each row's pair, float[rows]; what a policy's loss is given as `logprobs` are scores."""
+        """Compute the loss of each row's pair, float[rows]. `logprobs` are a reward model's scores here."""
         moved = logprobs - columns["token_scores"]
         preferred = columns["preferred"]
         values = bradley_terry(columns["margins"] + preferred * moved, columns["least_margins"])
@@ -56,22 +57,22 @@ class BradleyTerryLoss(SequenceNormalised):
 
 
 def bradley_terry(margins: Tensor, least: Tensor) -> Tensor:
-    """`-log sigmoid(h - m)` of margins h = r_w - r_l and the margins m that they should exceed.
+    """Compute `-log sigmoid(h - m)` of margins h = r_w - r_l and the margins m that they should exceed.
 
-    float[any] both, as the answer. Ouyang et al. 2022 (arXiv:2203.02155), equation 1, with m = 0; with m by how much
-    the one is better, Llama 2 (Touvron et al. 2023, arXiv:2307.09288), equation 2.
+    Both are float[any], and so is the result. With m = 0: Ouyang et al. 2022 (arXiv:2203.02155), equation 1. With m as
+    the degree of the preference: Llama 2 (Touvron et al. 2023, arXiv:2307.09288), equation 2.
     """
     apart = least - margins
     return apart.logaddexp(apart.new_zeros(()))
 
 
 class ProcessLoss(Normalised):
-    """The loss of the steps of texts, each labelled with the chance that it is right: binary cross-entropy.
+    """The loss of a process reward model: binary cross-entropy of steps labelled with their chance to be right.
 
-    Reads `labels`, float[tokens], from 0 to 1 at the last token of each step: `with_labels` makes them. "token-mean" is
-    the mean over all steps, "sequence-mean" that over texts. Lightman et al. 2023 (arXiv:2305.20050); Math-Shepherd
+    Reads `labels`, float[tokens], from 0 to 1 at the last token of each step. `with_labels` makes them. "token-mean" is
+    the mean over all steps, "sequence-mean" the mean over texts. Lightman et al. 2023 (arXiv:2305.20050); Math-Shepherd
     (Wang et al. 2023, arXiv:2312.08935), equation 2, whose labels are hard or soft estimates. Diagnostic: `accuracy`,
-    whether the score is on the label's side of even chances.
+    the share of steps whose score and label agree on whether right is more likely.
     """
 
     @property
@@ -81,11 +82,11 @@ class ProcessLoss(Normalised):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("labels",)
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each step, float[steps]; what a policy's loss is given as `logprobs` are scores."""
+        """Compute the loss of each step, float[steps]. `logprobs` are a reward model's scores here."""
         labels = columns["labels"]
         scores = logprobs.detach()
         right = (scores > 0).where(labels > 0.5, scores < 0).float()
@@ -93,5 +94,5 @@ class ProcessLoss(Normalised):
 
 
 def step_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """`-y log sigmoid(r) - (1 - y) log(1 - sigmoid(r))` of scores r and labels y, float[any] both, as the answer."""
+    """Compute `-y log sigmoid(r) - (1 - y) log(1 - sigmoid(r))` of scores r and labels y. All are float[any]."""
     return scores.logaddexp(scores.new_zeros(())) - labels * scores

@@ -17,34 +17,36 @@ if TYPE_CHECKING:
 
 
 class SequenceLoss(WithKl):
-    """The loss of GSPO: the clipped surrogate with one ratio a row, the geometric mean of its tokens' ratios.
+    """The loss of GSPO: the clipped surrogate with one ratio for each row, the geometric mean of its tokens' ratios.
 
-    `s = (pi(y) / pi_old(y))^(1 / |y|)`, and of each token `-min(s A, clip(s, 1 - clip, 1 + clip_high) A)`. With the
-    default of `normalise` that is the paper's mean over rows, to the gradient. The advantage is the row's.
+    With `s = (pi(y) / pi_old(y))^(1 / |y|)`, the loss of each token is
+    `-min(s A, clip(s, 1 - clip, 1 + clip_high) A)`, where A is the row's advantage. With the default of `normalise`,
+    the gradient is that of the paper's mean over rows.
 
-    Reads `sampler_logprobs`, `advantages`; `logprobs` with anchor "trainer"; `reference_logprobs` where `kl` > 0.
+    Reads `sampler_logprobs` and `advantages`, `logprobs` with anchor "trainer", and `reference_logprobs` if `kl` > 0.
 
-    Diagnostics: `ratio` (of the row), `clip_fraction`, `kl` (k3, of the policy from the anchor), `reference_kl`.
+    Diagnostics: `ratio` (of the row), `clip_fraction`, `kl` (k3, between anchor and policy), `reference_kl`.
 
-    Zheng et al. 2025 (arXiv:2507.18071), equations 5 and 7; the bounds of its experiments are the defaults.
+    Zheng et al. 2025 (arXiv:2507.18071), equations 5 and 7. The default bounds are those of its experiments.
     """
 
     normalise: Normalise = "sequence-mean"
+    """How token losses become one number. See `token_weights` for the formulas."""
     clip: float = Field(default=3e-4, gt=0, lt=1)
-    """How far below 1 the ratio of a row may be. It is a mean, and moves far less than a token's."""
+    """The ratio of a row is clipped below at 1 - clip. It is a mean, and moves far less than a token's ratio."""
     clip_high: float | None = Field(default=4e-4, gt=0)
-    """How far above 1 it may be; None: as `clip`."""
+    """The ratio of a row is clipped above at 1 + clip_high. None: use `clip`."""
     anchor: Literal["sampler", "trainer"] = "sampler"
-    """Whose log-probs are the old policy's: the sampler's, or those the trainer computed before its updates."""
+    """Source of the old policy's log-probs: the sampler, or the trainer before its updates."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         anchor = "logprobs" if self.anchor == "trainer" else "sampler_logprobs"
         return (anchor, "advantages", *self.reference_columns, "rows")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, from the policy's log-probs and the columns, one entry a token."""
+        """Compute the loss of each token. All inputs have one entry for each token."""
         old, advantages = columns["logprobs" if self.anchor == "trainer" else "sampler_logprobs"], columns["advantages"]
         ratio = sequence_ratios(logprobs, old, columns["rows"])
         low, high = 1 - self.clip, 1 + (self.clip if self.clip_high is None else self.clip_high)
@@ -56,11 +58,10 @@ class SequenceLoss(WithKl):
 
 
 def sequence_ratios(logprobs: Tensor, old: Tensor, rows: Tensor) -> Tensor:
-    """The geometric mean of the ratios of a row's tokens, the same for each of them, float[tokens], with a gradient.
+    """Compute the geometric mean of the ratios in each token's row, float[tokens], with a gradient.
 
-    `rows`, int64[tokens], is the number of each token's row from 0 without gaps. A ratio is within exp(20) and
-    exp(-20).
-    GSPO (arXiv:2507.18071), equation 7.
+    `rows`, int64[tokens], is the number of each token's row, from 0 without gaps. Ratios are clamped to between
+    exp(-20) and exp(20). GSPO (arXiv:2507.18071), equation 7.
     """
     log_ratios = logprobs - old
     sums = log_ratios.new_zeros(len(rows)).index_add(0, rows, log_ratios)  # there are no more rows than tokens

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from meshrl.data import Metrics
 
 _ROUNDING: Final = 1e-6
-"""Of sums of float32: a variance this small beside the mean square is no variance."""
+"""Relative rounding error of float32 sums: a variance below this share of the mean square counts as 0."""
 
 
 class ValueLoss(Normalised):
-    """Half the squared error of a critic's values to the returns, clipped around the old values where `clip` is given.
+    """The loss of a critic: half the squared error of its values, clipped around the old values if `clip` is set.
 
     Reads `values` and `returns`. Diagnostics: `value_error` (squared, not clipped), `value_clip_fraction`, and `value`,
-    `return` and `return_squared`, of which `explained_variance` is made.
+    `return` and `return_squared`, from which `explained_variance` is computed.
     """
 
     clip: float | None = Field(default=None, gt=0)
-    """How far a value may move from the old one before it learns no more; None: any way."""
+    """Distance from the old value beyond which a value learns nothing more. Default: no limit."""
 
     @property
     def predicts(self) -> Predicts:
@@ -37,11 +37,11 @@ class ValueLoss(Normalised):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch's columns it reads."""
+        """The batch columns that the loss reads."""
         return ("values", "returns")
 
     def __call__(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> TokenLoss:
-        """The loss of each token, float[tokens]; what a policy's loss is given as `logprobs` are a critic's values."""
+        """Compute the loss of each token, float[tokens]. `logprobs` are a critic's values here."""
         predicted, old, returns = logprobs, columns["values"], columns["returns"]
         values = clipped_value_error(predicted, old, returns, self.clip)
         detached = predicted.detach()
@@ -57,26 +57,26 @@ class ValueLoss(Normalised):
 
 
 def clipped_value_error(predicted: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Half the larger of two squared errors: of the value, and of the value held within `clip` of the old one.
+    """Compute half the larger of two squared errors: of the value, and of the value clipped around the old one.
 
-    `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`, all float[tokens]. The gradient is zero where the
-    value has moved towards the return by more than `clip`. With None: `(V - R)^2 / 2`.
+    `max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2`, all float[tokens]. The gradient is zero if the
+    value has moved towards the return by more than `clip`. With `clip = None`: `(V - R)^2 / 2`.
 
-    Not in the paper of PPO but in its published implementation (openai/baselines, ppo2); Huang et al. 2022, "The 37
+    Not in the PPO paper but in its published implementation (openai/baselines, ppo2); Huang et al. 2022, "The 37
     Implementation Details of Proximal Policy Optimization", detail 9.
     """
     error = (predicted - returns).square()
     if clip is not None:
-        held = predicted.clamp(old - clip, old + clip)  # itself where it is within, to the bit
+        held = predicted.clamp(old - clip, old + clip)  # the same bits if it is within the bounds
         error = error.maximum((held - returns).square())
     return error / 2
 
 
 def explained_variance(metrics: Metrics) -> float:
-    """How much of the returns' variance the values explain: `1 - Var(R - V) / Var(R)`, at most 1.
+    """Compute the share of the returns' variance that the values explain: `1 - Var(R - V) / Var(R)`, at most 1.
 
-    From the metrics of `ValueLoss`, over all tokens that they count. 0 for a critic that knows the mean alone, less for
-    one that knows less; NaN where all returns are equal.
+    `metrics` are those of `ValueLoss`, over all their tokens. 0 for a critic that predicts the mean, negative for a
+    worse one, and NaN if all returns are equal.
     """
     mean, bias = metrics["return"], metrics["return"] - metrics["value"]
     variance = metrics["return_squared"] - mean**2

@@ -1,4 +1,4 @@
-"""A call as events: what its caller saw, and what the ranks say of it."""
+"""Events of a call, as its caller and its ranks saw it."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import count

@@ -1,4 +1,4 @@
-"""Contracts: what an actor's endpoints promise, read from their annotations once, when it is spawned."""
+"""Contracts: an actor's endpoints, read once from their annotations when it is spawned."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What is wrong with an endpoint, in words: each check gives its mistakes, and what to write instead."""
+"""Checks of endpoints. Each returns the mistakes, and what to write instead."""
 
 import inspect
 import types

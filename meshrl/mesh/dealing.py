@@ -1,4 +1,4 @@
-"""What each rank is given of a call's arguments: its own part of those that are divided, the whole of the others."""
+"""The arguments that each rank receives: its part of sharded arguments, and the whole of the others."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

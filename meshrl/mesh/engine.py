@@ -1,6 +1,6 @@
-"""The engine protocol: reserve places for ranks, start actors in them, call them, stop them.
+"""The protocol of engines: reserve places for ranks, start actors there, call them, and stop them.
 
-Everything above (handles, meshes, algorithms) speaks to ranks through this and nothing else.
+Everything above (handles, meshes, algorithms) reaches ranks only through this protocol.
 """
 
 import math
@@ -13,25 +13,25 @@ from meshrl.mesh.actor import Rank
 from meshrl.mesh.refs import Ref
 
 PATIENCE: Final = 10.0
-"""Seconds after which a host that cannot be reached is given up."""
+"""Seconds to wait for an unreachable host before its ranks count as lost."""
 INLINE_BYTES: Final = 65536
-"""The largest column that travels with a call, if nothing else is said."""
+"""Default size in bytes of the largest column that is sent with a call."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What each rank of a mesh may use. Raises `ConfigError` for what no machine can give."""
+    """The resources of each rank of a mesh. Raises `ConfigError` for values that no machine can provide."""
 
     cpus: int | None = None
-    """CPU threads a rank; None: the engine's free cores, shared by the mesh's ranks; 0: no core of its own."""
+    """CPU threads of each rank. None: the mesh's ranks share the engine's free cores. 0: no core is reserved."""
     gpus: float = 0.0
-    """GPUs a rank; below 1, a share of one."""
+    """GPUs of each rank. Below 1, a share of one GPU."""
     custom: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    """What else of the cluster's own resources each rank needs."""
+    """Custom resources of the cluster that each rank needs, by name."""
     placement: Literal["pack", "spread"] = "pack"
-    """The ranks on as few nodes as can be, or on as many."""
+    """`pack` puts ranks on few machines, `spread` on many."""
     least: int = 0
-    """Ranks that are enough for the mesh to begin, and to go on: others come and go; 0: all."""
+    """Lowest number of ranks that the mesh can start and continue with. 0: all of them."""
 
     def __post_init__(self) -> None:
         if (self.cpus or 0) < 0 or (self.cpus or 0) % 1:
@@ -50,7 +50,7 @@ class Slot(Protocol):
 
     @property
     def threads(self) -> int:
-        """CPU threads granted to the rank."""
+        """CPU threads of the rank."""
         ...
 
 
@@ -64,17 +64,17 @@ class Member(Protocol):
 
     @property
     def place(self) -> str:
-        """Its process and host, for messages."""
+        """Process and host of the rank, for messages."""
         ...
 
     @property
     def is_made(self) -> bool:
-        """Whether it has been there: of a mesh that began with fewer ranks some have not."""
+        """True if the rank was ever there. A mesh that started with fewer ranks has members that were not."""
         ...
 
 
 class Request(NamedTuple):
-    """What one rank is asked to do."""
+    """A call to one rank."""
 
     member: Member
     arguments: tuple[object, ...]
@@ -82,41 +82,40 @@ class Request(NamedTuple):
 
 
 OnSpan: TypeAlias = Callable[[int, float, float], None]
-"""Is told when a request began and ended on its rank: the request's number, and both times on the clock of the
-caller's loop. It may be told in another thread, and of a call that was cancelled after that has ended."""
+"""Called when a request has ended on its rank, with the request's number and its start and end on the clock of the
+caller's event loop. It may be called in another thread, and for a cancelled call after that call has ended."""
 
 
 class Engine(Protocol):
-    """Where ranks run.
+    """The protocol of engines, which run ranks.
 
-    Large values do not travel with calls. What `put` holds is fetched by the ranks that read it; of what a rank
-    returns, columns of more than `inline_bytes` stay where they were made (see `HasRefs.hold`). Arrays arrive
-    read-only.
+    Large values are not sent with calls. Ranks fetch a value of `put` when they read it. Columns of a result with more
+    than `inline_bytes` stay on the rank that made them (see `HasRefs.hold`). Arrays arrive read-only.
     """
 
     @property
     def inline_bytes(self) -> int | None:
-        """The largest column that travels with a call to a rank, or from it, on average over the ranks that divide it.
+        """Size in bytes of the largest column that is sent with a call or a result, on average over the ranks.
 
-        None: all do.
+        None: all columns are sent with calls.
         """
         ...
 
     @property
     def shares_memory(self) -> bool:
-        """Whether all ranks are processes of this machine, which share its memory."""
+        """True if all ranks are processes of this machine, which share its memory."""
         ...
 
     def put(self, value: object) -> Ref:
-        """Keep a value, once, for whoever fetches it."""
+        """Keep a value once, for all ranks that fetch it."""
         ...
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[Slot]:
-        """Places for `count` ranks, whose processes write to LOG-RANK.log. ConfigError where they cannot exist."""
+        """Reserve places for `count` ranks. Their processes write to LOG-RANK.log. ConfigError if they cannot exist."""
         ...
 
     async def release(self, slots: Sequence[Slot]) -> None:
-        """Give the places back; whatever still runs there is stopped."""
+        """Free the places, and stop what still runs there."""
         ...
 
     async def start(
@@ -131,27 +130,27 @@ class Engine(Protocol):
         ...
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Construct the actors again, in place and with the arguments of their start."""
+        """Construct the actors again in the same places, with the arguments of their start."""
         ...
 
     async def stop(self, members: Sequence[Member]) -> None:
-        """Cancel the actors' calls and let the actors go."""
+        """Cancel the actors' calls and drop the actors."""
         ...
 
     def call(self, endpoint: str, requests: Sequence[Request], seen: OnSpan | None = None) -> Awaitable[list[object]]:
-        """Call each member; the results in the order of the requests.
+        """Call each member, and return the results in the order of the requests.
 
-        Calls of one caller start on a member in the order they were made. The first failure cancels the
-        others and is raised as `RankFailed`; cancelling the awaiting task cancels the call on every rank.
+        Calls of one caller start on a member in the order in which they were made. The first failure cancels the
+        other calls and is raised as `RankFailed`. Cancelling the awaiting task cancels the call on every rank.
         """
         ...
 
     def stream(
         self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        """Run each member's generator; the values of the requests in `consumed`, as they come.
+        """Run each member's generator, and yield the values of the requests in `consumed` as they come.
 
-        A rank that is consumed is at most one value ahead of the reader; the others run along unheard.
+        A consumed rank is at most one value ahead of the reader. The values of other ranks are dropped.
         """
         ...
 

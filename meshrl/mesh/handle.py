@@ -1,4 +1,4 @@
-"""Handles: what `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
+"""Handles, which `spawn` returns. A handle looks like the actor and sends each call to its ranks."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,50 +23,50 @@ R = TypeVar("R")
 
 _ENDED: Final = object()
 Plans: TypeAlias = dict[Axes, rows.Plan]
-"""How rows were divided over each group of axes."""
+"""The division of rows over each group of axes."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """One actor class, spawned: its contract, its ranks and the engine that reaches them."""
+    """A spawned actor class: its contract, its ranks and their engine."""
 
     actor: type
     contract: Contract
     shape: Mapping[str, int]
     members: Sequence[Member]
-    """One a rank, the last axis fastest."""
+    """One member for each rank. The last axis varies fastest."""
     engine: Engine
     mesh: str
     """The name of the mesh, for events."""
     timeout: float | None = None
-    """Seconds that a call may take, or a stream's next value."""
+    """Seconds that a call, or the next value of a stream, may take."""
     least: int = 0
-    """Ranks that are enough, where the others may come and go; 0: all."""
+    """Lowest number of ranks that the actor can work with. 0: all of them."""
     away: set[int] = field(default_factory=set[int], compare=False, repr=False)
-    """The ranks that are left out of calls, by number; the same set for every view of the actor."""
+    """The numbers of the ranks that calls leave out. All views of the actor share this set."""
     _seen: dict[Axes, Along] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What `along` has found."""
+    """Cached results of `along`."""
 
     @property
     def name(self) -> str:
-        """The class's name, for messages."""
+        """The name of the class, for messages."""
         return self.actor.__name__
 
     @property
     def present(self) -> "Deployment":
-        """It, without the ranks that are away; whole where none is left."""
+        """The deployment without the ranks that are away, or all of it if none would be left."""
         here = [member for member in self.members if member.rank.index not in self.away]
         return replace(self, members=here, shape={**self.shape, "dp": len(here)}) if self.away and here else self
 
     def along(self, axes: Axes) -> Along:
-        """The ranks along these axes."""
+        """Return the ranks along these axes."""
         if axes not in self._seen:
             self._seen[axes] = Along.of(axes, self.shape)
         return self._seen[axes]
 
 
 class Handle:
-    """Stands for an actor on a mesh; typed as the actor itself."""
+    """Represents an actor on a mesh, and is typed as the actor itself."""
 
     __slots__ = ("__weakref__", "_meshrl")
 
@@ -75,7 +75,7 @@ class Handle:
 
     @property  # type: ignore[misc]  # Python asks for it and never sets it
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The actor's: `isinstance(policy, Policy)` holds, as the type says that `spawn` is told to return."""
+        """The actor's class, so that `isinstance(policy, Policy)` is True, in agreement with the type of `spawn`."""
         return self._meshrl.actor
 
     def __getattr__(self, name: str) -> "BoundEndpoint":
@@ -119,7 +119,7 @@ class BoundEndpoint:
         """Which part takes each row, where the caller has decided it."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """A coroutine of the joined result, or the stream."""
+        """Return a coroutine of the joined result, or a stream."""
         return self.stream(args, kwargs) if self.endpoint.stream else self._call(args, kwargs)
 
     def __repr__(self) -> str:
@@ -131,7 +131,7 @@ class BoundEndpoint:
         return f"{self.deployment.name}.{self.endpoint.name}"
 
     async def each(self, *args: object, **kwargs: object) -> list[object]:
-        """Every rank's own result, in the order of the ranks."""
+        """Return the result of each rank, in the order of the ranks."""
         with self._observed(args, kwargs) as seen:
             return (await self._results(args, kwargs, seen))[0]
 
@@ -185,7 +185,7 @@ class BoundEndpoint:
     async def stream(
         self, args: tuple[object, ...], kwargs: Mapping[str, object], dealt: tuple[list[Request], Plans] | None = None
     ) -> AsyncGenerator[object]:
-        """The values of a call; `dealt`: what `requests` gave, where that is done."""
+        """Yield the values of a call. `dealt`: the result of `requests`, if it is known."""
         with self._observed(args, kwargs) as seen:
             requests, plans = dealt or self.requests(args, kwargs)
             axes = self.endpoint.result.axes
@@ -199,7 +199,7 @@ class BoundEndpoint:
                 await stream.aclose()
 
     def requests(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[Request], Plans]:
-        """What each rank is sent, and how rows were divided over each group of axes."""
+        """Return what is sent to each rank, and the division of rows over each group of axes."""
         members, shards, along = self.deployment.members, self.endpoint.shards, self.deployment.along
         try:
             bound = self.endpoint.signature.bind(*args, **kwargs)
@@ -225,7 +225,7 @@ class BoundEndpoint:
 def each(
     endpoint: Callable[P, Coroutine[object, Never, R]],
 ) -> Callable[P, Coroutine[object, Never, list[R]]]:
-    """Leave out an endpoint's join: what is awaited is a list, one result a rank.
+    """Call an endpoint without joining its results: returns a list with one result for each rank.
 
     `results = await each(policy.update)(batch)`
     """
@@ -242,7 +242,7 @@ def each(
 
 
 def at(actor: A, **axes: int) -> A:
-    """The ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`."""
+    """Return the ranks at these coordinates, as an actor of the same type: `at(policy, dp=0)`."""
     deployment = deployment_of(actor, "at")
     for axis, index in axes.items():
         size = deployment.shape.get(axis)
@@ -255,27 +255,27 @@ def at(actor: A, **axes: int) -> A:
 
 
 def limited(actor: A, timeout: float | None) -> A:
-    """The same actor, whose calls, and a stream's next value, end as `CallTimeout` after so many seconds."""
+    """Return the same actor with a time limit in seconds for calls and stream values, which raise `CallTimeout`."""
     return cast("A", Handle(replace(deployment_of(actor, "limited"), timeout=timeout)))
 
 
 async def respawn(actor: object) -> None:
-    """Construct the actor again on all of its ranks, from the arguments of its spawn; dead processes are made anew.
+    """Construct the actor again on all its ranks, with the arguments of its spawn. Dead processes are replaced.
 
-    What it had learnt is gone, and so are batches of which columns lie on a rank that died.
+    The actor's state is lost, and so are batches with columns on a rank that died.
     """
     deployment = deployment_of(actor, "respawn")
     await deployment.engine.restart(deployment.members)
 
 
 async def stop(actor: object) -> None:
-    """Cancel the actor's calls and let its ranks go; a later call raises `MeshStopped`."""
+    """Cancel the actor's calls and stop it on its ranks. Later calls raise `MeshStopped`."""
     deployment = deployment_of(actor, "stop")
     await deployment.engine.stop(deployment.members)
 
 
 def deployment_of(actor: object, verb: str) -> Deployment:
-    """What stands behind an actor on a mesh. ContractError, which names the function that asks, for any other."""
+    """Return the deployment of an actor on a mesh. For other objects, ContractError names the function `verb`."""
     if not isinstance(actor, Handle):
         raise ContractError(f"{verb}() needs an actor that was spawned on a mesh, not a {type(actor).__name__}")
     deployment: Deployment = object.__getattribute__(actor, "_meshrl")

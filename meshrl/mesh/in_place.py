@@ -1,4 +1,4 @@
-"""Arrays that are made where others will read them, and are handed on without a copy."""
+"""Arrays that are created in shared memory, and passed on without a copy."""
 
 from collections.abc import Sequence
 from math import prod

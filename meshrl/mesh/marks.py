@@ -1,4 +1,4 @@
-"""Reading one annotation: which mark stands on it, over which axes, and on what type."""
+"""Read an annotation: its mark, its axes and its type."""
 
 import types
 import typing

@@ -1,4 +1,4 @@
-"""Meshes: reserved ranks, seen as axes, on which actors are spawned."""
+"""Meshes: reserved ranks, arranged along axes, on which actors are spawned."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ A = TypeVar("A")
 
 
 class Mesh:
-    """Ranks that are reserved together. Actors spawned on one mesh share its ranks.
+    """Ranks that are reserved together. Actors on the same mesh share its ranks.
 
-    A mesh of n ranks is `dp=n`; `mesh.shape(dp=2, tp=2)` sees the same ranks as other axes, so two actors
-    in the same places may have different layouts.
+    A mesh of n ranks has the axis `dp=n`. `mesh.shape(dp=2, tp=2)` arranges the same ranks along other axes, so actors
+    on the same ranks may have different layouts.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Mesh:
     async def reserve(
         cls, engine: Engine, count: int, resources: Resources | None = None, name: str = "mesh", logs: str = ""
     ) -> "Mesh":
-        """Reserve `count` ranks of an engine. `logs`: a folder for what their processes write, as NAME-RANK.log."""
+        """Reserve `count` ranks of an engine. `logs`: a folder for the output of their processes, as NAME-RANK.log."""
         asked, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
         return cls(engine, await engine.reserve(count, asked, log), name=name, least=asked.least)
 
     def shape(self, **axes: int) -> "Mesh":
-        """The same ranks under these axes, the last one fastest. The sizes multiply to the number of ranks."""
+        """Arrange the same ranks along these axes. Sizes multiply to the number of ranks. The last axis is fastest."""
         written = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         if not axes or min(axes.values()) < 1 or prod(axes.values()) != len(self._slots):
             raise ContractError(
@@ -59,10 +59,10 @@ class Mesh:
         return Mesh(self._engine, self._slots, axes, self.name, self._least)
 
     async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
-        """Construct the actor on every rank and return what stands for all of them, typed as the actor.
+        """Construct the actor on every rank, and return a handle for all of them, typed as the actor.
 
-        Raises `ContractError` for a class whose endpoints do not fit this mesh, and `RankFailed` when a
-        constructor raises; then nothing is left running.
+        Raises `ContractError` for a class whose endpoints do not fit this mesh, and `RankFailed` if a constructor
+        raises. In this case no actor is left running.
         """
         if not isinstance(cls, type):
             kind = type(cls).__name__
@@ -84,7 +84,7 @@ class Mesh:
         return cast("A", Handle(it))
 
     async def stop(self) -> None:
-        """Stop every actor on the mesh and give its ranks back."""
+        """Stop every actor on the mesh and free its ranks."""
         await self._engine.release(self._slots)
 
     def __repr__(self) -> str:

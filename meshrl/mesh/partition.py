@@ -1,4 +1,4 @@
-"""Numbered things divided into parts of about the same weight."""
+"""Divide numbered items into parts of about equal weight."""
 
 import heapq
 from itertools import repeat

@@ -1,4 +1,4 @@
-"""The parts of an actor along the axis that rows are divided over: which rows each takes, and which are there."""
+"""The parts of an actor along the axis that divides rows: which rows each takes, and which parts are available."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def parts(endpoint: Callable[..., object]) -> int:
-    """How many parts the rows of an endpoint's calls are divided into: 1 where it is not on a mesh or shards none."""
+    """Return the number of parts that an endpoint's rows are divided into: 1 off a mesh, or without sharded rows."""
     called = cast("object", endpoint)
     if not isinstance(called, BoundEndpoint):
         return 1
@@ -26,11 +26,11 @@ def parts(endpoint: Callable[..., object]) -> int:
 
 
 def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
-    """Decide which part of its rows each rank gets: `routed(sampler.generate, owners)(prompts, sampling)`.
+    """Choose the rows that each rank gets: `routed(sampler.generate, owners)(prompts, sampling)`.
 
-    `owners`, int64[rows], has a number below `parts(endpoint)` for each row; a rank's number is its coordinate on the
-    axis that rows are sharded over. What is not on a mesh is given all rows. ContractError, of the call, where they do
-    not fit its rows.
+    `owners`, int64[rows], has a number below `parts(endpoint)` for each row. A rank's number is its coordinate on the
+    axis that rows are sharded over. An object that is not on a mesh gets all rows. The call raises ContractError if the
+    owners do not fit its rows.
     """
     called = cast("object", endpoint)
     if not isinstance(called, BoundEndpoint):
@@ -39,14 +39,15 @@ def routed(endpoint: Callable[P, R], owners: Rows) -> Callable[P, R]:
 
 
 def ranks(actor: object) -> list[Rank]:
-    """Where the actor's ranks are on the mesh."""
+    """Return the actor's ranks, with their places on the mesh."""
     return [member.rank for member in deployment_of(actor, "ranks").members]
 
 
 def replicas(actor: A) -> list[A]:
-    """The ranks of an actor, each as an actor of its own, where each can be called, and die, without the others.
+    """Return each rank of an actor as an actor, if the ranks work independently of each other.
 
-    Else the actor itself: it is not on a mesh, its ranks wait for each other, or a part goes over several of them.
+    Otherwise returns the actor itself: if it is not on a mesh, its ranks wait for each other, or a part has several
+    ranks.
     """
     deployment = _deployment(actor)
     if deployment is None or not _apart(deployment):
@@ -55,9 +56,9 @@ def replicas(actor: A) -> list[A]:
 
 
 def streams(endpoint: Callable[P, AsyncIterator[T]], owners: Rows) -> Callable[P, dict[int, AsyncIterator[T]]]:
-    """A call of a stream, taken apart: one of each of the `replicas` that is not away, by its number.
+    """Split a call of a stream into one stream for each available replica, by the replica's number.
 
-    `owners`: as of `routed`. Rows are numbered as if the call were one; one stream ends without the others.
+    `owners`: as for `routed`. Rows are numbered as in a single call. The streams end independently of each other.
     """
     called = cast("object", endpoint)
 
@@ -77,41 +78,41 @@ def streams(endpoint: Callable[P, AsyncIterator[T]], owners: Rows) -> Callable[P
 
 
 def _alone(bound: BoundEndpoint, request: Request, plans: Plans) -> AsyncIterator[object]:
-    """The part of a call that one rank is asked for."""
+    """Return the part of a call for one rank."""
     alone = replace(bound.deployment, members=[request.member], shape={**bound.deployment.shape, "dp": 1})
     return BoundEndpoint(alone, bound.endpoint).stream(request.arguments, request.keywords, ([request], plans))
 
 
 def least(actor: object) -> int:
-    """How many ranks of the actor's mesh are enough, where the others may come and go; 0: all are wanted."""
+    """Return the lowest number of ranks that the actor's mesh can work with. 0: all of them."""
     deployment = _deployment(actor)
     return deployment.least if deployment else 0
 
 
 def is_away(actor: object) -> bool:
-    """Whether any rank of the actor is left out of calls."""
+    """True if calls leave out a rank of the actor."""
     deployment = _deployment(actor)
     return bool(deployment and deployment.away & {member.rank.index for member in deployment.members})
 
 
 def leave_out(actor: object) -> None:
-    """Send the actor's ranks no call that does not name them by `at`, until `take_in`."""
+    """Leave the actor's ranks out of calls until `take_in`, except for calls that name them by `at`."""
     if deployment := _deployment(actor):
         deployment.away.update(member.rank.index for member in deployment.members)
 
 
 def take_in(actor: object) -> None:
-    """Send the actor's ranks calls again."""
+    """Include the actor's ranks in calls again."""
     if deployment := _deployment(actor):
         deployment.away.difference_update(member.rank.index for member in deployment.members)
 
 
 def _apart(deployment: Deployment) -> bool:
-    """Whether each of several ranks works without the others: those of one axis do, if they are not collective."""
+    """True if the ranks work independently: if there are several along one axis, and they are not collective."""
     several = len(deployment.members) > 1 and deployment.shape.get("dp") == len(deployment.members)
     return several and not issubclass(deployment.actor, CollectiveActor)
 
 
 def _deployment(actor: object) -> Deployment | None:
-    """An actor's, if it is on a mesh."""
+    """Return the deployment of an actor, or None if it is not on a mesh."""
     return cast("Deployment", object.__getattribute__(actor, "_meshrl")) if isinstance(actor, Handle) else None

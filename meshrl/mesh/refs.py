@@ -1,4 +1,4 @@
-"""Values that stay where they were made: what is large travels as a reference, and is fetched where it is read."""
+"""References: large values stay where they were made, and are fetched where they are read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

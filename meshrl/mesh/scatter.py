@@ -1,4 +1,4 @@
-"""Splitting a call's values over ranks and joining what the ranks return."""
+"""Split the values of a call over ranks, and join the results."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

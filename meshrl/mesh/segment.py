@@ -1,4 +1,4 @@
-"""Segments of shared memory as they are read: what this process has mapped stays mapped, only the lease on it ends.
+"""Shared memory segments for reading. A mapping stays in this process, and only the lease on it ends.
 
 To map pages again costs more than to read them.
 """

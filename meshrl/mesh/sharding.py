@@ -1,7 +1,7 @@
-"""Marks: how an endpoint's arguments are split over ranks and how its results are joined.
+"""Marks: how an endpoint's arguments are split over ranks, and how its results are joined.
 
-A mark keeps the type: `Shard[Batch]` *is* a `Batch` for the type checker, for the caller and for the
-rank. What it adds is read once, when the actor is spawned (see `contract`).
+A mark keeps the type: `Shard[Batch]` *is* a `Batch` for the type checker, for the caller and for the rank. The mark is
+read once, when the actor is spawned (see `contract`).
 
     async def update(self, batch: Shard[Batch]) -> Mean[Metrics]: ...
 """
@@ -20,48 +20,48 @@ TP = Literal["tp"]
 PP = Literal["pp"]
 """Pipeline parallel: ranks with different layers."""
 CP = Literal["cp"]
-"""Context parallel: ranks with different stretches of each row."""
+"""Context parallel: ranks with different parts of each row's tokens."""
 EP = Literal["ep"]
 """Expert parallel: ranks with different experts."""
 
 EVERY = Literal["*"]
-"""All ranks, whatever the axes: `Gather[Weights, EVERY]`."""
+"""All ranks, regardless of the axes: `Gather[Weights, EVERY]`."""
 
 Rows: TypeAlias = NDArray[np.int64]
 """Row numbers, `int64[rows]`."""
 
 
 class Splittable(Protocol):
-    """A value of rows, which a mesh can divide over ranks: `Batch`, for one."""
+    """A value with rows, which a mesh can divide over ranks, such as `Batch`."""
 
     def __len__(self) -> int:
         """The number of rows."""
         ...
 
     def plan(self, parts: int) -> list[Rows]:
-        """Which rows each part takes. Every row is in one part; a part may be empty."""
+        """Return the row numbers of each part. Every row is in exactly one part. A part may be empty."""
         ...
 
     def parts(self, plan: Sequence[Rows]) -> Sequence[Self]:
-        """The value of each part's rows alone."""
+        """Return one value for each part, with its rows only."""
         ...
 
 
 class Joinable(Protocol):
-    """A value that is put together again from the values of several ranks."""
+    """A value that can be joined from the values of several ranks."""
 
     @classmethod
     def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:
-        """Join one part a rank; `plan` is how the call's argument was divided: empty if none was, None if unknown."""
+        """Join the parts of all ranks. `plan`: how the argument was divided. Empty if it was not, None if unknown."""
         ...
 
 
 class Averageable(Protocol):
-    """A value that has a mean over ranks: `Metrics`, for one."""
+    """A value that can be averaged over ranks, such as `Metrics`."""
 
     @classmethod
     def mean(cls, parts: Sequence[Self]) -> Self:
-        """The mean of one value a rank, weighted as the values know."""
+        """Return the mean of the ranks' values, weighted by what the values know."""
         ...
 
 
@@ -88,14 +88,14 @@ Axis = TypeVar("Axis", bound=str, default=DP)
 SameAxis = TypeVar("SameAxis", bound=str, default=EVERY)
 
 Shard = TypeAliasType("Shard", Annotated[SplitT, "shard", Axis], type_params=(SplitT, Axis))
-"""Split the argument over the axis: each rank gets its rows. An array is split along its first dim."""
+"""Split the argument along the axis: each rank gets some of the rows. Arrays are split along their first dim."""
 Replicate = TypeAliasType("Replicate", Annotated[AnyT, "replicate"], type_params=(AnyT,))
-"""Send the whole argument to each rank. What no mark means, said aloud."""
+"""Send the whole argument to each rank. This is what happens without a mark, too."""
 Gather = TypeAliasType("Gather", Annotated[JoinT, "gather", Axis], type_params=(JoinT, Axis))
-"""Join the ranks' results along the axis, rows in the order of the sharded argument."""
+"""Join the ranks' results along the axis, with rows in the order of the sharded argument."""
 Mean = TypeAliasType("Mean", Annotated[MeanT, "mean", Axis], type_params=(MeanT, Axis))
-"""The mean of the ranks' results along the axis."""
+"""Average the ranks' results along the axis."""
 Sum = TypeAliasType("Sum", Annotated[SumT, "sum", Axis], type_params=(SumT, Axis))
-"""The sum of the ranks' results along the axis."""
+"""Sum the ranks' results along the axis."""
 Same = TypeAliasType("Same", Annotated[AnyT, "same", SameAxis], type_params=(AnyT, SameAxis))
-"""The one result that all ranks (or all along the axis) agree on; a disagreement is an error."""
+"""Return the result that all ranks (or all ranks along the axis) agree on. A disagreement is an error."""

@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share: files that one process writes and any other maps.
+"""Shared memory of the processes of a machine: files that one process writes and any other maps.
 
 They lie in memory, and on a disk where that has no room.
 

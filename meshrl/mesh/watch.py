@@ -1,4 +1,4 @@
-"""Calls that are under way: which ranks have not answered for long, and where these are."""
+"""Watch running calls: which ranks have not answered for long, and where they are."""
 
 import asyncio
 import os

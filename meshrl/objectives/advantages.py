@@ -1,4 +1,4 @@
-"""Advantages: how much better a completion is than the others of its prompt, or a token than a critic expected."""
+"""Advantages: how much better a completion is than others of its prompt, or a token than a critic expected."""
 
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
@@ -16,31 +16,32 @@ Scale: TypeAlias = Literal["std", "none"]
 
 
 _ROUNDING: Final = 4
-"""Units in the last place: a group whose rewards deviate by less differs by rounding alone."""
+"""Units in the last place: a smaller deviation of a group's rewards counts as rounding error."""
 _EPSILON: Final = 1e-8
-"""Added to the variance whose root `whiten` divides by: what differs by rounding alone stays near 0."""
+"""Added to the variance in `whiten`, so that values that differ only by rounding stay near 0."""
 
 
 class Gae(Config):
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), and the KL in the reward."""
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438), with an optional KL in the reward."""
 
     discount: float = Field(default=1.0, ge=0, le=1)
-    """gamma: what a reward one learned token later is worth."""
+    """Discount of rewards for each learned token, gamma."""
     decay: float = Field(default=0.95, ge=0, le=1)
-    """lambda: 0 trusts the critic, with little variance; 1 trusts the reward, with no bias."""
+    """Trade-off between bias and variance, lambda: 0 trusts the critic (low variance), 1 the reward (no bias)."""
     kl: float = Field(default=0.0, ge=0)
-    """The weight of the KL to the reference, which each token's reward is lowered by."""
+    """Weight of the KL to the reference, which is subtracted from each token's reward."""
 
 
 def group_advantages(
     rewards: ArrayLike, groups: ArrayLike, *, scale: Scale = "std", epsilon: float = 1e-6
 ) -> NDArray[np.float32]:
-    """Each reward less the mean of its group, over the group's standard deviation unless `scale="none"`.
+    """Subtract the mean of its group from each reward, and divide by the group's standard deviation.
 
-    `rewards` float[rows], `groups` int[rows]: rows with the same number are completions of one prompt; they
-    need not be adjacent, nor groups of one size. Returns float32[rows]. The deviation is the sample's
-    (n - 1), with `epsilon` added to it; where all rewards of a group are equal but for rounding (a few units in the
-    last place of their dtype, at their size), or it has one row, the advantages are 0. Raises DataError where the
+    `rewards` is float[rows]. `groups` is int[rows]: rows with the same number are completions of one prompt. They need
+    not be adjacent, and groups may differ in size. `scale="none"` does not divide. Returns float32[rows].
+
+    The deviation is that of a sample (n - 1), plus `epsilon`. The advantages of a group are 0 if it has one row, or if
+    its rewards are equal except for rounding (a few units in the last place of their dtype). Raises DataError if the
     shapes differ or a reward is not finite.
 
     GRPO: DeepSeekMath (arXiv:2402.03300), section 4.1.2. `scale="none"`: Dr. GRPO (arXiv:2503.20783),
@@ -60,20 +61,20 @@ def group_advantages(
 
 
 def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
-    """What each turn and those after it were rewarded with, each reward by how it compares with those of its group.
+    """Compute the advantage of each turn: the sum of its own and all later rewards, standardised within the group.
 
-    `rewards` ragged float, one value a turn of a row; `groups` int[rows]. Returns ragged float32, one value a turn. A
-    group's rewards are those of all turns of its rows, and are compared as `group_advantages` does. Raises DataError
-    where the shapes differ or a reward is not finite.
+    `rewards` is ragged float, with one value for each turn of a row. `groups` is int[rows]. Returns ragged float32, one
+    value for each turn. The rewards of all turns of a group are standardised together, as in `group_advantages`. Raises
+    DataError if the shapes differ or a reward is not finite.
 
     `A_t = sum_{k >= t} (r_k - mean(R)) / std(R)`, with R all rewards of the group: GRPO with process supervision,
-    DeepSeekMath (arXiv:2402.03300), section 4.1.3, a turn being a step.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.3, where a turn is a step.
     """
     labels = np.asarray(groups)
     if labels.shape != (len(rewards),):
         raise DataError(
             f"turn_advantages: there are {len(rewards)} rows of rewards, and groups have shape {labels.shape}: give "
-            "one group a row"
+            "one group for each row"
         )
     compared = group_advantages(rewards.values, np.repeat(labels, rewards.lengths)).astype(np.float64)
     rows = [compared[begin:end] for begin, end in pairwise(rewards.offsets)]
@@ -81,10 +82,10 @@ def turn_advantages(rewards: Ragged, groups: ArrayLike) -> Ragged:
 
 
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
-    """Each reward less the mean of the *other* rewards of its group.
+    """Subtract from each reward the mean of the *other* rewards of its group.
 
-    `rewards` float[rows], `groups` int[rows], in any order. Returns float32[rows]; a row alone in its group
-    has no baseline and gets 0. Raises DataError where the shapes differ or a reward is not finite.
+    `rewards` is float[rows] and `groups` int[rows], in any order. Returns float32[rows]. A row that is alone in its
+    group has no baseline and gets 0. Raises DataError if the shapes differ or a reward is not finite.
 
     `r_i - mean(r_j, j != i)`: RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), REINFORCE Leave-One-Out.
     """
@@ -96,31 +97,32 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
 
 
 def batch_advantages(rewards: ArrayLike) -> NDArray[np.float32]:
-    """Each reward less the mean of all of them: REINFORCE with the batch's mean as its baseline.
+    """Subtract the mean of the batch from each reward: REINFORCE with the batch's mean as its baseline.
 
-    `rewards` float[rows]; returns float32[rows]. Raises DataError where the shape is another or a reward is not finite.
+    `rewards` is float[rows]. Returns float32[rows]. Raises DataError if the shape is wrong or a reward is not finite.
 
-    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", whose
-    baseline is any number that does not depend on the row. This mean does, by one row of N: the expected gradient is
-    (N - 1) / N of the unbiased one.
+    Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", where
+    the baseline must not depend on the row. This mean does, by one row of N, so the expected gradient is (N - 1) / N of
+    the unbiased one.
     """
     return group_advantages(rewards, np.zeros(np.shape(rewards), np.int64), scale="none")
 
 
 def optimal_advantages(rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike) -> NDArray[np.float32]:
-    """Each reward less the mean of its group where each row counts as often as it has learned tokens.
+    """Subtract from each reward the mean of its group, weighted by the number of learned tokens of each row.
 
-    `rewards` float[rows], `groups` and `lengths` int[rows], in any order; returns float32[rows]. A group without a
-    learned token gets 0. Raises DataError where the shapes differ or a reward is not finite.
+    `rewards` is float[rows], `groups` and `lengths` are int[rows], in any order. Returns float32[rows]. A group without
+    learned tokens gets 0. Raises DataError if the shapes differ or a reward is not finite.
 
-    `r_i - sum_j l_j r_j / sum_j l_j`: the baseline of least variance where the squared gradient of a row grows with its
+    `r_i - sum_j l_j r_j / sum_j l_j`: the baseline with the lowest variance if a row's squared gradient grows with its
     length. OPO (arXiv:2505.23585).
     """
     values, group, _ = _grouped("optimal_advantages", rewards, groups)
     weights = np.asarray(lengths, np.float64)
     if weights.shape != values.shape:
         raise DataError(
-            f"optimal_advantages: lengths have shape {weights.shape} and rewards {values.shape}: give one length a row"
+            f"optimal_advantages: lengths have shape {weights.shape} and rewards {values.shape}: give one length for "
+            "each row"
         )
     totals = np.bincount(group, weights)
     baseline = np.bincount(group, weights * values) / np.where(totals > 0, totals, 1)
@@ -128,13 +130,13 @@ def optimal_advantages(rewards: ArrayLike, groups: ArrayLike, lengths: ArrayLike
 
 
 def rescaled_advantages(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.float32]:
-    """Each reward less the mean of its group, times the number of rows over that of rows whose group's rewards differ.
+    """Subtract the mean of its group from each reward, and scale up to make good for groups of equal rewards.
 
-    `rewards` float[rows], `groups` int[rows], in any order; returns float32[rows]. Groups of equal rewards teach
-    nothing and make the mean gradient smaller; the factor undoes that. Raises DataError where the shapes differ or a
-    reward is not finite.
+    `rewards` is float[rows] and `groups` int[rows], in any order. Returns float32[rows]. Groups of equal rewards teach
+    nothing and make the mean gradient smaller. The factor undoes that: it is the number of rows, divided by the number
+    of rows in groups with different rewards. Raises DataError if the shapes differ or a reward is not finite.
 
-    GPG (arXiv:2504.02546), whose factor is `B / (B - M)`, M of B rows being of such groups; without dividing by the
+    GPG (arXiv:2504.02546), whose factor is `B / (B - M)` for M of B rows in such groups, without dividing by the
     standard deviation.
     """
     centred = group_advantages(rewards, groups, scale="none")
@@ -150,13 +152,13 @@ def rewards_to_go(
     logprobs: Ragged | None = None,
     reference: Ragged | None = None,
 ) -> Ragged:
-    """What each learned token and those after it in the row were rewarded with, ragged float32, 0 elsewhere.
+    """Compute for each learned token the sum of its own and later rewards in the row, ragged float32, 0 elsewhere.
 
-    `rewards` float[rows] falls on the last learned token of its row; with `kl` above 0 each token's is lowered by
-    `kl (logprobs - reference)`. Raises DataError as `gae` does.
+    `rewards`, float[rows], are given to the last learned token of each row. With `kl` above 0, each token's reward is
+    lowered by `kl (logprobs - reference)`. Raises DataError as `gae` does.
 
-    `r - kl sum_{i >= t} log(pi(y_i) / pi_ref(y_i))`: REINFORCE++ (arXiv:2501.03262); its advantages are these over the
-    batch, `whiten(rewards_to_go(...), loss_mask)`.
+    `r - kl sum_{i >= t} log(pi(y_i) / pi_ref(y_i))`: REINFORCE++ (arXiv:2501.03262). Its advantages are
+    `whiten(rewards_to_go(...), loss_mask)`.
     """
     nothing = Ragged(np.zeros(len(loss_mask.values), np.float32), loss_mask.offsets)
     return _gae("rewards_to_go", "kl", rewards, nothing, loss_mask, Gae(decay=1, kl=kl), logprobs, reference)[0]
@@ -170,31 +172,33 @@ def gae(
     logprobs: Ragged | None = None,
     reference: Ragged | None = None,
 ) -> tuple[Ragged, Ragged]:
-    """Advantages and returns of each learned token, ragged float32, zero where `loss_mask` is False.
+    """Compute advantages and returns of each learned token, ragged float32, zero where `loss_mask` is False.
 
-    `rewards` float[rows] falls on the last learned token of its row; that of a row without one is not read. Entry t of
-    `values`, as of a log-prob column, belongs to token t: it is the value of the state that token was drawn from, which
-    the critic predicts at the token before. With `config.kl` = b > 0 each token's reward is lowered by
-    `b (logprobs - reference)`, the k1 estimate of the KL. With gamma and lambda of `config`, over the learned tokens
-    of a row alone (the state after one is that of the next learned token, what a tool wrote between them is no step):
+    `rewards`, float[rows], are given to the last learned token of each row. A row without learned tokens is skipped.
+    Entry t of `values` belongs to token t, like that of a log-prob column: it is the value of the state that the token
+    was sampled from, which the critic predicts at the token before. With `config.kl` = b > 0, each token's reward is
+    lowered by `b (logprobs - reference)`, the k1 estimate of the KL.
+
+    The formulas use gamma and lambda of `config`, and run over the learned tokens of a row only. The state after a
+    token is that of the next learned token, so the text of a tool between them is no step:
 
         delta_t = r_t + gamma V_{t+1} - V_t        advantage_t = sum_l (gamma lambda)^l delta_{t+l}
         return_t = advantage_t + V_t
 
-    V is 0 after the last: every row is taken as ended there, also one that was cut at its most tokens, whose reward is
-    what the judge gave the text so far. Raises DataError for wrong shapes, a reward that is not finite, and a missing
-    column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
+    V is 0 after the last learned token. Every row counts as ended there, even one that was cut at its token limit,
+    whose reward is that of the text so far. Raises DataError for wrong shapes, a reward that is not finite, or a
+    missing column. Schulman et al. 2016 (arXiv:1506.02438), equations 16 to 18; KL in the reward: Ziegler et al. 2019
     (arXiv:1909.08593), equation 2.
     """
     return _gae("gae", "gae.kl", rewards, values, loss_mask, config, logprobs, reference)
 
 
 def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
-    """Advantages of mean 0 and standard deviation 1 over the learned tokens of the whole batch; 0 elsewhere.
+    """Scale advantages to mean 0 and standard deviation 1 over the learned tokens of the batch, and to 0 elsewhere.
 
-    Ragged float32. The deviation is the population's (n). Where all are equal they become 0, and where they nearly are
-    they stay small: 1e-8 is added to the variance. PPO scripts do so before each update; see Huang et al. 2024
-    (arXiv:2403.17031), detail "Whiten advantages". Raises DataError where the columns do not fit each other.
+    Returns ragged float32. The deviation is that of the population (n). 1e-8 is added to the variance, so equal values
+    become 0, and nearly equal values stay small. PPO implementations do this before each update; see Huang et al. 2024
+    (arXiv:2403.17031), detail "Whiten advantages". Raises DataError if the columns do not fit each other.
     """
     values = learned_values("advantages", advantages, loss_mask)
     if len(values):
@@ -205,7 +209,7 @@ def whiten(advantages: Ragged, loss_mask: Ragged) -> Ragged:
 
 
 def learned_values(name: str, column: Ragged, loss_mask: Ragged) -> NDArray[np.float64]:
-    """A token column's entries where `loss_mask` is True, float64[tokens]; DataError if it does not fit the mask."""
+    """Return a token column's entries where `loss_mask` is True, float64[tokens]. DataError if it does not fit."""
     if not np.array_equal(column.offsets, loss_mask.offsets):
         raise DataError(
             f"`{name}` has {len(column)} rows of {len(column.values)} tokens and `loss_mask` {len(loss_mask)} rows of "
@@ -227,7 +231,9 @@ def _gae(
     """What `gae` returns; `name` and `setting` are those that messages call the function and the weight of the KL."""
     last = np.array(rewards, np.float64)
     if last.shape != (len(loss_mask),):
-        raise DataError(f"{name}: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one a row")
+        raise DataError(
+            f"{name}: rewards have shape {last.shape} and there are {len(loss_mask)} rows: give one for each row"
+        )
     mask = np.asarray(loss_mask.values, np.bool_)
     value = learned_values("values", values, loss_mask)
     row = np.repeat(np.arange(len(loss_mask)), loss_mask.lengths)
@@ -267,8 +273,8 @@ def _penalties(
     """What the KL takes from each learned token's reward; DataError if a column is missing or does not fit."""
     if logprobs is None or reference is None:
         raise DataError(
-            f"{name}: kl = {config.kl:g} lowers rewards by the KL of `logprobs` from `reference_logprobs`, and one of "
-            f"them is missing: call policy.logprobs and reference.logprobs before, or set {setting} = 0"
+            f"{name}: kl = {config.kl:g} needs the columns `logprobs` and `reference_logprobs`, and one of them is "
+            f"missing: call policy.logprobs and reference.logprobs first, or set {setting} = 0"
         )
     own = learned_values("logprobs", logprobs, loss_mask)
     return config.kl * (own - learned_values("reference_logprobs", reference, loss_mask))
@@ -291,7 +297,7 @@ def _grouped(
     if values.ndim != 1 or values.shape != labels.shape:
         raise DataError(
             f"{name}: rewards have shape {values.shape} and groups {labels.shape}; "
-            "both must be [rows], one reward and one group a row."
+            "both must be [rows], one reward and one group for each row."
         )
     _check_finite(name, values)
     _, first, group, counts = np.unique(labels, return_index=True, return_inverse=True, return_counts=True)
@@ -308,10 +314,10 @@ def _check_finite(name: str, rewards: NDArray[np.float64]) -> None:
 
 
 def with_advantages(batch: Batch, values: Ragged, config: Gae) -> Batch:
-    """The batch with `values` (float32, aligned with `tokens`), `advantages` and `returns`, as `gae` defines them.
+    """Add `values` (float32, aligned with `tokens`), `advantages` and `returns` to a batch, as `gae` defines them.
 
-    Reads `rewards`, `loss_mask`, and with `config.kl` above 0 `logprobs` and `reference_logprobs`. DataError where one
-    is missing.
+    Reads `rewards` and `loss_mask`, and `logprobs` and `reference_logprobs` if `config.kl` is above 0. Raises DataError
+    if one is missing.
     """
     logprobs, reference = (
         batch.ragged(name) if config.kl and name in batch else None for name in ("logprobs", "reference_logprobs")

@@ -10,13 +10,13 @@ from meshrl.errors import DataError
 
 
 def minibatches(batch: Batch, epochs: int, count: int, seed: int | Sequence[int]) -> Iterator[Batch]:
-    """Go through the rows `epochs` times, each time in `count` mini-batches drawn without replacement.
+    """Iterate over the rows `epochs` times, each time in `count` mini-batches that are drawn without replacement.
 
-    The sizes differ by one row at most; a batch of fewer rows than `count` gives one mini-batch a row. `seed`, one
-    number or several, (run.seed, step) for example, decides which rows meet; within a mini-batch they keep their order.
-    Rows without a learned token are left out first, so that no mini-batch has nothing to learn: where the batch has a
-    `loss_mask` that can be read here (one that lies elsewhere leaves all rows in). Raises DataError where `epochs` or
-    `count` is below 1 or no row has a learned token. Algorithm 1 of PPO (arXiv:1707.06347) draws so.
+    Sizes differ by at most one row. A batch with fewer rows than `count` gives one mini-batch for each row. `seed`, one
+    or several numbers such as (run.seed, step), decides which rows are together. Within a mini-batch rows keep their
+    order. Rows without a learned token are skipped, so that every mini-batch has something to learn. This needs a local
+    `loss_mask`: if it is remote, all rows are kept. Raises DataError if `epochs` or `count` is below 1, or if no row
+    has a learned token. Algorithm 1 of PPO (arXiv:1707.06347) samples in this way.
     """
     if epochs < 1 or count < 1:
         raise DataError(f"minibatches: {epochs} epochs of {count} mini-batches; give at least 1 of each")
@@ -30,7 +30,7 @@ def minibatches(batch: Batch, epochs: int, count: int, seed: int | Sequence[int]
 
 
 def _learned(batch: Batch) -> NDArray[np.bool_]:
-    """Which rows have a learned token, bool[rows]; DataError if there are rows and none has one."""
+    """Mark the rows that have a learned token, bool[rows]. DataError if there are rows and none has one."""
     mask = batch.loss_mask
     row = np.repeat(np.arange(len(mask)), mask.lengths)[np.asarray(mask.values, np.bool_)]
     learned = np.bincount(row, minlength=len(mask)) > 0

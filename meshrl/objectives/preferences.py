@@ -1,4 +1,4 @@
-"""Preferences: pairs of completions of which one is better, and completions that are labelled good or bad."""
+"""Preferences: pairs of a better and a worse completion, and completions that are labelled good or bad."""
 
 from typing import Final
 
@@ -12,11 +12,11 @@ _READ: Final = ("logprobs", "reference_logprobs", "loss_mask")
 
 
 def best_and_worst(batch: Batch) -> Batch:
-    """Of each group the row of the highest and that of the lowest reward, side by side.
+    """Select the rows with the highest and the lowest reward of each group, next to each other.
 
-    Needs `rewards` and `groups`. Adds `preferred`, int8: 1 for the best and -1 for the worst, 0 for both in a group
-    whose rewards are all equal. Of equal rewards the first is the best and the last the worst. DataError where a group
-    has one row only.
+    Reads `rewards` and `groups`. Adds `preferred`, int8: 1 for the best row and -1 for the worst, and 0 for both if all
+    rewards of the group are equal. Among equal rewards, the first row is the best and the last one the worst. Raises
+    DataError if a group has only one row.
     """
     order = np.lexsort((-np.arange(len(batch)), batch.rewards, batch.groups))  # by group, the worst first, then later
     _, starts, counts = np.unique(batch.groups[order], return_index=True, return_counts=True)
@@ -30,9 +30,9 @@ def best_and_worst(batch: Batch) -> Batch:
 
 
 def log_ratios(batch: Batch) -> NDArray[np.float64]:
-    """`log pi(y|x) / ref(y|x)` of each row: `logprobs` less `reference_logprobs` over its learned tokens, in nats.
+    """Compute `log pi(y|x) / ref(y|x)` of each row: `logprobs` minus `reference_logprobs`, summed over learned tokens.
 
-    float64[rows]; 0 for a row without a learned token.
+    Returns float64[rows] in nats, 0 for a row without learned tokens.
     """
     mask = batch.loss_mask
     apart = np.asarray(batch.ragged("logprobs").values, np.float64)
@@ -42,11 +42,11 @@ def log_ratios(batch: Batch) -> NDArray[np.float64]:
 
 
 def pair_margins(log_ratios: ArrayLike, groups: ArrayLike, preferred: ArrayLike) -> NDArray[np.float64]:
-    """The margin of each row's pair: the log-ratio of its preferred row less that of the other.
+    """Compute the margin of each row's pair: the log-ratio of the preferred row minus that of the other.
 
-    `log_ratios` float[rows]; `groups` int[rows], two rows of each number; `preferred` [rows], 1 and -1 in a pair, or 0
-    in both, whose margin is 0. Returns float64[rows], the same for both rows: h in DPO (arXiv:2305.18290), equation 7,
-    before beta. DataError where the rows are no pairs.
+    `log_ratios` is float[rows]. `groups` is int[rows], with two rows for each number. `preferred`, [rows], is 1 and -1
+    in a pair, or 0 in both, which gives a margin of 0. Returns float64[rows], the same for both rows: h in DPO
+    (arXiv:2305.18290), equation 7, before beta. Raises DataError if the rows are not pairs.
     """
     values, labels, signs = np.asarray(log_ratios, np.float64), np.asarray(groups), np.asarray(preferred, np.int64)
     if not values.shape == labels.shape == signs.shape or values.ndim != 1:
@@ -68,10 +68,10 @@ def pair_margins(log_ratios: ArrayLike, groups: ArrayLike, preferred: ArrayLike)
 
 
 async def preference_columns(batch: Batch) -> Batch:
-    """Pairs with `log_ratios` and `margins` (float32, one a row), which `PreferenceLoss` reads: before each update.
+    """Add `log_ratios` and `margins` (float32[rows]) to pairs, for `PreferenceLoss`. Call it before each update.
 
-    The batch has `logprobs`, `reference_logprobs`, `loss_mask`, `groups` and `preferred`. DataError where its rows are
-    no pairs, or one has nothing to learn.
+    Reads `logprobs`, `reference_logprobs`, `loss_mask`, `groups` and `preferred`. Raises DataError if the rows are not
+    pairs, or if a row has no learned tokens.
     """
     batch = await batch.load(*_READ, "groups", "preferred")
     learned = np.array([mask.any() for mask in batch.loss_mask], np.bool_)
@@ -86,26 +86,27 @@ async def preference_columns(batch: Batch) -> Batch:
 
 
 async def reference_point(batch: Batch) -> float:
-    """An estimate of the policy's KL from the reference, in nats, as KTO takes it: never below 0.
+    """Estimate KTO's reference point, the KL of the policy from the reference, in nats. Never below 0.
 
-    The mean log-ratio of rows that `mismatched` has made, with `logprobs`, `reference_logprobs` and `loss_mask`. KTO
-    (arXiv:2402.01306), the estimate of its reference point.
+    It is the mean log-ratio of rows that `mismatched` has made, with `logprobs`, `reference_logprobs` and `loss_mask`.
+    KTO (arXiv:2402.01306).
     """
     return max(0.0, float(log_ratios(await batch.load(*_READ)).mean()))
 
 
 def pair_metrics(batch: Batch) -> dict[str, float]:
-    """What `preference_columns` found: means over pairs in which one is preferred; NaN where there are none.
+    """Compute metrics of pairs from `preference_columns`: means over pairs with a preference, NaN if there are none.
 
-    `margin`; `accuracy`, how often it is above 0; `chosen_log_ratio` and `rejected_log_ratio`. All before the update.
+    The metrics are `margin`, `accuracy` (the share of margins above 0), `chosen_log_ratio` and `rejected_log_ratio`,
+    all before the update.
     """
     return pair_means(batch, "log_ratios", "log_ratio")
 
 
 def pair_means(batch: Batch, column: str, name: str) -> dict[str, float]:
-    """Means over pairs in which one is preferred: of `margins`, how often they are above 0, and a column of both texts.
+    """Compute means over pairs with a preference: of `margins`, of whether they are above 0, and of a column.
 
-    That is `margin`, `accuracy`, `chosen_NAME` and `rejected_NAME`; NaN where there are no such pairs.
+    The result has `margin`, `accuracy`, `chosen_NAME` and `rejected_NAME`, NaN if there are no such pairs.
     """
     preferred, values, margins = (np.asarray(batch.row(each), np.float64) for each in ("preferred", column, "margins"))
     chosen, rejected = preferred > 0, preferred < 0

@@ -1,4 +1,4 @@
-"""The KL of drawn completions to a reference model: what it takes from rewards, and how large it is."""
+"""The KL of sampled completions to a reference model: as a penalty on rewards, and as a metric."""
 
 from typing import Final
 
@@ -13,17 +13,17 @@ _COLUMNS: Final = ("loss_mask", "logprobs", "reference_logprobs")
 
 
 def kl_columns(kl: float) -> tuple[str, ...]:
-    """The columns that `penalised_rewards` reads beside `rewards`, to load: none with a weight of 0."""
+    """Return the columns that `penalised_rewards` reads in addition to `rewards`, to load them. None if `kl` is 0."""
     return _COLUMNS if kl else ()
 
 
 def penalised_rewards(batch: Batch, kl: float) -> NDArray[np.float32]:
-    """Each reward less `kl` times the KL of its row, `r - kl sum_t log(pi(y_t) / pi_ref(y_t))`, float32[rows].
+    """Subtract `kl` times the row's KL from each reward: `r - kl sum_t log(pi(y_t) / pi_ref(y_t))`, float32[rows].
 
-    Reads `rewards` and, with `kl` above 0, `logprobs`, `reference_logprobs` and `loss_mask`: the sum is over the row's
-    learned tokens. Raises DataError where one of them is missing or a log-prob is not finite.
+    Reads `rewards`, and `logprobs`, `reference_logprobs` and `loss_mask` if `kl` is above 0. The sum is over the row's
+    learned tokens. Raises DataError if a column is missing or a log-prob is not finite.
 
-    RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), whose baseline is of rewards that are lowered so:
+    RLOO, Ahmadian et al. 2024 (arXiv:2402.14740), computes its baseline from such rewards:
     `leave_one_out(penalised_rewards(batch, kl), batch.groups)`.
     """
     if not kl:
@@ -42,9 +42,9 @@ def penalised_rewards(batch: Batch, kl: float) -> NDArray[np.float32]:
 
 
 def kl_metrics(batch: Batch) -> dict[str, float]:
-    """`reference_k1`: the mean of `log(pi / pi_ref)` over the learned tokens, which estimates the KL (k1), in nats.
+    """Compute `reference_k1`, the mean of `log(pi / pi_ref)` over learned tokens, in nats: the k1 estimate of the KL.
 
-    For `run.record`. Empty where the batch lacks a column, or one lies elsewhere: without a reference there is no KL.
+    For `run.record`. Empty if the batch lacks a column or if one is remote: without a reference there is no KL.
     """
     if any(name not in batch or name in batch.elsewhere for name in _COLUMNS):
         return {}
@@ -53,7 +53,7 @@ def kl_metrics(batch: Batch) -> dict[str, float]:
 
 
 def _distances(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of each learned token its row, and the policy's log-prob less the reference's."""
+    """Return each learned token's row, and the policy's log-prob minus the reference's."""
     mask = batch.loss_mask
     row = np.repeat(np.arange(len(mask)), mask.lengths)[np.asarray(mask.values, np.bool_)]
     own, reference = (learned_values(name, batch.ragged(name), mask) for name in _COLUMNS[1:])

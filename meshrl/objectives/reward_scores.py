@@ -1,4 +1,4 @@
-"""What a reward model's losses read of pairs of texts and of texts in steps, and how well its scores tell them."""
+"""Columns for the losses of reward models, from pairs of texts and from texts in steps, and metrics of their scores."""
 
 from typing import TYPE_CHECKING, cast
 
@@ -13,19 +13,21 @@ if TYPE_CHECKING:
 
 
 def score_metrics(batch: Batch) -> dict[str, float]:
-    """What `score_columns` found: means over pairs in which one is preferred; NaN where there are none.
+    """Compute metrics of pairs from `score_columns`: means over pairs with a preference, NaN if there are none.
 
-    `margin`; `accuracy`, how often it is above 0; `chosen_score` and `rejected_score`. All before the update.
+    The metrics are `margin`, `accuracy` (the share of margins above 0), `chosen_score` and `rejected_score`, all before
+    the update.
     """
     return pair_means(batch, "scores", "score")
 
 
 async def score_columns(batch: Batch) -> Batch:
-    """Pairs with what `BradleyTerryLoss` reads: before each update.
+    """Add the columns for `BradleyTerryLoss` to pairs. Call it before each update.
 
-    The batch has `token_scores`, `loss_mask`, `groups` and `preferred`. Adds, one a row, float32: `scores`, the text's
-    own; `margins`, the preferred text's score less the other's; `pair_sums`, both together; and `least_margins`, 0,
-    unless the batch has them. DataError where its rows are no pairs, or one has not one score.
+    Reads `token_scores`, `loss_mask`, `groups` and `preferred`. Adds float32[rows] columns: `scores` (the text's
+    score), `margins` (the preferred text's score minus the other's), `pair_sums` (the sum of both), and, unless the
+    batch has it, `least_margins` (0). Raises DataError if the rows are not pairs, or if a row does not have exactly one
+    score.
     """
     batch = await batch.load("token_scores", "loss_mask", "groups", "preferred")
     counts = np.array([int(np.count_nonzero(mask)) for mask in batch.loss_mask], np.int64)
@@ -47,9 +49,9 @@ async def score_columns(batch: Batch) -> Batch:
 
 
 async def with_labels(batch: Batch) -> Batch:
-    """The batch with `labels`, float32 by token: each row's `step_labels` at the tokens where `loss_mask` is True.
+    """Add `labels`, float32 by token: each row's `step_labels` at the tokens where `loss_mask` is True, 0 elsewhere.
 
-    0 at the others. DataError where a row has not as many labels as such tokens.
+    Raises DataError if the number of a row's labels differs from the number of these tokens.
     """
     batch = await batch.load("loss_mask", "step_labels")
     mask = np.asarray(batch.loss_mask.values, np.bool_)
@@ -66,11 +68,11 @@ async def with_labels(batch: Batch) -> Batch:
 
 
 async def step_score_metrics(batch: Batch) -> dict[str, float]:
-    """How well `token_scores` tell right steps from wrong ones: a batch that `with_labels` has made; NaN without such.
+    """Measure how well `token_scores` separate right from wrong steps, in a batch from `with_labels`. NaN if none.
 
-    `accuracy`, how often its score is above 0 where the label is above 1/2, and below 0 elsewhere: one of 0, as a new
-    head gives, is on neither side; `right_score` and `wrong_score`, the mean scores of both kinds; `solved`, how often
-    all steps of a text are told so.
+    `accuracy` is the share of steps whose score is above 0 if the label is above 1/2, and below 0 otherwise. A score of
+    0, as from a new head, is always wrong. `right_score` and `wrong_score` are the mean scores of right and of wrong
+    steps. `solved` is the share of texts in which every step is judged correctly.
     """
     batch = await batch.load("token_scores", "loss_mask", "labels")
     mask = np.asarray(batch.loss_mask.values, np.bool_)

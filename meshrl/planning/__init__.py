@@ -1,7 +1,8 @@
-"""Which split of the ranks, which layouts and how far ahead: the best of many settings, by the simulator.
+"""Planning: find the split of ranks, the layouts and the value of `ahead` with the shortest steps, by simulation.
 
-`make_plan` lists what a configuration could be on some GPUs or cores, leaves out what does not fit into memory or
-cannot be among the fastest, has the rest simulated by the code of `meshrl simulate`, and says what to paste.
+`make_plan` lists the candidates for a configuration on some GPUs or cores. It drops those that do not fit into memory
+or cannot be among the fastest, and simulates the others with the code of `meshrl simulate`. It returns settings to
+paste.
 """
 
 from meshrl.planning.plan import Plan, Proposal, Wanted, make_plan

@@ -1,4 +1,4 @@
-"""Whether a candidate's roles fit into the memory that there is, by the estimates of `meshrl memory`."""
+"""Check whether a candidate's roles fit into the memory, by the estimates of `meshrl memory`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

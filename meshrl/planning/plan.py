@@ -1,4 +1,4 @@
-"""What `meshrl plan` does: it searches the settings of a configuration for those whose steps are the shortest."""
+"""`meshrl plan`: search the settings of a configuration for those with the shortest steps."""
 
 import shlex
 import tempfile

@@ -1,4 +1,4 @@
-"""A job made light, for hundreds of simulations: few prompts, read once, and no evaluation."""
+"""A lightened job for hundreds of simulations: few prompts, read once, and no evaluation."""
 
 from dataclasses import replace
 from pathlib import Path

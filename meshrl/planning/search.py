@@ -1,4 +1,4 @@
-"""The best of many candidates, by simulating as few of them as will do."""
+"""Find the best of many candidates with as few simulations as possible."""
 
 import math
 from bisect import insort

@@ -1,4 +1,4 @@
-"""The settings that a plan chooses from: how ranks are divided over meshes, and the ranks of a mesh along axes."""
+"""The settings that a plan chooses from: how ranks are divided over meshes, and along axes."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

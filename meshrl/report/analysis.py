@@ -1,4 +1,4 @@
-"""Where a run's seconds went: how far rollout and training overlapped, and why each rank was idle.
+"""Where a run spent its time: the overlap of rollout and training, and why ranks were idle.
 
 An endpoint lies on one of four sides: `generate` is rollout; `score` is scoring; `weights`, `load` and `abort` bring
 new weights to a sampler; all else is training. Calls that run at once on a rank share it: each of k has 1/k

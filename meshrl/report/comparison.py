@@ -1,4 +1,4 @@
-"""What the page of a comparison shows, as one plain value that becomes its JSON."""
+"""The content of a comparison page, as a plain value for its JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the page shows, as one plain value that becomes its JSON."""
+"""The content of a report page, as a plain value for its JSON."""
 
 import math
 from collections import Counter

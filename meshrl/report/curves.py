@@ -1,4 +1,4 @@
-"""The numbers of a run as curves, with what they were at its beginning and are at its end."""
+"""The numbers of a run as curves, with their first and last values."""
 
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Why a run does not learn: signs that an engineer would look for, each with its evidence and what to try.
+"""Why a run does not learn: warning signs in its numbers, each with evidence and advice.
 
 A sign is told only where a healthy run does not show it: a number that is low because the task is solved is none.
 """

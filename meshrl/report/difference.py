@@ -1,4 +1,4 @@
-"""Whether groups of runs differ by more than chance: prompts, steps and runs are resampled (Efron 1979)."""
+"""Test whether groups of runs differ by more than chance, by resampling prompts, steps and runs (Efron 1979)."""
 
 from dataclasses import dataclass
 from typing import Final

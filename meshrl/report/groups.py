@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed, as one group, and the settings in which groups differ."""
+"""Groups of runs that differ only in their seed, and the settings in which groups differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

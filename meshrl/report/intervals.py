@@ -1,4 +1,4 @@
-"""Sets of moments: sorted, disjoint intervals of seconds, float64[n, 2], and what set theory does with them."""
+"""Sets of moments as sorted, disjoint intervals of seconds, float64[n, 2], with set operations."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush

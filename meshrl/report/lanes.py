@@ -1,4 +1,4 @@
-"""The lanes of the timeline: a row of spans for each rank, each who waits; short spans drawn together when many."""
+"""Lanes of the timeline: spans of each rank and of each part that waits. Many short spans are drawn as one."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, its code and its data inside, that asks no network for anything."""
+"""The report page: one HTML file with its style, code and data inside, which loads nothing from a network."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The files of a run, read as far as they go: any may be missing, short, or cut in the middle of a line."""
+"""Read the files of a run as far as possible: any may be missing, short, or cut within a line."""
 
 import tomllib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
+"""A run as a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The reward functions that are shipped."""
+"""The shipped reward functions."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _LARGEST: Final = float(np.finfo(np.float32).max)
 
 
 def finite(value: object) -> float:
-    """A number that a user's code returned as a reward; TypeError or ValueError where it is none."""
+    """Return a user's reward as a float. TypeError or ValueError if it is not a finite number."""
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"a reward must be a number, not {value!r}")
     number = float(value)
@@ -26,7 +26,7 @@ def finite(value: object) -> float:
 
 
 def exact_match(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
-    """1.0 where the completion is the answer, white space around them aside."""
+    """Return 1.0 if the completion equals the answer, except for surrounding white space, else 0.0."""
     answer = str(row["answer"]).strip()
     if not answer:
         raise ValueError("the row has no answer to compare with")
@@ -34,7 +34,7 @@ def exact_match(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG00
 
 
 def reasoning_gym(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG001 -- the signature of a reward
-    """What the row's own reasoning_gym dataset gives the completion, from 0 to 1."""
+    """Return the score of the row's reasoning_gym dataset for the completion, from 0 to 1."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
         raise ValueError("the row is not of reasoning_gym: it has no metadata.source_dataset")
@@ -42,10 +42,11 @@ def reasoning_gym(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG
 
 
 def overlong_penalty(lengths: ArrayLike, max_tokens: int, margin: int) -> NDArray[np.float32]:
-    """What long completions lose: 0 up to `max_tokens - margin` tokens, then evenly down to -1 at `max_tokens`.
+    """Compute DAPO's penalty for long completions: 0 up to `max_tokens - margin` tokens, falling to -1 at `max_tokens`.
 
-    `lengths` int[rows], learned tokens; returns float32[rows], to be added to the rewards. With `margin = 0` only what
-    is longer than `max_tokens` loses. DAPO (arXiv:2503.14476), equation 13, where `margin` is L_cache.
+    `lengths`, int[rows], are numbers of learned tokens. Returns float32[rows], to be added to rewards. With
+    `margin = 0`, only completions beyond `max_tokens` are penalised. DAPO (arXiv:2503.14476), equation 13, where
+    `margin` is L_cache.
     """
     over = np.asarray(lengths, np.float64) - (max_tokens - margin)
     if margin == 0:

@@ -1,4 +1,4 @@
-"""Rewards that are Python functions: the shipped ones, and the user's own inside one boundary."""
+"""Rewards that are Python functions: the shipped ones, and the user's, whose errors are confined to their rows."""
 
 import asyncio
 import copy
@@ -60,28 +60,29 @@ Function: TypeAlias = Annotated[str | Callable[..., object], CODE, PlainSerializ
 
 
 class RewardConfig(RoleConfig):
-    """Which function judges the completions."""
+    """The function that scores completions."""
 
     role = "Reward"
 
     backend: str = "function"
+    """The backend that implements the role."""
     function: Function = "exact_match"
-    """`exact_match`, `numeric_answer`, `reasoning_format`, `reasoning_gym` (the dataset's own scorer), `code_tests`
-    (`sandbox.code_tests`), `file.py:name` or `package.module:name`; in Python also the function itself.
+    """The reward function: `exact_match`, `numeric_answer`, `reasoning_format`, `reasoning_gym` (the dataset's scorer),
+    `code_tests` (`sandbox.code_tests`), `file.py:name` or `package.module:name`. In Python also the function itself.
 
-    Beware of scorers that give partial credit: some give junk after the right answer nearly full marks.
+    Beware of scorers that give partial credit: some give nearly full marks to junk after the right answer.
     """
     functions: Mapping[str, Function] = Field(default={})
-    """Several in place of `function`, each by a name of yours, or a list of functions that have names of their own:
-    `rewards` is their weighted sum."""
+    """Several functions instead of `function`, as a table with names of your choice, or as a list. The reward is their
+    weighted sum."""
     weights: Mapping[str, float] = Field(default={})
-    """Of `functions`, by the same names, or as a list beside theirs; 1 where none is given."""
+    """Weights of `functions`, as a table with the same names, or as a list in the same order. Default: 1 each."""
     concurrency: int = Field(default=64, gt=0)
-    """Calls of an async function in flight at once."""
+    """Calls of an async function that run at once."""
     seconds: float | None = Field(default=None, gt=0)
-    """What one call may take; after that its row has an error. A plain function is left behind in its thread."""
+    """Time limit of a call. Beyond it the row gets an error. A function that is not async continues in its thread."""
     unsafe: bool = False
-    """Whether `code_tests` may run a model's code where nothing keeps it from this user's files and processes."""
+    """Allow `code_tests` to run a model's code without a sandbox, with access to this user's files and processes."""
 
     @field_validator("backend")
     @classmethod

@@ -1,4 +1,4 @@
-"""Rewards for reasoning: whether the last number is the answer, and whether thought and answer are told apart."""
+"""Rewards for reasoning: whether the last number is the answer, and whether thought and answer are separated."""
 
 import re
 from collections import deque

@@ -1,4 +1,4 @@
-r"""Running code that a model wrote: in a process of its own, under limits, with a typed result.
+r"""Run code that a model wrote, in a separate process with limits and a typed result.
 
     result = await run_tests("def add(a, b): return a + b", ["assert add(1, 2) == 3"])
     result.outcome      # "passed"

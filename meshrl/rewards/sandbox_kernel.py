@@ -1,4 +1,4 @@
-"""What a Linux kernel keeps a process from that gives up its rights, with no privilege: see `rewards.sandbox`.
+"""Kernel restrictions for a process that gives up its rights, without privileges: see `rewards.sandbox`.
 
 Landlock says which files it may touch, seccomp which calls it may make; both hold for all that it starts, and nothing
 takes them back.

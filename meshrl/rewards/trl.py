@@ -1,4 +1,4 @@
-"""Reward functions that are written for TRL."""
+"""Use reward functions that were written for TRL."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,14 +9,14 @@ from meshrl.tasks import Row
 
 _Rewards: TypeAlias = Sequence[float | None]
 TrlReward: TypeAlias = Callable[..., _Rewards | Awaitable[_Rewards]]
-"""`reward(prompts, completions, **columns) -> list[float | None]`, plain or async."""
+"""`reward(prompts, completions, **columns) -> list[float | None]`, async or not."""
 
 
 def from_trl(function: TrlReward, *, chat: bool = False) -> RewardFunction:
-    """A reward function of TRL's as one of ours; it is called with one row at a time.
+    """Convert a TRL reward function into one for meshrl. It is called with one row at a time.
 
-    Columns are the row's own, and `answer`. With `chat`, prompts and completions are lists of messages. None, which
-    TRL reads as "does not apply", is 0.
+    Its columns are those of the row, and `answer`. With `chat`, prompts and completions are lists of messages. A reward
+    of None, which means "does not apply" in TRL, becomes 0.
     """
     takes = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes.values())

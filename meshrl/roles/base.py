@@ -1,7 +1,7 @@
-"""Roles: what an algorithm may ask of a policy, a critic, a reference, a sampler and a reward.
+"""Roles: the methods of a policy, a critic, a reference, a sampler and a reward that algorithms call.
 
-A role is the contract; a backend (`meshrl_torch`, ...) overrides its methods with plain types.
-The standard columns of a batch are listed in `data.Batch`.
+A role is the contract. A backend (`meshrl_torch`, ...) overrides its methods with plain types. The standard columns of
+a batch are listed in `data.Batch`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,62 +16,62 @@ from meshrl.weights import Weights
 
 
 class Stateful(Actor, ABC):
-    """What a run's checkpoints keep: an actor that changes while the run goes on."""
+    """An actor whose state changes during a run, and is kept in checkpoints."""
 
     @endpoint
     @abstractmethod
     async def checkpoint(self, folder: str, wait: bool = True) -> None:
-        """Write all that is needed to go on from here into a folder of this actor's own, made where it is not there.
+        """Write the actor's whole state into a folder of its own, which is created if needed.
 
-        Each rank is given the same folder and writes what the role decides. Who calls sees to it that what is half
-        written is never read. With `wait = False` it returns when the state is copied: `written` waits for the rest.
+        Each rank receives the same folder and writes its share. The caller makes sure that a half-written folder is
+        never read. With `wait = False` the call returns once the state is copied, and `written` waits for the rest.
         """
 
     @endpoint
     async def written(self) -> None:
-        """Wait until the last checkpoint is written. Raises what went wrong there."""
+        """Wait until the last checkpoint is written. Raises the error if writing failed."""
 
     @endpoint
     @abstractmethod
     async def restore(self, folder: str) -> None:
-        """Take what `checkpoint` wrote there: each call gives, to the bit, what it would have given then.
+        """Load the state that `checkpoint` wrote. Later calls return, bit for bit, what they would have returned then.
 
-        Of the configuration only what is no part of the state counts, such as the learning rate. An error, and
-        nothing changed, where the folder is of another role or model.
+        Settings that are not part of the state, such as the learning rate, come from the current configuration. If the
+        folder belongs to another role or model, it raises an error and changes nothing.
         """
 
 
 class Policy(Stateful, ABC):
-    """A language model that is trained."""
+    """The language model that is trained."""
 
     @endpoint
     @abstractmethod
     async def encode(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `tokens` and `loss_mask` from the texts `prompt` and `completion` (which ends with EOS).
+        """Add `tokens` and `loss_mask` from the texts `prompt` and `completion`. EOS is appended to the completion.
 
-        Rows with `messages`, lists of `{"role": ..., "content": ...}`, are dialogues in the model's own chat template,
-        of which the assistant's turns are learned: all, or the last where the row's `learn` is "last".
+        Rows with `messages`, lists of `{"role": ..., "content": ...}`, are dialogues in the model's chat template. The
+        assistant's turns are learned: all of them, or only the last one if the row's `learn` is "last".
         """
 
     @endpoint
     @abstractmethod
     async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
-        """One optimizer step on the whole batch. The loss is normalised over the global batch."""
+        """Make one optimizer step on the whole batch. The loss is normalised over the global batch."""
 
     @endpoint
     @abstractmethod
     async def logprobs(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `logprobs`, ragged float32: this model's log-probability of each token."""
+        """Add `logprobs`, ragged float32: the log-probability of each token under this model."""
 
     @endpoint
     @abstractmethod
     async def weights(self) -> Gather[Weights, EVERY]:
-        """The current weights, of which each rank has made a part; their version is the number of updates so far."""
+        """Return the current weights, to which each rank contributes a part. Their version is the number of updates."""
 
     @endpoint
     @abstractmethod
     async def save(self, folder: str) -> None:
-        """Write a Hugging Face folder (weights, config, tokenizer), whole or not at all."""
+        """Write a Hugging Face folder (weights, config, tokenizer), completely or not at all."""
 
 
 class Reference(Actor, ABC):
@@ -85,96 +85,96 @@ class Reference(Actor, ABC):
     @endpoint
     @abstractmethod
     async def load(self, weights: Weights) -> None:
-        """Take a policy's whole weights, whatever backend and layout made them: it is frozen anew, as they are.
+        """Load the whole weights of a policy of any backend and layout, and freeze them.
 
             await reference.load(await policy.weights())
 
-        ModelError, and nothing taken, where they are of another model or dtype, or did not arrive as they were sent.
-        Checkpoints keep nothing of a reference: a run that goes on loads them again.
+        If the weights belong to another model or dtype, or were damaged on the way, it raises ModelError and loads
+        nothing. Checkpoints do not contain references: a resumed run must load the weights again.
         """
 
 
 class Critic(Stateful, ABC):
-    """A model that predicts the return from each token."""
+    """A model that predicts the return at each token."""
 
     @endpoint
     @abstractmethod
     async def advantages(self, batch: Shard[Batch], gae: Gae) -> Gather[Batch]:
         """Add `values`, `advantages` and `returns`, ragged float32, from `rewards` and this model's values.
 
-        Entry t of `values` is of the state that token t was drawn from; `advantages.gae` defines the others, and
-        `critic.with_advantages` adds them. With `gae.kl` above 0 also from `logprobs` and `reference_logprobs`. Zero
-        where `loss_mask` is False.
+        Entry t of `values` belongs to the state that token t was sampled from. `gae` defines the other columns, and
+        `with_advantages` adds them. If `gae.kl` is above 0, `logprobs` and `reference_logprobs` are read too. All are
+        zero where `loss_mask` is False.
         """
 
     @endpoint
     @abstractmethod
     async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
-        """One optimizer step on the whole batch: the loss is given the values where a policy's has log-probs."""
+        """Make one optimizer step on the whole batch. The loss receives values instead of a policy's log-probs."""
 
     @endpoint
     @abstractmethod
     async def save(self, folder: str) -> None:
-        """Write the model and its value head, whole or not at all."""
+        """Write the model and its value head, completely or not at all."""
 
 
 class Sampler(Actor, ABC):
-    """A language model that generates."""
+    """The language model that generates completions."""
 
     @endpoint
     @abstractmethod
     def generate(self, prompts: Shard[Batch], sampling: Sampling) -> AsyncIterator[Gather[Batch]]:
-        """Finished rollouts, some rows at a time, as they finish.
+        """Generate completions, and yield finished rows, some at a time.
 
-        Needs `prompt` (text). Each row gives `sampling.n` rows with all of its columns and `tokens`, `loss_mask`,
+        Reads `prompt` (text). Each prompt gives `sampling.n` rows with all its columns, and adds `tokens`, `loss_mask`,
         `sampler_logprobs`, `versions`, `oldest_version` (int32, of the completion's tokens), `completion`,
-        `temperature`, `truncated` and `aborted`. Rows that have `tokens`, `loss_mask`, `sampler_logprobs` and
-        `versions` already, as aborted ones do, go on after them: `max_tokens` counts the whole completion, and one that
-        has ended is yielded as it is.
+        `temperature`, `truncated` and `aborted`. Rows that already have `tokens`, `loss_mask`, `sampler_logprobs` and
+        `versions`, such as aborted ones, continue after these tokens. `max_tokens` counts the whole completion. A row
+        whose completion has ended is yielded unchanged.
 
-        Such rows may have `observation`, text or None, whose tokens come first and are no part of the completion, which
-        begins after them where `loss_mask` is False throughout. One with no room for it and a token more is yielded as
-        it is, `truncated`; others draw as many as there is room for.
+        Such rows may have `observation`, text or None. Its tokens are inserted before the new ones and are not part of
+        the completion. If `loss_mask` is False throughout, the completion begins after them. A row without room for the
+        observation and one more token is yielded unchanged and `truncated`. Other rows generate as many tokens as fit.
 
-        `sampler_logprobs` are of the whole distribution at the row's temperature (1 for greedy), as a policy's: `top_p`
-        and `top_k` restrict what is drawn alone.
+        `sampler_logprobs` are those of the whole distribution at the row's temperature (1 if greedy), as for a policy.
+        `top_p` and `top_k` restrict only which tokens are sampled.
 
-        With `sampling.beside` other calls draw and replay the same as without this one, and no abort ends it.
+        With `sampling.beside`, other calls sample and replay as if this call did not exist, and aborts do not end it.
         """
 
     @endpoint
     @abstractmethod
     async def load(self, weights: Weights) -> Gather[Batch]:
-        """Take new weights between two decode steps; tokens from then on carry their version.
+        """Load new weights between two decode steps. Later tokens carry their version.
 
-        Returns where that was, int64 columns: `rank`, `load` (how many loads and aborts came to the rank before),
-        `call` (the number of a call of `generate` on the rank) and `steps` (that it had made): a row for each call that
-        was decoding, and one, with -1 steps, for the call that was the next to begin. Before them stand the rows of the
-        aborts since the last load.
+        Returns where the load happened, as int64 columns: `rank`, `load` (the number of earlier loads and aborts on the
+        rank), `call` (the number of a call of `generate` on the rank) and `steps` (the number of steps that the call
+        had made). There is one row for each call that was decoding, and one with -1 steps for the next call. Rows of
+        aborts since the last load come first.
 
-        Where the weights have a probe, a sampler that holds a model adds `difference`, float64: how far its log-probs
-        are, on average, from the policy's; one that knows it adds `pause`, float64: the seconds in which it drew
-        nothing. ModelError where they are too far, or a tensor is not as it was sent: then
-        no token is drawn from what did arrive.
+        If the weights have a probe, a sampler with a model adds `difference`, float64: the mean distance of its
+        log-probs from the policy's. A sampler that measures it adds `pause`, float64: the seconds in which it sampled
+        nothing. Raises ModelError if the distance is too large, or if a tensor was damaged on the way. In this case no
+        token is sampled from the new weights.
         """
 
     @endpoint
     @abstractmethod
     async def replay(self, record: Batch) -> None:
-        """Let loads and aborts come where they came in an earlier run: `record` is what its loads returned, in order.
+        """Repeat loads and aborts at the places of an earlier run. `record`: the results of its loads, in order.
 
-        Needs the same calls, at whatever moments: one of `generate` waits at the place of a load, and a load for the
-        calls to be there. To be called before any other; after the last load the run is free. DataError, of the load,
-        where the record does not fit.
+        The run must make the same calls, at any time. A call of `generate` waits at the place of a load, and a load
+        waits until the calls have come to their places. Call it before all other calls. After the last load, the run is
+        free. A load raises DataError if the record does not fit.
         """
 
     @endpoint
     @abstractmethod
     async def abort(self) -> None:
-        """End the running calls of `generate`: they yield what they have not finished, `aborted`, and no more.
+        """End the running calls of `generate`. They yield their unfinished rows as `aborted`, and nothing more.
 
-        Such a row has the tokens so far, and `truncated` is False; one that had not begun has its prompt's tokens, and
-        as its `oldest_version` that of the call's last step.
+        Such a row has its tokens so far, and is not `truncated`. A row that had not begun has its prompt's tokens, and
+        the `oldest_version` of the call's last step.
         """
 
 
@@ -183,44 +183,45 @@ class ResumingSampler(Sampler, ABC):
 
 
 class Reward(Actor, ABC):
-    """What judges a completion."""
+    """The role that scores completions."""
 
     @endpoint
     @abstractmethod
     async def score(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `rewards`, float32, and `reward_error`, the text of what the judge raised, or None."""
+        """Add `rewards`, float32, and `reward_error`, the text of the exception if scoring failed, else None."""
 
 
 class RewardModel(Stateful, Reward):
-    """A reward that learns: a language model's body with a head that gives a score at any token, a number.
+    """A reward that is trained: a language model with a head that gives each token a score, a number.
 
-    `score` gives each text the score at its last token.
+    `score` returns the score at the last token of each text.
     """
 
     @endpoint
     @abstractmethod
     async def encode(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `tokens` and `loss_mask`, which says at which tokens scores are learned.
+        """Add `tokens` and `loss_mask`, which marks the tokens whose scores are learned.
 
-        Of the texts `prompt` and `completion` it is the last token of the row, where `score` judges it. Rows with
-        `steps`, a list of texts each, have these one after the other in place of a completion, and are learned at the
-        last token of each step; of the last step that is where the row ends.
+        For texts `prompt` and `completion`, this is the last token of the row, which `score` uses too. Rows with
+        `steps`, a list of texts, have these in sequence instead of a completion. They are learned at the last token of
+        each step. For the last step, this is the end of the row.
         """
 
     @endpoint
     @abstractmethod
     async def token_scores(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `token_scores`, ragged float32: the score at each token where `loss_mask` is True, 0 at the others."""
+        """Add `token_scores`, ragged float32: the score of each token where `loss_mask` is True, 0 elsewhere."""
 
     @endpoint
     @abstractmethod
     async def update(self, batch: Shard[Batch], loss: Loss) -> Mean[Metrics]:
-        """One optimizer step on the whole batch: the loss is given the scores where a policy's has log-probs."""
+        """Make one optimizer step on the whole batch. The loss receives scores instead of a policy's log-probs."""
 
     @endpoint
     @abstractmethod
     async def save(self, folder: str) -> None:
-        """Write a Hugging Face folder of a sequence classifier with one label, whole or not at all.
+        """Write a Hugging Face folder of a sequence classifier with one label, completely or not at all.
 
-        `Reward` reads it, and transformers' AutoModelForSequenceClassification does; both give the score of `score`.
+        `Reward` and transformers' AutoModelForSequenceClassification can read it. Both return the same score as
+        `score`.
         """

@@ -1,4 +1,4 @@
-"""The tables of a configuration that say what a role is: which backend, which mesh, which model, and how it trains."""
+"""The configuration tables of roles: backend, mesh, model, and how the role trains."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ C = TypeVar("C", bound="RoleConfig")
 S = TypeVar("S", bound=BackendOptions)
 
 Shape: TypeAlias = dict[str, Annotated[int, Field(gt=0)]]
-"""Each axis of ranks and its size, the last one fastest."""
+"""The size of each axis of ranks. The last axis varies fastest."""
 
 
 def _of_a_backend(name: str) -> str:
@@ -37,10 +37,10 @@ def _of_a_backend(name: str) -> str:
 
 
 class RoleConfig(Config):
-    """What every role's table has: who implements it and where it runs.
+    """The keys of every role's table: which backend implements it, and where it runs.
 
-    A table in it that is named after an installed backend has that backend's own options, which `options_of` reads and
-    `with_options` sets; those of the backend that is chosen are always there.
+    A subtable named after an installed backend holds that backend's options. `options_of` reads them and `with_options`
+    sets them. The options of the chosen backend are always there.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
@@ -53,19 +53,21 @@ class RoleConfig(Config):
     """The name of the role that the table is for."""
 
     backend: str = "torch"
+    """The backend that implements the role."""
     mesh: str = "main"
-    """Roles that name the same mesh share its ranks; a name of its own is a mesh of its own."""
+    """The mesh that the role runs on. Roles on the same mesh share its ranks."""
     axes: Shape = Field(default={})
-    """How this role sees its mesh's ranks, the last one fastest; nothing means the mesh's own axes."""
+    """The axes in which this role arranges the mesh's ranks. The last axis varies fastest. Default: the mesh's axes."""
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds that a call may take, or a stream's next value, before it ends as `CallTimeout`; none without it."""
+    """Seconds that a call, or the next value of a stream, may take before it raises `CallTimeout`. Default: no
+    limit."""
 
     @classmethod
     def open_tables(cls) -> Mapping[str, type[BackendOptions]]:
-        """The options that installed backends have for the role, by the backend's name."""
+        """The schema of each installed backend's options for the role, by the backend's name."""
         found: dict[str, type[BackendOptions]] = {}
         for backend in backends():
-            with suppress(BackendError):  # of one that cannot be loaded nothing is known, and nobody has chosen it
+            with suppress(BackendError):  # a backend that cannot be loaded, and that nobody has chosen
                 if schema := cls._options_schema(backend):
                     found[backend] = schema
         return found
@@ -77,7 +79,7 @@ class RoleConfig(Config):
     @model_validator(mode="after")
     def _reads_options(self, info: ValidationInfo) -> Self:
         given = self.model_extra
-        if given is None:  # a subclass takes no tables beside its fields
+        if given is None:  # the subclass takes no tables other than its fields
             return self
         named = {*given, self.backend} & backends().keys()
         schemas = {name: schema for name in sorted(named) if (schema := self._options_schema(name))}
@@ -92,87 +94,102 @@ class RoleConfig(Config):
 
 
 def options_of(config: RoleConfig, schema: type[S]) -> S:
-    """A backend's own options in a role's table: `options_of(config, FsdpConfig).replicate`."""
+    """Return a backend's options in a role's table: `options_of(config, FsdpConfig).replicate`."""
     tables = config.model_extra or {}
     found = [each for each in (tables.get(config.backend), *tables.values()) if isinstance(each, schema)]
     return found[0] if found else schema()
 
 
 def chosen_options(config: RoleConfig) -> BackendOptions:
-    """Those of the backend that the table names."""
+    """Return the options of the backend that the table names."""
     found = (config.model_extra or {}).get(config.backend)
     return found if isinstance(found, BackendOptions) else BackendOptions()
 
 
 def with_options(config: C, *options: BackendOptions) -> C:
-    """The table with these options of backends: `with_options(PolicyConfig(model="folder"), FsdpConfig(replicate=2))`.
+    """Set options of backends in a role's table: `with_options(PolicyConfig(model="folder"), FsdpConfig(replicate=2))`.
 
-    ConfigError where no backend has such for the role.
+    Returns the new table. Raises ConfigError if no backend has such options for the role.
     """
     names = {schema: name for name, schema in config.open_tables().items()}
     for each in options:
         if type(each) not in names:
             raise ConfigError(
-                f"{type(each).__name__}: no backend that is installed has these options for a {type(config).__name__}"
+                f"{type(each).__name__}: no installed backend has these options for a {type(config).__name__}"
             )
     return config.model_copy(update={names[type(each)]: each for each in options})
 
 
 def check_axes(config: RoleConfig, ranks: int) -> None:
-    """ConfigError where a role's axes do not multiply to the ranks of its mesh."""
+    """ConfigError if a role's axes do not multiply to the ranks of its mesh."""
     if config.axes and prod(config.axes.values()) != ranks:
         raise ConfigError(
             f"the axes {config.axes} multiply to {prod(config.axes.values())}, and the mesh {config.mesh!r} has "
-            f"ranks = {ranks}: take sizes that multiply to it, or set run.meshes.{config.mesh}.ranks"
+            f"ranks = {ranks}: choose sizes that multiply to it, or set run.meshes.{config.mesh}.ranks"
         )
 
 
 class NewModel(Config):
-    """A small Llama with a character tokenizer, made from scratch with random weights."""
+    """A small Llama with random weights and a tokenizer with one token for each character."""
 
     characters: str
+    """The characters that the tokenizer knows."""
     hidden_size: int = Field(default=64, gt=0)
+    """Size of the hidden states."""
     ffn_size: int = Field(default=192, gt=0)
+    """Size of the feed-forward layers."""
     layers: int = Field(default=3, gt=0)
+    """Number of decoder layers."""
     heads: int = Field(default=4, gt=0)
+    """Number of attention heads."""
     max_tokens: int = Field(default=64, gt=0)
     """The longest sequence, in tokens."""
     chat_template: str | None = None
-    """Of the tokenizer, in Jinja. What the model writes in a turn ends with `eos_token`."""
+    """Chat template of the tokenizer, in Jinja. The model's messages must end with `eos_token`."""
 
 
 class ModelConfig(RoleConfig):
     """A role that holds a model."""
 
     model: Annotated[str | NewModel, PathIn(r"(?!package:)(.+)", name=HUB_ID)]
-    """A folder of Hugging Face's or peft's, a .gguf file (`package:NAME/FILE`: inside an installed package), a model of
-    the hub (`ORG/NAME` or `ORG/NAME@REVISION`, where no such folder is), or a table."""
+    """The model: a Hugging Face or peft folder, a .gguf file (`package:NAME/FILE` if it is inside an installed
+    package), a model of the hub (`ORG/NAME` or `ORG/NAME@REVISION`, unless such a folder exists), or a table for a new
+    model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What passes are computed in, and what a policy publishes. Each backend's optimizer steps in float32."""
+    """The dtype of forward and backward passes, and of the weights that a policy publishes. Optimizers always compute
+    in float32."""
     chat: bool = False
     """Wrap each prompt as one user message in the tokenizer's chat template."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Variables of the chat template, such as `enable_thinking`."""
+    """Variables for the chat template, such as `enable_thinking`."""
     seed: int = 0
+    """Random seed of the role. Default: `run.seed`."""
 
     @property
     def template(self) -> Mapping[str, JsonValue] | None:
-        """The variables of the chat template that prompts are wrapped in; None where they stay as they are."""
+        """The variables for the chat template, or None if prompts are not wrapped in one."""
         return self.chat_template_kwargs if self.chat else None
 
 
 class OptimizerConfig(Config):
-    """AdamW with a warm-up."""
+    """AdamW with a learning rate schedule."""
 
     lr: float = Field(default=1e-5, gt=0)
+    """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps in which the learning rate rises to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up; `linear` and `cosine` fall to zero at `total_steps`."""
+    """Learning rate schedule after the warm-up. `linear` and `cosine` fall to zero at `total_steps`."""
     total_steps: int | None = Field(default=None, gt=0)
+    """Optimizer step at which `linear` and `cosine` reach zero. Required for these two."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the gradient to this norm. None: no clipping."""
 
     @model_validator(mode="after")
     def _falls_to_an_end(self) -> Self:
@@ -185,78 +202,89 @@ class OptimizerConfig(Config):
 
 
 class LoraConfig(Config):
-    """Low-rank adapters (arXiv:2106.09685), which alone are trained: W + alpha / rank * B A."""
+    """Low-rank adapters (arXiv:2106.09685): W + alpha / rank * B A. Only A and B are trained."""
 
     rank: int = Field(default=16, gt=0)
+    """Rank of the matrices A and B."""
     alpha: int = Field(default=32, gt=0)
+    """Scale of the adapters, which is divided by `rank`."""
     targets: tuple[str, ...] = ()
-    """Names of layers, such as `q_proj`; none means all linear layers but the head."""
+    """Names of the layers that get adapters, such as `q_proj`. Default: all linear layers except the head."""
     sync: Literal["merged", "adapters"] = "merged"
-    """What samplers are given: whole weights, or the adapters alone, which they put beside weights of their own."""
+    """What the policy sends to samplers: `merged` sends whole weights, `adapters` only the adapters, which samplers add
+    to the model that they have loaded."""
 
 
 class PolicyConfig(ModelConfig):
-    """A model that is trained."""
+    """The model that is trained."""
 
     role = "Policy"
 
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
-    """The most tokens in one forward and backward pass; a longer row has a pass of its own."""
+    """Tokens in one forward and backward pass at most. A longer row gets its own pass."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them. This saves memory and takes time."""
     lora: LoraConfig | None = None
-    """Train adapters; nothing means all parameters."""
+    """Train adapters. Default: train all parameters."""
     delta_sync: bool = False
-    """Send what changed alone to samplers of other machines, without loss; it keeps a copy of the last weights."""
+    """Send only changed weights to samplers on other machines, without loss. Keeps a copy of the last weights."""
     broadcast_sync: bool = False
-    """Each rank broadcasts its own shards to all samplers at once, and keeps no copy; for `torch` and `fsdp`."""
+    """Each rank broadcasts its shards to all samplers at once and keeps no copy. For the backends `torch` and
+    `fsdp`."""
     bucket_mib: int = Field(default=256, gt=0)
-    """What `broadcast_sync` sends at once, in MiB: two are under way, in the memory of each who sends and receives."""
+    """Size in MiB of a bucket of `broadcast_sync`. Each sender and receiver has two buckets in memory."""
 
     @model_validator(mode="after")
     def _sends_one_way(self) -> Self:
         if self.broadcast_sync and (self.delta_sync or self.lora):
             other = "delta_sync" if self.delta_sync else "lora"
-            raise ValueError(f"broadcast_sync sends all weights as they are, without {other}: leave one of the two out")
+            raise ValueError(
+                f"broadcast_sync sends all weights, and cannot be combined with {other}: remove one of the two"
+            )
         return self
 
 
 class CriticConfig(ModelConfig):
-    """A model with a value head that is trained."""
+    """A model with a value head. It is trained along with the policy."""
 
     role = "Critic"
 
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
-    """As a policy's."""
+    """Tokens in one forward and backward pass at most. A longer row gets its own pass."""
 
 
 class ReferenceConfig(ModelConfig):
-    """A frozen model."""
+    """A frozen model that the policy is compared with."""
 
     role = "Reference"
 
     micro_batch_tokens: int = Field(default=16384, gt=0)
+    """Tokens in one forward pass at most. A longer row gets its own pass."""
 
 
 class TeacherConfig(ReferenceConfig):
-    """A frozen model that a policy learns from: it names a model of its own, with the policy's tokens."""
+    """A frozen model that the policy learns from. It must name a `model`, with the tokenizer of the policy."""
 
 
 class RewardModelConfig(ModelConfig):
-    """A frozen model that judges. With `chat`, prompt and completion are a user's and an assistant's message."""
+    """A frozen model that scores completions.
+
+    With `chat`, it reads prompt and completion as a user's and an assistant's message.
+    """
 
     role = "Reward"
 
     micro_batch_tokens: int = Field(default=16384, gt=0)
-    """As a policy's."""
+    """Tokens in one forward pass at most. A longer row gets its own pass."""
 
     @field_validator("backend")
     @classmethod
     def _holds_a_model(cls, backend: str) -> str:
         if backend in backends() and models_of(backend) == "none":
             raise ValueError(
-                "calls a Python function and takes no model: leave `model` out, or give a backend that holds one, "
+                "calls a Python function and takes no model: remove `model`, or choose a backend that takes one, "
                 'such as "torch"'
             )
         return backend
@@ -265,31 +293,32 @@ class RewardModelConfig(ModelConfig):
     @classmethod
     def _has_learned_to_judge(cls, model: str | NewModel) -> str | NewModel:
         if isinstance(model, NewModel):
-            raise ValueError("a new model's rewards would be random: give the folder of a model that judges")
+            raise ValueError("a new model's rewards would be random: give the folder of a trained reward model")
         return model
 
 
 class RewardTrainingConfig(ModelConfig):
-    """A model that learns to judge: one that judges already, or a policy's, which is given a head whose scores are 0.
+    """A reward model that is trained. It starts from a reward model, or from a language model with a new head of zeros.
 
-    With `chat`, prompt and completion are a user's and an assistant's message.
+    With `chat`, it reads prompt and completion as a user's and an assistant's message.
     """
 
     role = "RewardModel"
 
     optimizer: OptimizerConfig = OptimizerConfig()
     micro_batch_tokens: int = Field(default=16384, gt=0)
-    """As a policy's."""
+    """Tokens in one forward and backward pass at most. A longer row gets its own pass."""
 
 
 class SamplerConfig(ModelConfig):
-    """A model that generates."""
+    """The model that generates completions."""
 
     role = "Sampler"
 
     slots: int = Field(default=512, gt=0)
-    """Sequences decoded at once on a rank; a finished one gives its slot to the next."""
+    """Sequences that a rank decodes at once. When one is finished, the next takes its slot."""
     lora: LoraConfig | None = None
-    """The policy's, where its `sync` is "adapters"; filled in by an algorithm's configuration."""
+    """The policy's adapters, if their `sync` is "adapters". The algorithm's configuration fills it in."""
     record_experts: bool = False
-    """Tell which experts of a mixture read each token, so that the policy sends it to the same."""
+    """Record the experts that each token of a mixture-of-experts model is routed to, so that the policy uses the
+    same."""

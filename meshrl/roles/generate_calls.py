@@ -1,4 +1,4 @@
-"""The calls of `generate` on a rank: they step by turns, and loads and aborts come only between their steps.
+"""Calls of `generate` on a rank: they take turns, step by step, and loads and aborts come between steps.
 
 What every sampler needs, whatever it decodes with:
 

@@ -1,4 +1,4 @@
-"""What a rank is to hold of a role: its backend tells it before anything is allocated."""
+"""The memory that a role needs on a rank, which its backend estimates before anything is allocated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

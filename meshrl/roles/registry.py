@@ -1,12 +1,17 @@
-"""Backends by name: installed packages that implement roles announce themselves as entry points.
+"""Backends by name: installed packages that implement roles register themselves as entry points.
 
-A backend's module has `ROLES`, from a role's name to where its class is. It may have `OPTIONS`, from a role's name to
-where the schema of the backend's own options is, `MODELS`, `NEEDS`, where a function is that raises
-BackendError where a role's table asks for what is not installed, `COUNTS`, where one is that tells the tokens of
-prompts by a model's table and its tokenizer alone, `MEMORY`, where one is that tells what a rank holds of a role, by
-its table and the model's config.json (`meshrl.roles.memory`), `CHAT`, where one is that reads how a table's model
-converses (`meshrl.agents`), and `AXES`, from a role's name to the axes that its ranks may stand along. Neither the
-module nor the schemas import more than meshrl: they are loaded to read a configuration.
+A backend's module has `ROLES`, which maps a role's name to the place of its class. It may have these attributes too:
+
+- `OPTIONS`: maps a role's name to the place of the schema of the backend's options.
+- `MODELS`: what its roles do with the model of their table (see `Models`).
+- `AXES`: maps a role's name to the axes along which its ranks can be arranged.
+- `NEEDS`: the place of a function that raises BackendError if a role's table needs a package that is not installed.
+- `COUNTS`: the place of a function that counts the tokens of prompts with the tokenizer of a table's model alone.
+- `MEMORY`: the place of a function that estimates the memory of a rank, from a role's table and the model's
+  config.json (`meshrl.roles.memory`).
+- `CHAT`: the place of a function that reads the chat format of a table's model (`meshrl.agents`).
+
+The module and the schemas import nothing but meshrl, because they are loaded to read a configuration.
 
     ROLES = {"Policy": "meshrl_fsdp.policy:FsdpPolicy"}
     OPTIONS = {"Policy": "meshrl_fsdp.options:FsdpConfig"}
@@ -31,29 +36,30 @@ GROUP = "meshrl.backends"
 _REQUIREMENT: Final = re.compile(
     r"""(?P<name>[\w.-]+)(?:\[(?P<others>.*?)\])?.*;.*\bextra == ["'](?P<extra>[\w-]+)["']"""
 )
-"""What a distribution asks for in an extra, as its metadata has it: `torch>=2.13; extra == 'torch'`."""
+"""A requirement of an extra in a distribution's metadata: `torch>=2.13; extra == 'torch'`."""
 
 Models: TypeAlias = Literal["read", "perhaps", "ignored", "none"]
-"""A backend's `MODELS`: all its roles read the model that their table names; or some may, which is meant where it says
-nothing; or they stand for roles that do, and read none; or they hold no model, and call a function of the user's."""
+"""A backend's `MODELS`, which says what its roles do with the model of their table. `read`: all roles read it.
+`perhaps` (the default): some may read it. `ignored`: they stand in for roles that read it. `none`: they have no model,
+and call a function of the user."""
 
 
 class BackendOptions(Config):
-    """The base of a backend's own options: the table of its name in a role's, `[policy.fsdp]`. Each has a default."""
+    """The base of a backend's options, a subtable of a role's table such as `[policy.fsdp]`. Each has a default."""
 
     @property
     def lends_memory(self) -> str:
-        """The key that gives a sampler's memory to what trains, whenever no row is decoded; "" where none does."""
+        """The key that makes a sampler free its memory while no row is decoded. "" if it is not set."""
         return ""
 
     @property
     def keeps_weights(self) -> str:
-        """The key without which a sampler takes no weights of a policy; "" where it takes them."""
+        """The missing key without which a sampler accepts no weights. "" if it accepts them."""
         return ""
 
 
 def backends() -> Mapping[str, str]:
-    """Each installed backend and its module."""
+    """Return each installed backend and its module."""
     return _installed(tuple(sys.path))
 
 
@@ -63,22 +69,22 @@ def _installed(path: tuple[str, ...]) -> Mapping[str, str]:  # noqa: ARG001 -- w
 
 
 def implementation(role: Callable[..., R], backend: str) -> Callable[[Config], R]:
-    """The class that a backend has for a role.
+    """Return a backend's class for a role.
 
-    Raises `BackendError` for an unknown backend, one whose packages are missing, or one without the role.
+    Raises `BackendError` if the backend is unknown, its packages are missing, or it does not have the role.
     """
     return cast("Callable[[Config], R]", class_for(getattr(role, "__name__", repr(role)), backend))
 
 
 def class_for(role: str, backend: str) -> object:
-    """The same for a role's name."""
+    """Return a backend's class for a role, by the role's name."""
     return _loaded(backend, place_of(role, backend))
 
 
 def place_of(role: str, backend: str) -> str:
-    """Where the class is that a backend has for a role, `package.module:Class`; it is not imported.
+    """Return the place of a backend's class for a role, `package.module:Class`, without importing it.
 
-    BackendError as of the class, but for packages that it needs.
+    Raises BackendError if the backend is unknown or does not have the role.
     """
     roles = _table(backend, "ROLES")
     if role not in roles:
@@ -87,7 +93,7 @@ def place_of(role: str, backend: str) -> str:
 
 
 def backends_with(role: str) -> list[str]:
-    """The installed backends that have a role, by name; not those whose packages are missing."""
+    """Return the names of installed backends with a role, except those whose packages are missing."""
     found: list[str] = []
     for backend in sorted(backends()):
         with suppress(BackendError):
@@ -96,35 +102,35 @@ def backends_with(role: str) -> list[str]:
 
 
 def options_schema(role: str, backend: str) -> type[BackendOptions] | None:
-    """The schema of a backend's own options for a role; None where it has none. BackendError as of its class."""
+    """Return the schema of a backend's options for a role, None if it has none. BackendError as in `implementation`."""
     place = _table(backend, "OPTIONS").get(role)
     return None if place is None else cast("type[BackendOptions]", _loaded(backend, place))
 
 
 def models_of(backend: str) -> Models:
-    """What a backend's roles do with the model of their table. BackendError as of its classes."""
+    """Return what a backend's roles do with the model of their table. BackendError as in `implementation`."""
     return cast("Models", getattr(_module(backend), "MODELS", "perhaps"))
 
 
 def axes_of(role: str, backend: str) -> Sequence[str]:
-    """The axes that ranks of a backend's role may stand along, the last one fastest; none where it takes one rank.
+    """Return the axes along which the ranks of a backend's role can be arranged, the last one fastest.
 
-    A backend that says nothing has dp alone. BackendError as of its classes.
+    Empty if the role takes only one rank. The default is dp. BackendError as in `implementation`.
     """
     told = cast("Mapping[str, Sequence[str]]", getattr(_module(backend), "AXES", {}))
     return told.get(role, ("dp",))
 
 
 def function_of(backend: str, name: Literal["NEEDS", "COUNTS", "MEMORY", "CHAT"]) -> Callable[..., object] | None:
-    """The function that a backend's attribute names; None where it has none."""
+    """Return the function that a backend's attribute names, or None."""
     place = getattr(_module(backend), name, None)
     return None if place is None else cast("Callable[..., object]", _loaded(backend, cast("str", place)))
 
 
 def packages_of(backend: str) -> frozenset[str]:
-    """The packages that a backend needs: what the extra of its name asks for, and the distribution that has it.
+    """Return the packages that a backend needs: those of the extra with its name, and its distribution.
 
-    Without an extra the distribution alone; none for a backend that is not installed.
+    Without such an extra, only the distribution. Empty if the backend is not installed.
     """
     found: set[str] = set()
     for entry in entry_points(group=GROUP, name=backend):
@@ -134,7 +140,7 @@ def packages_of(backend: str) -> frozenset[str]:
 
 
 def _asked_for(name: str, requires: Sequence[str], extra: str) -> set[str]:
-    """The packages of an extra, with those of other extras of the same distribution that it asks for."""
+    """Return the packages of an extra, including those of other extras of the same distribution that it requires."""
     found: set[str] = set()
     for requirement in requires:
         read = _REQUIREMENT.match(requirement)
@@ -178,7 +184,7 @@ def _importing(backend: str) -> Generator[None]:
 
 
 def _remedy(backend: str) -> str:
-    """What installs a backend's packages: an extra of its name, of the distribution that it comes with."""
+    """Return what to install for a backend: the extra with its name, of its distribution."""
     for entry in entry_points(group=GROUP, name=backend):
         if entry.dist and backend in (entry.dist.metadata.get_all("Provides-Extra") or ()):
             return f"pip install '{entry.dist.name}[{backend}]'"

@@ -1,4 +1,4 @@
-"""How completions are drawn: the tables that a sampler is given."""
+"""How completions are sampled: the tables that a sampler receives."""
 
 from typing import Annotated, ClassVar, Final
 
@@ -7,45 +7,51 @@ from pydantic import Field
 from meshrl.config import Config
 
 MOST_COMPLETIONS: Final = 65_536
-"""Of one prompt in one call: all its rows are in memory at once."""
+"""Completions of a prompt in a call at most: all of them are in memory at once."""
 
 
 class Sampling(Config):
-    """How completions are drawn."""
+    """How completions are sampled."""
 
     beside: ClassVar[bool] = False
-    """Whether the call is none of training's: of `BesideSampling`."""
+    """True if the call is not part of training, as with `BesideSampling`."""
     joins: ClassVar[bool] = False
-    """Whether the call may decode with others of the same sampling as one: of `JoinedSampling`."""
+    """True if the call may be decoded together with others of the same sampling, as with `JoinedSampling`."""
     n: int = Field(default=1, gt=0, le=MOST_COMPLETIONS)
-    """Completions a prompt."""
+    """Completions for each prompt."""
     max_tokens: int = Field(default=16, gt=0, le=2**24)
-    """The most new tokens; a row's own `max_tokens` column goes before it."""
+    """New tokens of a completion at most. A row's `max_tokens` column overrides it."""
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    """Sampling temperature. 0 is greedy decoding."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw from the most probable tokens that have so much together. Log-probs stay those of the whole distribution."""
+    """Sample only from the most probable tokens, whose probabilities sum to this. Log-probs are those of the whole
+    distribution."""
     top_k: int = Field(default=0, ge=0, lt=2**31)
-    """Draw from so many of the most probable tokens; 0 keeps the whole vocabulary. Log-probs as with `top_p`."""
+    """Sample only from this number of the most probable tokens. 0: from all. Log-probs are those of the whole
+    distribution."""
     ignore_eos: bool = False
+    """Continue after the end-of-sequence token, up to `max_tokens`."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end a completion; the completion text is cut before them, the tokens are kept."""
+    """Texts that end a completion. The completion's text is cut before them, but its tokens are kept."""
     seed: int = 0
+    """Seed for sampling."""
 
 
 class GroupSampling(Sampling):
-    """How the completions of an algorithm are drawn that compares those of one prompt: at least two."""
+    """How completions are sampled for algorithms that compare completions of a prompt: at least two each."""
 
     n: int = Field(default=8, ge=2, le=MOST_COMPLETIONS)
+    """Completions for each prompt."""
 
 
 class JoinedSampling(Sampling):
-    """How rows are drawn of which few come at a time: a sampler may decode those of several calls as one."""
+    """How rows are sampled that arrive a few at a time. A sampler may decode the rows of several calls together."""
 
     joins: ClassVar[bool] = True
 
 
 class PairSampling(Sampling):
-    """How completions are drawn of which the best and the worst are compared: at least two for each prompt."""
+    """How completions are sampled for algorithms that compare the best with the worst: at least two for each prompt."""
 
     n: int = Field(default=2, ge=2, le=MOST_COMPLETIONS)
+    """Completions for each prompt."""

@@ -1,4 +1,4 @@
-"""An HTTP server for a trained model: what a backend implements, and its configuration."""
+"""An HTTP server for a trained model: the class that backends implement, and its configuration."""
 
 from abc import ABC, abstractmethod
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What is known of a model's tokens before it loads: how many a prompt has, and whether a teacher has the same."""
+"""Checks of a model's tokenizer before the model loads: lengths of prompts, and whether a teacher's tokens agree."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +10,13 @@ from meshrl.roles.config import ModelConfig, NewModel, PolicyConfig
 from meshrl.roles.registry import function_of
 
 _CHARACTERS_AFTER: Final = ("<pad>", "<eos>")
-"""The tokens that a new model's tokenizer has before its characters."""
+"""The tokens that come before the characters in a new model's tokenizer."""
 
 
 def count_tokens(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | str] | None:
-    """Of each prompt the tokens that generation starts from, or why it cannot be read; None where nobody can tell.
+    """Count the tokens of each prompt as generation starts, or say why a prompt cannot be read. None if unknown.
 
-    Reads the model's tokenizer alone. ModelError where it cannot be read.
+    Reads only the model's tokenizer. Raises ModelError if it cannot be read.
     """
     count = function_of(config.backend, "COUNTS")
     if count is None:
@@ -25,10 +25,10 @@ def count_tokens(config: ModelConfig, prompts: Sequence[str]) -> Sequence[int | 
 
 
 def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:
-    """ConfigError where a teacher would judge nothing: it is the policy's own model, or has other tokens than it.
+    """Check a teacher: raise ConfigError if it is the policy's model, or if its tokens differ from the policy's.
 
-    Reads the `tokenizer.json` of folders on this machine, before any model loads; what has none, such as a .gguf file,
-    is taken as it is.
+    Reads the `tokenizer.json` of local folders before any model loads. Models without one, such as .gguf files, are not
+    checked.
     """
     if policy.model == teacher.model:
         raise ConfigError(
@@ -55,7 +55,7 @@ def _named(model: str | NewModel) -> str:
 
 
 def _vocabulary(model: str | NewModel) -> Mapping[str, int] | None:
-    """The number of each token; None where it is not to be read here."""
+    """Return the number of each token, or None if it cannot be read here."""
     if isinstance(model, NewModel):
         return {token: number for number, token in enumerate((*_CHARACTERS_AFTER, *model.characters))}
     file = Path(model).expanduser() / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Waiting for what others change, and saying meanwhile who waits for what."""
+"""Wait for a condition, and log who waits for what."""
 
 import asyncio
 from collections.abc import Callable

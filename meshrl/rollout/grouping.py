@@ -1,4 +1,4 @@
-"""Rollouts as they come, some rows at a time, into whole groups, and these into batches."""
+"""Collect arriving rows into complete groups, and groups into batches."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

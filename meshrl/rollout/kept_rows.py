@@ -1,4 +1,4 @@
-"""Rows that no seed draws again, such as programs' episodes: a run keeps them, and one that follows it has them."""
+"""Rows that a seed cannot reproduce, such as episodes of programs: a run records them for its replay."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""What keeps a sampler busy: calls of `generate` as there is room for them, and new weights."""
+"""Keeps a sampler busy: calls `generate` while there is room, and passes on new weights."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field

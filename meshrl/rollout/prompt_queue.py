@@ -1,4 +1,4 @@
-"""The prompts that a stream of rollouts still has to draw."""
+"""The prompts that a stream of rollouts still has to sample."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator

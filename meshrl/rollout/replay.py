@@ -1,4 +1,4 @@
-"""The logical schedule of an asynchronous run: what was drawn, published and delivered, in which order and where.
+"""The logical schedule of an asynchronous run: what was sampled, published and delivered, in which order and where.
 
 All else follows from the seeds. A run that follows the schedule of another computes the same bits, however the two
 differ in speed.

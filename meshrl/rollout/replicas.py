@@ -1,4 +1,4 @@
-"""The replicas of a sampler: which of them are there, and how one that died comes back with the newest weights."""
+"""The replicas of a sampler: which are available, and how a dead one returns with the newest weights."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -1,4 +1,4 @@
-"""Which replica of a sampler draws which rows: those go where the least is outstanding, and a group stays together."""
+"""Route rows to replicas of a sampler: to the one with the least outstanding work. Groups stay together."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which prompts may be drawn and which groups make the next batch: the arithmetic of the staleness bound.
+"""The staleness bound: which prompts may be sampled, and which groups form the next batch.
 
 A version here is a count of what was published: 0 before the first, then 1, 2, ... Weights have numbers of their own,
 which may grow by several at once.

@@ -1,4 +1,4 @@
-"""Rollouts that go on while the policy trains, under a bound on how old what it trains on may be.
+"""Rollouts that run while the policy trains, with a bound on the staleness of the data.
 
     async with rollouts(sampler, prompts, sampling, ahead=1, score=reward.score) as stream:
         async for _ in run.steps(config.steps):
@@ -6,7 +6,8 @@
             ...
             await publish(policy, stream)
 
-`ahead` is the bound, in published versions: 0 is the synchronous loop, 1 is one step off, more is fully asynchronous.
+`ahead` is the bound, in published versions: 0 is the synchronous loop, 1 is one step off-policy, and more is fully
+asynchronous.
 """
 
 import asyncio
@@ -40,11 +41,11 @@ Score: TypeAlias = Callable[[Batch], Awaitable[Batch]]
 Keep: TypeAlias = Callable[[Batch], ArrayLike]
 
 _MOST_FILTERED: Final = 100
-"""Batches of groups that `keep` may drop between two batches."""
+"""Batches of groups that `keep` may drop between two delivered batches."""
 _NEWS: Final = 5.0
-"""Seconds, at most, from when a column cannot be fetched to the news that the rank that held it has died."""
+"""Seconds to wait, after a column could not be fetched, for the news that its rank has died."""
 _PATIENCE: Final = 60.0
-"""Seconds that a batch is waited for before who waits for whom is logged."""
+"""Seconds of waiting for a batch after which the log says who waits for whom."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +70,21 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     swap: SwapMode = "in_flight",
     retries: int = 0,
 ) -> "Rollouts":
-    """A stream of batches of rollouts, each of as many groups as a batch of `prompts` has rows.
+    """Start a stream of batches of rollouts. Each has as many groups as a batch of `prompts` has rows.
 
-    Drawing begins with the first batch that is asked for. With `ahead=0` a batch is, bit for bit, what `rollout` gives
-    for the same prompts. No row is given that is more than `ahead` published versions behind the policy. Each row says
-    in `staleness`, int32, how many it is.
+    Sampling begins when the first batch is requested. With `ahead=0` a batch equals, bit for bit, the result of
+    `rollout` for the same prompts. No row is more than `ahead` published versions behind the policy. The column
+    `staleness`, int32, has the number for each row.
 
-    `prompts`: batches of one size, with `groups`, another number for each prompt of the run. In a run that goes on from
-    a checkpoint give all of them again: those that were used are left out, those that were under way are drawn again.
-    `score`: applied to groups as they finish, some at a time and several times at once, as in `score=reward.score`.
-    `keep`: from such groups, scored, all but token columns loaded, to bool[rows]; a group with a False is dropped, and
-    another prompt drawn for it (`keep=has_signal`).
-    `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
-    `swap`: what publishing does to the rollouts that run.
-    `retries`: how often rollouts that a failing sampler lost are drawn again. A replica of it that died is respawned
-    while the others go on. On a mesh with `least` deaths do not count.
+    - `prompts`: batches of one size, with `groups`, a different number for each prompt of the run. In a resumed run,
+      pass all prompts again: used ones are skipped, and those that were in progress are sampled again.
+    - `score`: called with finished groups, some at a time and several calls at once, as in `score=reward.score`.
+    - `keep`: maps scored groups, with all columns loaded except token columns, to bool[rows]. A group with a False is
+      dropped and replaced by another prompt (`keep=has_signal`).
+    - `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
+    - `swap`: what happens to running rollouts when weights are published.
+    - `retries`: how often to repeat rollouts that were lost by a failing sampler. A dead replica is respawned while the
+      others continue. On a mesh with `least`, deaths do not count.
     """
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
@@ -97,16 +98,16 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
 
 @dataclass(eq=False)
 class _Ticket:
-    """A publication that was announced."""
+    """A publication of weights that was announced."""
 
     counts: bool
 
 
 class Rollouts:
-    """What `rollouts` returns: an asynchronous iterator of batches, used with `async with`."""
+    """A stream of batches, as `rollouts` returns it: an asynchronous iterator for use with `async with`."""
 
     live: Final[WeakSet["Rollouts"]] = WeakSet()
-    """Those that are open."""
+    """All open streams."""
 
     def __init__(self, plan: _Plan, prompts: PromptQueue, ledger: StalenessLedger) -> None:
         self.ledger = ledger
@@ -139,7 +140,7 @@ class Rollouts:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what is being generated."""
+        """Cancel running rollouts."""
         Rollouts.live.discard(self)
         if self._cursor:
             self._cursor.close(self)
@@ -153,7 +154,7 @@ class Rollouts:
         return self
 
     async def __anext__(self) -> Batch:
-        """The next batch. Ends when the prompts do; the last batch may then be smaller."""
+        """Return the next batch. The stream ends with the prompts, and the last batch may be smaller."""
         if self not in Rollouts.live:
             raise DataError("a stream of rollouts is used inside its `async with` alone")
         if not self._begun:
@@ -180,12 +181,12 @@ class Rollouts:
         raise StopAsyncIteration("the prompts have ended")
 
     def feeds_on(self, sampler: object) -> bool:
-        """Whether its rollouts come from this sampler, and have begun."""
+        """True if the stream has begun and uses this sampler."""
         return self._begun and self._plan.sampler is sampler
 
     @contextmanager
     def announced(self) -> Generator[None]:
-        """New weights will be given to `load` before the block ends: the trainer has moved on already."""
+        """Announce that new weights will be passed to `load` before the block ends, as the trainer is already ahead."""
         ticket = _Ticket(self.ledger.announce())
         self._announced.append(ticket)
         try:
@@ -196,7 +197,7 @@ class Rollouts:
                 self._withdraw(ticket)
 
     async def load(self, weights: Weights) -> None:
-        """Give the sampler new weights, as `publish` does: once a batch. DataError where their version falls."""
+        """Give the sampler new weights, as `publish` does, once for each batch. DataError if their version falls."""
         ticket = self._announced.pop(0) if self._announced else _Ticket(self.ledger.announce())
         try:
             async with self._swapping:
@@ -223,22 +224,22 @@ class Rollouts:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Groups that were not delivered, by why: `stale`, or `filtered` by `keep`."""
+        """Number of groups that were dropped, by reason: `stale`, or `filtered` by `keep`."""
         return dict(self.ledger.dropped)
 
     @property
     def waited(self) -> int:
-        """Batches that were full, and waited for a group that would have been too old for the next."""
+        """Number of full batches that waited for a group that would have been too old for the next one."""
         return self.ledger.waited
 
     @property
     def unfinished(self) -> Iterable[int]:
-        """The `groups` of prompts that it has taken, and neither delivered nor dropped."""
+        """The `groups` of prompts in progress, which are neither delivered nor dropped."""
         return chain(self.ledger.groups, self._prompts.waiting)
 
     @property
     def published(self) -> int:
-        """The number of the weights that were published last."""
+        """Version of the weights that were published last."""
         return self.ledger.published
 
     # --- to the trainer ------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ class Rollouts:
     # --- from the sampler ----------------------------------------------------------------------------
 
     async def _collect(self) -> None:
-        """Put what has come to its groups; those that are whole are scored, while others come."""
+        """Add arriving rows to their groups, and score complete groups while others arrive."""
         producer = self.producer
         while True:
             await self._condition.wait_quietly_for(lambda: bool(producer.arrived))
@@ -309,7 +310,7 @@ class Rollouts:
             self._condition.notify_all()
 
     async def _add(self, call: GenerateRequest, replica: int, chunk: Batch) -> dict[int, int]:
-        """Put rows to their groups; those that are whole now."""
+        """Add rows to their groups, and return the groups that are now complete."""
         rows = await self.producer.read(call, replica, chunk)
         if not len(rows):
             return {}
@@ -320,7 +321,7 @@ class Rollouts:
         return self._buffer.add(call.number, rows.drop("aborted"), call.lives[replica])
 
     async def _finish(self, whole: Mapping[int, int], groups: Batch, attempts: Mapping[int, object]) -> None:
-        """Score groups, drop those that are not wanted, and have the others ready."""
+        """Score groups, drop those that `keep` refuses, and mark the others as ready."""
 
         def lost() -> set[int]:
             """Groups that were lost with the sampler meanwhile, and are drawn again."""
@@ -363,7 +364,7 @@ class Rollouts:
         return scored
 
     async def _unwanted(self, groups: Batch) -> set[int]:
-        """Which of these groups `keep` does not want."""
+        """Return the groups that `keep` refuses."""
         if self._plan.keep is None:
             return set()
         groups = await groups.load(*(name for name, column in groups.stored.items() if lengths(column) is None))

@@ -1,4 +1,4 @@
-"""Rows that end whatever draws them: told from bad luck by how often they do."""
+"""Rows that crash whatever samples them, recognised by how often they do."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final

@@ -1,4 +1,4 @@
-"""What algorithms do with a sampler: draw rollouts, give it new weights, measure it."""
+"""Operations on a sampler: generate rollouts, publish new weights, and compute a greedy baseline."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -17,11 +17,11 @@ from meshrl.rollout.stream import Rollouts, Score
 from meshrl.weights import Weights
 
 _DRAWN: Final = ("completion", "tokens", "loss_mask", "sampler_logprobs", "versions")
-"""What a sampler adds to a prompt, and takes for the beginning of a completion."""
+"""Columns that a sampler adds to a prompt, and that it would take for the beginning of a completion."""
 
 
 async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch:
-    """All rollouts of the prompts, in their order: the `sampling.n` completions of a prompt stand together."""
+    """Generate all rollouts of the prompts, in order. The `sampling.n` completions of a prompt are adjacent."""
     tagged = prompts.part(np.arange(len(prompts)))
 
     async def draw() -> list[Batch]:
@@ -43,10 +43,10 @@ async def rollout(sampler: Sampler, prompts: Batch, sampling: Sampling) -> Batch
 
 
 async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
-    """Give the samplers the policy's weights; returns them. Later tokens carry their version.
+    """Send the policy's weights to the samplers, and return the weights. Later tokens carry their version.
 
-    While rollouts stream, give the stream, once a batch: `await publish(policy, stream)`. It counts the versions, and
-    hands the weights on to its sampler. DataError where the sampler of an open stream is given instead.
+    With a stream of rollouts, pass the stream instead, once for each batch: `await publish(policy, stream)`. It counts
+    the versions and passes the weights on to its sampler. Raises DataError for the sampler of an open stream.
     """
     to = sink.get()
     asked = to.now() if to else 0.0
@@ -70,9 +70,9 @@ async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
 
 
 async def greedy_baseline(sampler: Sampler, batch: Batch, sampling: Sampling, score: Score) -> Batch:
-    """Add `baseline`, float32[rows]: the reward of the greedy completion of the row's prompt, drawn once a group.
+    """Add `baseline`, float32[rows]: the reward of the greedy completion of the row's prompt, decoded once per group.
 
-    For `score` of a stream, whose rows are groups that have finished. ReMax: Li et al. 2023 (arXiv:2310.10505).
+    For use in the `score` of a stream, whose rows are finished groups. ReMax: Li et al. 2023 (arXiv:2310.10505).
     """
     batch = await batch.load("groups")
     _, first, group = np.unique(batch.groups, return_index=True, return_inverse=True)
@@ -83,9 +83,9 @@ async def greedy_baseline(sampler: Sampler, batch: Batch, sampling: Sampling, sc
 
 
 def has_signal(batch: Batch) -> NDArray[np.bool_]:
-    """Whether the rewards of a row's group differ, bool[rows]: where they do not, all advantages are zero.
+    """Mark rows of groups with different rewards, bool[rows]. In other groups all advantages are zero.
 
-    To draw other prompts in their place: `rollouts(..., keep=has_signal)`. DAPO (arXiv:2503.14476), section 3.2.
+    To replace the prompts of the other groups: `rollouts(..., keep=has_signal)`. DAPO (arXiv:2503.14476), section 3.2.
     """
     _, group = np.unique(batch.groups, return_inverse=True)
     lowest = np.full(group.max(initial=-1) + 1, np.inf)

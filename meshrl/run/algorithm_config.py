@@ -1,4 +1,4 @@
-"""What the configurations of all algorithms have in common."""
+"""The configuration keys that all algorithms share."""
 
 from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
@@ -23,45 +23,46 @@ from meshrl.tasks import TaskConfig
 
 
 class EvaluationConfig(Config):
-    """An algorithm's `[evaluation]`: held-out prompts, judged beside its steps."""
+    """Evaluation on held-out prompts while the run trains."""
 
     every: int = Field(ge=1)
-    """Steps: it begins before the first, after so many, and so on."""
+    """Steps between two evaluations. The first is before the first step."""
     n: int = Field(default=4, ge=1, le=MOST_COMPLETIONS)
-    """Completions a prompt, for pass@k; one greedy completion more is drawn."""
+    """Completions for each prompt, for pass@k. A greedy completion is drawn in addition."""
     rows: int | None = Field(default=None, ge=1)
-    """The first so many prompts; nothing means all."""
+    """Evaluate only this number of held-out prompts, the first ones. Default: all."""
     at_least: float = 1.0
-    """The reward from which on a completion is right."""
+    """Lowest reward that counts as correct."""
     temperature: float | None = Field(default=None, gt=0)
-    """Nothing means the run's."""
+    """Sampling temperature. Default: that of the run's `sampling`."""
     seed: int = 0
-    """Of what is drawn."""
+    """Seed for sampling."""
     wait: bool = False
-    """Let no step go on meanwhile: then all tokens are of one version."""
+    """Pause training during an evaluation, so that one version of the weights samples all its tokens."""
 
 
 _LEAST: Final = {"steps": 0, "prompts": 1, "rows": 1, "epochs": 1, "minibatches": 1, "ahead": 0, "kl": 0}
-"""Keys that mean the same in every algorithm, and the least that each may be."""
+"""Keys that mean the same in every algorithm, and the lowest value of each."""
 _OF_THE_POLICYS_MODEL: Final = ("dtype", "chat", "chat_template_kwargs")
-"""What goes with the policy's model to each role that has it."""
+"""Keys that each role with the policy's model inherits from it."""
 _OF_A_READER: Final = ("backend", "model", "chat", "chat_template_kwargs")
-"""What a task has of the policy, or of the first role with a model, to count tokens as it does."""
+"""Keys that a task takes from the policy, or from the first role with a model, to count tokens as that role does."""
 _MOST_ROWS: Final = 2**22
-"""Of one step, all of which are in memory at once."""
+"""Rows of one step at most: all of them are in memory at once."""
 
 
 class AlgorithmConfig(Config):
     """The base of an algorithm's configuration.
 
-    A role that names no `model` has the policy's, its dtype and its chat template, but for a reward and a teacher.
-    Refused are values without sense of the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead` and `kl`,
-    where a script has them, and a learning rate that is 0 before the last of `steps * epochs * minibatches` updates;
-    and steps of more rows than a machine holds.
+    A role without a `model` uses the policy's, with its dtype and its chat template. A reward and a teacher do not.
+
+    Validation refuses values that are too low for the keys `steps`, `prompts`, `rows`, `epochs`, `minibatches`, `ahead`
+    and `kl`, if a script has them. It refuses a learning rate that reaches 0 before the last of
+    `steps * epochs * minibatches` updates, and a step with more than 4,194,304 rows.
     """
 
     evaluation: EvaluationConfig | None = None
-    """Judge held-out prompts beside the steps; nothing, or false, means not to."""
+    """Evaluate held-out prompts during the run. False, or no table: no evaluation."""
 
     @field_validator("*")
     @classmethod
@@ -83,7 +84,7 @@ class AlgorithmConfig(Config):
                 if n > 1
                 else f"{prompts:,} rows"
             )
-            raise ValueError(f"{told} a step, and a step has at most {_MOST_ROWS:,}: lower them")
+            raise ValueError(f"{told} in a step, and a step has at most {_MOST_ROWS:,}: lower them")
         return self
 
     @model_validator(mode="after")
@@ -96,20 +97,20 @@ class AlgorithmConfig(Config):
                 continue
             if optimizer.total_steps is not None and optimizer.total_steps < updates:
                 raise ValueError(
-                    f"{name}.optimizer.total_steps = {optimizer.total_steps}: the learning rate is 0 from there on, "
-                    f"and the run makes {updates} updates (steps = {steps}, epochs = {epochs}, minibatches = {parts}): "
-                    f"set it to {updates}, or make fewer"
+                    f"{name}.optimizer.total_steps = {optimizer.total_steps}: the learning rate is 0 after that, but "
+                    f"the run makes {updates} updates (steps = {steps}, epochs = {epochs}, minibatches = {parts}): "
+                    f"set total_steps to {updates}, or make fewer updates"
                 )
         return self
 
     @classmethod
     def prepared(cls, table: Mapping[str, object]) -> Mapping[str, object]:
-        """The table with the policy's model, and the run's seed, in each role that holds a model and names none.
+        """Return the table with the policy's model and the run's seed in each role with a model that sets none.
 
-        A sampler has its adapters too, where they are what it is given.
+        A sampler also gets the policy's adapters if `lora.sync` is "adapters".
         """
         filled = dict(table)
-        if filled.get("evaluation") is False:  # the one way of a command line to take a file's table out
+        if filled.get("evaluation") is False:  # the only way for a command line to remove a file's table
             del filled["evaluation"]
         run, policy, task = table.get("run"), table.get("policy"), table.get("task")
         if isinstance(task, Mapping) and "longest" in task and (counts := cls._first_model(table)):
@@ -136,13 +137,13 @@ class AlgorithmConfig(Config):
 
     @classmethod
     def _first_model(cls, table: Mapping[str, object]) -> Mapping[str, object] | None:
-        """The table of the policy, or of the first role that names a model where there is no policy."""
+        """The table of the policy, or of the first role that names a model if there is no policy."""
         roles = [table.get(name) for name in ("policy", *cls.model_fields)]
         return next((role for role in roles if isinstance(role, Mapping) and "model" in role), None)
 
     @classmethod
     def implied(cls, table: Mapping[str, object]) -> Collection[str]:
-        """The roles with the policy's model, where that is missing."""
+        """The roles that would use the policy's model, if it is missing."""
         policy, field = table.get("policy", {}), cls.model_fields.get("policy")
         if field is None or not field.is_required() or not isinstance(policy, Mapping) or "model" in policy:
             return ()
@@ -151,9 +152,9 @@ class AlgorithmConfig(Config):
 
 
 class RolloutConfig(AlgorithmConfig):
-    """The base of a configuration whose policy learns from its own completions, which a reward judges.
+    """The base configuration of algorithms whose policy learns from the rewards of its own completions.
 
-    An algorithm adds how they are drawn, `sampling`, and its `loss`; and it may give a key another default.
+    An algorithm adds `sampling` and `loss`, and may change the default of a key.
     """
 
     task: TaskConfig
@@ -161,28 +162,31 @@ class RolloutConfig(AlgorithmConfig):
     sampler: SamplerConfig
     reward: RewardConfig | RewardModelConfig
     reference: ReferenceConfig
-    """Read where the algorithm compares with it: most do where the weight of a KL penalty is above 0."""
+    """The model that the KL penalty compares with. Most algorithms use it only if the weight of that penalty is above
+    0."""
     ahead: int = 0
-    """How many publications of weights the rollouts may be behind; above 0 they go on while the policy trains."""
+    """Number of published weight versions that rollouts may be behind the policy. Above 0, rollouts run while the
+    policy trains."""
     prompts: int = 64
-    """Prompts a step; each has `sampling.n` completions."""
+    """Prompts in a step. Each has `sampling.n` completions."""
     steps: int = 400
+    """Training steps of the run."""
 
 
 def _forms(annotation: object) -> tuple[list[object], list[type[ModelConfig]]]:
-    """The tables that a role may have, and those of them that hold a model."""
+    """The types of table that a role may have, and those among them that hold a model."""
     forms = [form for form in get_args(annotation) or (annotation,) if form is not NoneType]
     return forms, [form for form in forms if isinstance(form, type) and issubclass(form, ModelConfig)]
 
 
 def _holds_a_model(annotation: object, role: Mapping[str, object]) -> bool:
-    """Whether a role's table is of one that holds a model."""
+    """True if a role's table describes a role with a model."""
     forms, kinds = _forms(annotation)
     return bool(kinds) and (len(kinds) == len(forms) or "model" in role)
 
 
 def _with_the_policys_model(annotation: object) -> Sequence[type[ModelConfig]]:
-    """The tables that a role may have, where each of them has the policy's model unless it names one."""
+    """The types of table that a role may have, if each uses the policy's model unless it names one."""
     forms, kinds = _forms(annotation)
     others = any(issubclass(kind, RewardModelConfig | RewardTrainingConfig | TeacherConfig) for kind in kinds)
     return kinds if len(kinds) == len(forms) and not others else []

@@ -1,4 +1,4 @@
-"""What a run has left in its folder: its newest model, its tables, a prompt."""
+"""Read what a run has left in its folder: its newest model, its tables, a prompt."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""Whether a run kept what it promises, by the files of its folder alone.
+"""Audit a run: check its guarantees by the files of its folder.
 
 Four promises: each prompt is trained once or dropped, versions never fall, no row is older than the bound, and steps
 follow each other. `groups.jsonl` says what became of the prompts; `metrics.jsonl` and

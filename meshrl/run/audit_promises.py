@@ -1,4 +1,4 @@
-"""What an audit finds of each promise of a run, as it goes through the accounts of its steps."""
+"""The guarantees that an audit checks, one after the other, step by step."""
 
 from bisect import bisect_right
 from collections import Counter

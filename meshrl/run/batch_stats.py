@@ -1,4 +1,4 @@
-"""The numbers that people watch of a batch of rollouts."""
+"""The numbers of a batch of rollouts for metrics."""
 
 from typing import Final
 

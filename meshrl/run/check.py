@@ -1,4 +1,4 @@
-"""What can be found wrong with a configuration before any model loads."""
+"""Find mistakes in a configuration before any model loads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

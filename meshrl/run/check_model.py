@@ -1,4 +1,4 @@
-"""What can be found wrong with a role's model before it loads: its folder, its template, its room, its dtype."""
+"""Find mistakes in a role's model before it loads: its folder, chat template, memory and dtype."""
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""What can be found wrong with the rows of a task before a model loads: each line, its prompt, and its length."""
+"""Find mistakes in a task's rows before a model loads: in each line, its prompt and its length."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice

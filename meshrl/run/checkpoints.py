@@ -1,4 +1,4 @@
-"""The checkpoints of a run: folders that are whole or not there, and what a run that goes on finds in the newest."""
+"""Checkpoints: folders that are complete or absent, and the state that a resumed run reads."""
 
 import asyncio
 import os

@@ -14,33 +14,38 @@ from meshrl.user_code import CODE
 
 
 class MeshConfig(Config):
-    """One named mesh: how many ranks, and what each may use."""
+    """A named mesh: its number of ranks, and the resources of each rank."""
 
     ranks: int = Field(default=1, ge=1, le=65_536)
+    """Number of ranks."""
     least: int | None = Field(default=None, ge=1)
-    """Ranks with which a run begins and goes on, where others are lost, or not there yet: of a mesh of samplers."""
+    """Lowest number of ranks that the run can start and continue with. Only for meshes of samplers. By default all
+    ranks must be there."""
     axes: Shape = Field(default={})
-    """The axes, the last one fastest; nothing means `dp = ranks`."""
+    """Name and size of each axis of ranks. The last axis varies fastest. Default: `dp = ranks`."""
     cpus: int | None = Field(default=None, ge=0)
-    """This and what follows: as in `Resources`."""
+    """CPU cores of each rank. By default the mesh's ranks share the free cores. 0 reserves none."""
     gpus: float = Field(default=0.0, ge=0)
+    """GPUs of each rank. Below 1, a share of one GPU."""
     custom: dict[str, float] = Field(default={})
+    """Custom resources of each rank, by the names that the Ray cluster gives them."""
     gib: float | None = Field(default=None, gt=0)
-    """GiB that a rank may hold: of its GPU, or of the machine's memory where it has none. With it `meshrl check` says
-    where roles need more, and `meshrl memory` how much is left."""
+    """GiB of memory that a rank may use, on its GPU, or on the machine if it has no GPU. `meshrl check` warns about
+    roles that need more, and `meshrl memory` shows how much is free."""
     placement: Literal["pack", "spread"] = "pack"
+    """`pack` puts ranks on few machines, `spread` on many."""
 
     @property
     def resources(self) -> Resources:
-        """What each rank may use."""
+        """The resources of each rank."""
         return Resources(self.cpus, self.gpus, self.custom, self.placement, self.least or 0)
 
     def check_takes(self, role: RoleConfig) -> None:
-        """ConfigError where ranks may come and go, and the role is none that goes on without some."""
+        """ConfigError if the mesh may lose ranks (`least`) and the role cannot continue without them."""
         if self.least and not isinstance(role, SamplerConfig):
             raise ConfigError(
-                f"the mesh {role.mesh!r} has least = {self.least}, and ranks that are lost would take a part of the "
-                f"{role.role or type(role).__name__} along: such a mesh is for samplers alone"
+                f"the mesh {role.mesh!r} has least = {self.least}, and the {role.role or type(role).__name__} would "
+                "lose a part of itself with each lost rank: use `least` only for meshes of samplers"
             )
 
     @model_validator(mode="after")
@@ -62,17 +67,17 @@ class MeshConfig(Config):
     @model_validator(mode="after")
     def _may_shrink(self) -> Self:
         if self.least and self.least > self.ranks:
-            raise ValueError(f"least = {self.least}, and there are ranks = {self.ranks} at most")
+            raise ValueError(f"least = {self.least} is more than ranks = {self.ranks}: lower it")
         if self.least and self.axes.get("dp", self.ranks) != self.ranks:
             raise ValueError(
-                f"least = {self.least} lets ranks come and go one by one, and with the axes {self.axes} some work "
-                "together: take dp alone"
+                f"least = {self.least} lets single ranks come and go, but with the axes {self.axes} some ranks work "
+                "together: use the axis dp only"
             )
         return self
 
 
 def usual_engine(run: Mapping[str, object]) -> str:
-    """The engine of a run of these meshes, where none is asked for: one process would have them wait for each other."""
+    """Return the default engine of a run. Several meshes in one process would wait for each other."""
     meshes = cast("Mapping[str, MeshConfig]", run.get("meshes", {}))
     return "processes" if len(meshes) > 1 or any(mesh.gpus for mesh in meshes.values()) else "local"
 
@@ -81,65 +86,67 @@ class RunConfig(Config):
     """The `[run]` table of a configuration."""
 
     name: str = Field(default="run", pattern=r"^\w[\w.-]*$")
-    """The run's folder is `folder/name`."""
+    """Name of the run. Its files are in `folder/name`."""
     folder: str = "runs"
-    """Of all runs; one that is not absolute is where the command is typed, whichever file names it. What a run records
-    of its configuration has it absolute."""
+    """The folder of all runs. A relative path starts at the current folder, even if a file names it. The run records
+    the absolute path in its configuration."""
     seed: int = 0
-    """Decides the order of the data, and is the seed of each role that has none of its own."""
+    """Seed of the order of the data, and of each role that sets no seed."""
     meshes: dict[str, MeshConfig] = Field(default={})
-    """The meshes that roles name; one that is not here has one rank and the cores that are free."""
+    """The meshes that roles refer to, by name. A mesh without a table has one rank and uses the free cores."""
     engine: str = Field(default_factory=usual_engine, pattern=r"^(local|processes|ray|auto|[\w.-]+:\d+)$")
-    """`local`: threads of this process. `processes`: processes of this machine. `ray`: the cluster at RAY_ADDRESS, or
-    one of this machine's own for the run. HOST:PORT: the Ray cluster there; `auto`: the one that runs on this machine.
-    Without it `processes` where `meshes` has more than one, or one with GPUs, else `local`."""
+    """Where ranks run. `local`: threads of this process. `processes`: processes of this machine. `ray`: the Ray cluster
+    at RAY_ADDRESS, or a new one on this machine for the run. `HOST:PORT`: the Ray cluster there. `auto`: the Ray
+    cluster that runs on this machine. Default: `processes` if there are several `meshes` or one with GPUs, else
+    `local`."""
     inline_bytes: int = Field(default=INLINE_BYTES, ge=0)
-    """Columns of more bytes a rank stay on the rank that made them, and are loaded where they are read."""
+    """A result's column with more bytes than this on a rank stays on that rank, and is loaded where it is read."""
     shared_memory_mib: int | None = Field(default=None, ge=1)
-    """MiB of `/dev/shm` that all processes of the run together may take on each machine; without it what there is. More
-    goes through files of the temporary folder."""
+    """MiB of `/dev/shm` that all processes of the run together may use on each machine. Data beyond it goes through
+    files in the temporary folder. Default: all that is free."""
     patience: float = Field(default=PATIENCE, gt=0)
-    """Seconds after which another host that cannot be reached is given up, with the ranks on it (engine Ray)."""
+    """Seconds to wait for an unreachable host before its ranks count as lost (engine Ray)."""
     deterministic: bool = False
-    """Keep the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run to the bit."""
+    """Record the schedule of rollouts in schedule.jsonl, so that `replay` can repeat the run bit by bit."""
     replay: Annotated[str | None, PathIn("(.+)")] = None
-    """The folder of a deterministic run of the same configuration, whose schedule this one follows."""
+    """Folder of a deterministic run of the same configuration. This run follows its schedule."""
     slow_after: float = Field(default=60.0, gt=0)
-    """Seconds after which a line says which call is still running, and on which rank."""
+    """Seconds after which the log names a call that is still running, and its rank."""
     log: Annotated[str, CODE] | list[Annotated[str, CODE]] = "tensorboard"
-    """The trackers that are told numbers, samples and the report, one or a list: `tensorboard`, `wandb`, `mlflow`,
-    `trackio`, and those of one's own, `file.py:Name` (`meshrl.Tracker`)."""
+    """One or several trackers that receive numbers, samples and the report: `tensorboard`, `wandb`, `mlflow`,
+    `trackio`, or your own as `file.py:Name` (see `meshrl.Tracker`)."""
     otlp: str | None = Field(default=None, pattern=r"^https?://.+")
-    """The address of a collector of OpenTelemetry traces, such as http://127.0.0.1:4318: each step is a trace of calls
-    and waits, by OTLP over HTTP."""
+    """Address of an OpenTelemetry collector, such as http://127.0.0.1:4318. Each step is sent as a trace of calls and
+    waits, by OTLP over HTTP."""
     project: str | None = None
-    """What the run is filed under there; without it what the tracker's own environment variable says, or `meshrl`."""
+    """Project of the run at the trackers. Default: the project in the tracker's environment variable, or `meshrl`."""
     samples_every: int = Field(default=20, ge=1)
     """Steps between two samples of prompts, completions and rewards."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between two checkpoints, and one after the last step; without it none is written."""
+    """Steps between two checkpoints. One more is written after the last step. By default there are no checkpoints."""
     checkpoints_kept: int = Field(default=2, ge=1)
-    """How many of them stay, the newest."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     checkpoint_async: bool = False
-    """Train on while a checkpoint is written: steps wait for copies of the state alone."""
+    """Continue training while a checkpoint is written. Steps wait only while the state is copied."""
     resume: bool = False
-    """Go on from the newest checkpoint in the run's folder; begin anew where there is none."""
+    """Continue from the newest checkpoint in the run's folder, or start from the beginning if there is none."""
     restarts: int = Field(default=0, ge=0)
-    """How often the run goes on by itself, from the newest checkpoint and on new ranks, where a rank's process is gone
-    or what an actor computes with. An error of a script, a reward or a configuration ends it all the same."""
-
+    """Number of times that the run restarts by itself, from the newest checkpoint and on new ranks, after it has lost a
+    rank's process or a device. An error in a script, a reward or a configuration always ends the run."""
     restart_wait: float = Field(default=600.0, ge=0)
-    """Seconds that it then waits for room for each mesh, as for a machine that comes back."""
+    """Seconds that a restart waits for resources for each mesh, such as a machine that comes back."""
 
     @property
     def trackers(self) -> list[str]:
-        """Those of `log`, and that of `otlp`."""
+        """The trackers that `log` names, and that of `otlp`."""
         return [*([self.log] if isinstance(self.log, str) else self.log), *(["otlp"] if self.otlp else [])]
 
     @model_validator(mode="after")
     def _traces_have_an_address(self) -> Self:
         if "otlp" in ([self.log] if isinstance(self.log, str) else self.log):
-            raise ValueError('traces go to the collector that otlp names: set otlp = "http://127.0.0.1:4318", not log')
+            raise ValueError(
+                'otlp is not a tracker for log: set the address of a collector as otlp = "http://127.0.0.1:4318"'
+            )
         return self
 
     @model_validator(mode="after")
@@ -147,7 +154,7 @@ class RunConfig(Config):
         for name, mesh in self.meshes.items():
             if self.engine == "local" and (mesh.gpus or mesh.custom):
                 raise ValueError(
-                    f"meshes.{name} asks for more than threads, which is all that the local engine gives: set "
+                    f"meshes.{name} asks for GPUs or custom resources, and the local engine has only threads: set "
                     'run.engine = "processes", or "ray" for several machines'
                 )
         return self
@@ -156,7 +163,7 @@ class RunConfig(Config):
     def _restarts_have_checkpoints(self) -> Self:
         if self.restarts and self.checkpoint_every is None:
             raise ValueError(
-                f"restarts = {self.restarts} goes on from the newest checkpoint, and none is written: set "
+                f"restarts = {self.restarts} needs a checkpoint to restart from, and none is written: set "
                 "checkpoint_every = 50, or leave restarts out"
             )
         return self
@@ -164,10 +171,10 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _follows_a_schedule_from_its_beginning(self) -> Self:
         if (self.resume or self.restarts) and (self.deterministic or self.replay):
-            named = "deterministic = true keeps" if self.deterministic else "replay follows"
-            other = "resume = true goes" if self.resume else f"restarts = {self.restarts} go"
+            named = "deterministic = true records" if self.deterministic else "replay follows"
+            other = "resume = true continues" if self.resume else f"restarts = {self.restarts} continues"
             raise ValueError(
-                f"{named} the schedule of a whole run, and {other} on in the middle of one: leave one of "
-                "them out. With ahead = 0 the seed alone repeats a run"
+                f"{named} the schedule of a whole run, but {other} from the middle of one: remove one of the two. "
+                "With ahead = 0 the seed alone repeats a run"
             )
         return self

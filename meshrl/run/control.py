@@ -1,4 +1,4 @@
-"""What somebody asks of a run that goes on: files in its folder, for which it looks between two steps."""
+"""Control of a running run: files in its folder that it looks for between two steps."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""What a disk that cannot take a run's files does to the run: an error in words, with what to do."""
+"""Errors of a disk that cannot take a run's files, with advice."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The engine of a run, told what the roles of its configuration are made of."""
+"""Make the engine of a run, with the modules that its roles need."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The folder of a run: where it begins, what becomes of an earlier run's, and what a run that goes on finds in it."""
+"""The folder of a run: where it starts, what happens to an earlier run's folder, and what a resumed run finds."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A new run that begins as an earlier one did, up to a step, and goes on with other settings."""
+"""Fork a run: repeat it up to a step, and continue with other settings."""
 
 import json
 import secrets

@@ -1,4 +1,4 @@
-"""Fingerprints of a checkpoint's files: what is read is what was written."""
+"""Fingerprints of a checkpoint's files, to check that they are read as they were written."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Algorithm scripts and their configurations: finding them, loading them, and what is shipped."""
+"""Find and load algorithm scripts and their configurations, shipped ones included."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence

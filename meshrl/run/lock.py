@@ -1,4 +1,4 @@
-"""The one writer of a run's folder."""
+"""The lock of a run's folder, which admits one writer."""
 
 import errno
 import fcntl

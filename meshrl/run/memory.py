@@ -1,4 +1,4 @@
-"""How much memory the roles of a configuration take on a rank, told before anything is allocated."""
+"""Estimate the memory that the roles of a configuration need on a rank, before anything is allocated."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

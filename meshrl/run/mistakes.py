@@ -1,4 +1,4 @@
-"""What is found wrong with a configuration, told once each, with whether the file or the command line says it."""
+"""Mistakes in a configuration, each reported once, with its origin: the file or the command line."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A page of one's own to start from: a shipped script, a configuration, rows and a reward, in a folder."""
+"""Copy a shipped script, a configuration, rows and a reward into a folder, as a starting point."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What is measured on a schedule beside the steps of a run: one measurement at a time, for which no step waits."""
+"""Measurements at regular steps while the run trains: one at a time, and no step waits for them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping

@@ -1,4 +1,4 @@
-"""What a run takes from the hub, by the commit that a name means when it starts: on each rank, and in its record."""
+"""Pin models and data of the hub to the commit that their name means when a run starts, on all ranks."""
 
 from collections.abc import Callable
 from dataclasses import replace

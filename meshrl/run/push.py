@@ -1,4 +1,4 @@
-"""A run's model onto the hub, with a card that says what made it."""
+"""Upload a run's model to the hub, with a card that says how it was made."""
 
 import os
 import shutil

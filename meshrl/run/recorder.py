@@ -1,4 +1,4 @@
-"""The files of a run: its configuration, its numbers, samples to read, and a summary; and the progress line."""
+"""Write the files of a run: configuration, numbers, samples and a summary. And its progress line."""
 
 import asyncio
 import os

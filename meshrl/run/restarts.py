@@ -1,4 +1,4 @@
-"""A job's run, begun again where a machine failed under it: as often as `run.restarts` says."""
+"""Restart a job's run after a machine has failed, up to `run.restarts` times."""
 
 from collections.abc import Callable
 from pathlib import Path

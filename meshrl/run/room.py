@@ -1,4 +1,4 @@
-"""Room for a mesh on the machines that are left when one has failed: what is missing is waited for."""
+"""Wait until the remaining machines have room for a mesh again after one has failed."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

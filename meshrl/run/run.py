@@ -36,13 +36,13 @@ R = TypeVar("R")
 
 
 class Steps:
-    """What `Run.steps` returns: an iterator for `async for`.
+    """The steps of a run: the iterator for `async for` that `Run.steps` returns.
 
-    Not a generator, which a script that breaks off would leave unfinished.
+    It is not a generator, because a script that leaves the loop would leave a generator unfinished.
     """
 
     def __init__(self, numbers: Iterable[int], turn: Callable[[int | None], Awaitable[None]]) -> None:
-        """`turn`: what is done between two steps, given the one that comes, None after the last."""
+        """`turn`: called between two steps with the number of the next one, or None after the last."""
         self._numbers = iter(numbers)
         self._turn = turn
 
@@ -58,12 +58,12 @@ class Steps:
 
 
 class Run:
-    """What a script is given: spawn roles, count steps, record numbers. Used with `async with`.
+    """A run of an algorithm, which spawns roles, counts steps and records numbers. Use it with `async with`.
 
         async with Run(RunConfig(name="mine")) as run:
             policy = await run.spawn(Policy, PolicyConfig(model="folder"))
 
-    What it spawned ends with the block.
+    All roles that it has spawned are stopped at the end of the block.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Run:
         resolved: Mapping[str, object] | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`resolved`: the whole configuration, which is written to the run's folder."""
+        """`resolved`: the whole configuration, to be written to the run's folder."""
         self.config = config
         self.engine: Engine = engine or engine_of(config, resolved or {})
         folder = Path(config.folder) / config.name
@@ -105,7 +105,7 @@ class Run:
         self._schedule: Schedule | None = None
 
     def _open(self, folder: Path, resolved: Mapping[str, object]) -> None:
-        """Read what is in the folder, and make it this run's."""
+        """Read the state in the folder, and take the folder over for this run."""
         config, check = self.config, self._lock.check
         trackers = Trackers(config.trackers, config.project)
         # Before the recorder makes room for the folder, which may be the same.
@@ -126,9 +126,9 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where everything that the run writes lies. An earlier run's folder makes room for it where this is asked.
+        """The folder of all files that the run writes. Reading it renames the folder of an earlier run with its name.
 
-        DataError where another process owns it by now: who asks is about to write there.
+        Raises DataError if another process has taken the folder over, because the caller is about to write there.
         """
         if self._lock.is_held:
             self._lock.check()
@@ -141,9 +141,10 @@ class Run:
         return self.config.seed
 
     async def spawn(self, role: Callable[..., R], config: RoleConfig) -> R:
-        """The backend that the configuration names for a role, on the mesh that it names, seen as its own axes.
+        """Spawn a role with the backend, the mesh and the axes that its configuration names.
 
-        BackendError where there is none, ConfigError where the axes do not fit its ranks, and what `Mesh.spawn` raises.
+        Raises BackendError if there is no such backend, ConfigError if the axes do not fit the mesh's ranks, and the
+        errors of `Mesh.spawn`.
         """
         if isinstance(config, ModelConfig) and "seed" not in config.model_fields_set:
             config = config.model_copy(update={"seed": self.seed})
@@ -165,17 +166,17 @@ class Run:
         return actor
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
-        """Reserve a mesh of one's own; the run stops it at the end."""
+        """Reserve a mesh for your own actors. The run stops it at the end."""
         name = str(next(self._numbered))
         return await with_room(partial(Mesh.reserve, self.engine, ranks, resources, name, self._logs), name, self.waits)
 
     def steps(self, count: int) -> AsyncIterator[int]:
-        """The numbers of the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
+        """Iterate over the steps, 0 to count - 1, with a progress line: `async for step in run.steps(400)`.
 
-        Between two steps a checkpoint is written, where one is due, and one after the last. A run that goes on begins
-        after its checkpoint, in the loop where that was written; loops before it are over. DataError for a count below
-        0, and for steps that a replayed schedule does not fit: fewer than there, more where weights came after the loop
-        there, and others that weights are published at for an evaluation.
+        Checkpoints are written between two steps when they are due, and after the last step. A resumed run begins after
+        its checkpoint, in the loop that had written it, and skips earlier loops. Raises DataError for a count below 0,
+        and for steps that do not fit a replayed schedule: fewer steps, more steps if the schedule has weights after the
+        loop, or other steps at which weights are published for an evaluation.
         """
         if count < 0:
             raise DataError(f"run.steps({count}): a loop has 0 steps or more")
@@ -187,22 +188,22 @@ class Run:
         return Steps(range(first, count), partial(self._turn, loop, first, count))
 
     async def once(self, name: str, measure: Callable[[], Awaitable[Mapping[str, float]]]) -> Mapping[str, float]:
-        """Numbers that are measured once in a run: one that goes on has those that were measured before its checkpoint.
+        """Measure numbers once in a run. A resumed run returns those that were measured before its checkpoint.
 
             before = await run.once("before", lambda: evaluate(sampler, task.held_out, config.sampling))
 
-        The name is what a checkpoint knows them by.
+        Checkpoints keep the numbers under this name.
         """
         if name not in self._once:
             self._once[name] = {key: float(value) for key, value in (await measure()).items()}
         return dict(self._once[name])
 
     def beside(self, measurement: Measurement) -> None:
-        """Measure something every so many steps, beside them, as `evaluate_during` does; a loop's end waits for it."""
+        """Measure something at regular steps while the run trains, like `evaluate_during`. The loop awaits it."""
         self._beside.add(measurement)
 
     async def _turn(self, loop: int, first: int, count: int, step: int | None) -> None:
-        """Between two steps of a loop, where nothing of the script's is half-done."""
+        """Do what is due between two steps of a loop, where nothing in the script is half-done."""
         after = self._stepping
         self._end_step()
         if after:
@@ -224,7 +225,7 @@ class Run:
         self._begin_step(step)
 
     async def _end_loop(self, loop: int, first: int, count: int, *, after: bool) -> None:
-        """After the last step of a loop, or where none is left of that in which the run goes on."""
+        """End a loop after its last step, or if a resumed run has no step left in it."""
         goes_on = not after and self._saved is not None and loop == self._saved.loop
         if goes_on:
             self._begin_loop(loop, first, count)
@@ -237,7 +238,7 @@ class Run:
             self._schedule.end_loop()
 
     async def _checkpoint(self, loop: int, step: int, *, wait: bool) -> None:
-        """Write one, from which a run goes on with this step of this loop."""
+        """Write a checkpoint, from which a run resumes with this step of this loop."""
         await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
         self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
         data = self._cursor.reached()  # before anything else goes on
@@ -266,7 +267,7 @@ class Run:
         self._step, self._step_began, self._stepping = step, clock(), True
 
     def _end_step(self) -> None:
-        """Note when the step was, if one is open: the last of a script that breaks off ends with the run."""
+        """Record the end of the open step, if any. If a script leaves the loop, its last step ends with the run."""
         if self._stepping and self._events:
             start = self._events.began
             self._events.emit(Step(self._step, self._step_began - start, clock() - start))
@@ -274,11 +275,11 @@ class Run:
         self._stepping = False
 
     async def record(self, metrics: Metrics, batch: Batch | None = None, **numbers: float) -> None:
-        """Write the numbers of this step, and now and then rows of the batch to read.
+        """Write the numbers of this step, and now and then some rows of the batch as samples.
 
-        To the metrics' means it adds what is seen of the batch (rows, tokens, reward, staleness, ...), and the
-        `effective_sample_size` of a corrected loss. Loads what it writes of the batch: columns of one value a row, and
-        for samples the texts.
+        It adds numbers of the batch (rows, tokens, reward, staleness, ...) to the means of the metrics, and the
+        `effective_sample_size` of a corrected loss. It loads the columns that it writes: those with one value for each
+        row, and the texts of samples.
         """
         step, seconds = self._step, clock() - self._step_began
         told = await statistics(batch, worked=self._worked) if batch is not None else {}
@@ -296,14 +297,14 @@ class Run:
             await self.recorder.samples(step, batch)
 
     def _settle(self) -> None:
-        """Have the run's own folder, from its first step on."""
+        """Take the run's folder over, at the first step."""
         self.recorder.settle()
         self._lock.hold()
         if self._events:
             self._events.moved(self.recorder.folder)
 
     def _synced(self) -> dict[str, float]:
-        """How far the sampler was from the policy at the last load of weights."""
+        """Return the distance of the sampler from the policy at the last weight sync."""
         gauges = self._events.gauges if self._events else {}
         return {DIFFERENCE: gauges[DIFFERENCE]} if DIFFERENCE in gauges else {}
 
@@ -352,7 +353,7 @@ class Run:
                 await self.engine.close()
 
     def _close_files(self, error: BaseException | None) -> None:
-        """DataError where the disk does not take the last of them; where an error ended the run, that is logged."""
+        """Close the files. DataError if the disk is full, which is only logged if an error has ended the run."""
         if self._watch:
             self._watch.stop()
         rest = self._cursor.account(self._step if self._stepping else None)
@@ -389,5 +390,5 @@ class Run:
 
 
 def _kept(value: float) -> float | str:
-    """As JSON can hold it."""
+    """Return a number in a form that JSON can hold."""
     return value if isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""Serving what a run has trained: its newest model is given to a server, and with `follow` each newer one."""
+"""Serve what a run has trained: its newest model and, with `follow`, each newer one."""
 
 import asyncio
 import tempfile

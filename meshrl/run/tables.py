@@ -1,4 +1,4 @@
-"""The tables of a configuration, however deep."""
+"""Iterate over the tables of a configuration, however deep."""
 
 from collections.abc import Iterator
 

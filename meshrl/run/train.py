@@ -1,4 +1,4 @@
-"""A model, rows and a reward, trained by a shipped page in one call."""
+"""Train a model on rows with a reward, by a shipped algorithm, in one call."""
 
 import hashlib
 import os
@@ -23,17 +23,17 @@ from meshrl.run.restarts import run_job
 from meshrl.tasks import numbered_rows
 
 _SOURCE: Final = Path("settings")
-"""Where errors say that a mistake is."""
+"""The name of the settings in error messages."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What `train` has made."""
+    """The result of `train`."""
 
     folder: Path
     """The run's folder."""
     summary: Mapping[str, object]
-    """What the run wrote into summary.json: numbers of held-out prompts before and after, steps, seconds."""
+    """The content of summary.json: numbers of held-out prompts before and after, steps, seconds."""
 
     @property
     def model(self) -> Path:
@@ -47,16 +47,18 @@ async def train(
     reward: RewardFunction | RewardConfig | str | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> Trained:
-    """Improve a model by GRPO, or another shipped algorithm, on rows that a reward judges.
+    """Train a model with GRPO, or another shipped algorithm, on rows that a reward scores.
 
         trained = asyncio.run(meshrl.train("models/mine", rows, judge, {"steps": 50, "task.prompt": "{question}"}))
 
-    `rows`: mappings, such as those of a list or of a `datasets.Dataset`, which are written beside the run's folder as
-    JSON lines; or the name of what holds them, as `task.source` takes it: a .jsonl or .parquet file, `hf:ORG/NAME`.
-    `reward`: a function, its name as `reward.function` takes it, or a table with several; None for an algorithm that
-    has none. `settings`: keys as in a configuration file, dotted or in tables, with their values; `algorithm` is
-    "grpo", `run.name` "train", and a tenth of the prompts is held out. Raises ConfigError with all mistakes in them,
-    and what a run raises.
+    - `rows`: mappings, such as a list of dicts or a `datasets.Dataset`, which are written next to the run's folder as
+      JSON lines. Or the name of a source, as in `task.source`: a .jsonl or .parquet file, or `hf:ORG/NAME`.
+    - `reward`: a function, its name as in `reward.function`, or a table with several functions. None for an algorithm
+      without a reward.
+    - `settings`: keys of a configuration file, dotted or in tables, and their values. By default `algorithm` is "grpo",
+      `run.name` is "train", and a tenth of the prompts is held out.
+
+    Raises ConfigError with all mistakes in the settings, and the errors of a run.
     """
     if not (reward is None or isinstance(reward, str | RewardConfig) or callable(reward)):
         raise ConfigError(
@@ -83,7 +85,7 @@ async def train(
 
 
 def _job(table: Table, reward: object) -> Job[RunConfig]:
-    """What the tables say to run, with the reward that is no name."""
+    """Make the job that the tables describe, with a reward that is a function itself."""
     algorithm = str(table["algorithm"])
     has_reward = "reward" in load_script(find_script(algorithm, _SOURCE)).schema.model_fields
     if reward is not None and not has_reward:
@@ -101,7 +103,7 @@ def _job(table: Table, reward: object) -> Job[RunConfig]:
 
 
 def _flat(settings: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Each setting with the keys that lead to it, whether these are dotted or in tables."""
+    """Yield each setting with the keys that lead to it, dotted or in tables."""
     for key, value in settings.items():
         path = (*above, key) if above else tuple(key.split("."))
         if isinstance(value, Mapping) and value:
@@ -113,7 +115,7 @@ def _flat(settings: Mapping[str, object], above: tuple[str, ...] = ()) -> Iterat
 def _table(
     model: str | Path | NewModel, rows: str, reward: object, settings: Mapping[tuple[str, ...], object]
 ) -> Table:
-    """The settings as the tables of a configuration file."""
+    """Return the settings as the tables of a configuration file."""
     arguments: dict[str, object] = {
         "task.source": rows,
         "policy.model": model.model_dump() if isinstance(model, NewModel) else str(model),
@@ -139,13 +141,13 @@ def _table(
 
 
 def _check(job: Job[RunConfig]) -> None:
-    """ConfigError with what `meshrl check` finds wrong."""
+    """Raise ConfigError with the mistakes that `meshrl check` finds."""
     if mistakes := find_mistakes(job.config, job.run):
         raise ConfigError(list_of_mistakes(_SOURCE, mistakes))
 
 
 def _write(file: Path, text: bytes, check: Callable[[], None]) -> None:
-    """Write a file, and take it away again where the check that reads it fails."""
+    """Write a file, and remove it if the check that reads it fails."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part, was_there = file.with_suffix(f".{os.getpid()}.part"), file.exists()
     part.write_bytes(text)
@@ -168,7 +170,7 @@ def _line(where: str, row: Mapping[str, object]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """A numpy number or array as Python's own."""
+    """Convert a numpy number or array to plain Python values."""
     plain = getattr(value, "tolist", None)
     if plain is None:
         raise TypeError(f"it holds a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""A run's look at itself, each second: which calls have been running for long, and what it does now."""
+"""A run watches itself each second: which calls have been running for long, and what it does now."""
 
 import threading
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Virtual time: what a schedule would take, without a model and without waiting.
+"""Simulation in virtual time: how long a schedule takes, without a model and without waiting.
 
-A clock that leaps from event to event, latencies to put on actors, roles that only take time (the backend `sim`),
-and the forecast of `meshrl simulate` from the pace of a run that has been, fitted to where its calls are to run.
+It has a clock that jumps from event to event, latencies for actors, roles that only take time (the backend `sim`), and
+the forecast of `meshrl simulate`, which adapts the durations of a recorded run to the places where calls will run.
 """
 
 from meshrl.simulation.clock import Deadlock, LeftRunning, VirtualLoop, simulate

@@ -1,4 +1,4 @@
-"""The backend `sim`: roles that compute nothing and take, in virtual time, as long as real ones would.
+"""The backend `sim`: roles that compute nothing, but take as much virtual time as real ones.
 
 They keep the roles' promises about columns and versions. `meshrl simulate` puts them in the place of a configuration's
 backends; they run on a `SimEngine` alone.

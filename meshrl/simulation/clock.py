@@ -1,4 +1,4 @@
-"""Virtual time: an event loop in which a sleep costs nothing, and in which a seed chooses what runs next.
+"""Virtual time: an event loop in which sleeping is free, and a seed chooses what runs next.
 
 When nothing is ready, time jumps to the next timer. Where there is no timer either, nothing can ever run again,
 and the loop raises `Deadlock`, which says who waits for what.

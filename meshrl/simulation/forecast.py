@@ -1,4 +1,4 @@
-"""What `meshrl simulate` does: an algorithm's own script in virtual time, and what its steps would take.
+"""`meshrl simulate`: run an algorithm's script in virtual time, and predict how long its steps take.
 
 job = load_job(find_config("grpo/quickstart"), ["ahead=2"], RunConfig)
 forecast = simulate_job(job, record=Path("runs/quickstart"))

@@ -1,4 +1,4 @@
-"""What the fake and simulated roles write into a checkpoint: one JSON file."""
+"""Checkpoints of fake and simulated roles: one JSON file."""
 
 from pathlib import Path
 

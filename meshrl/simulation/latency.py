@@ -1,4 +1,4 @@
-"""Roles that take time and roles that fail: any actor class, with latencies and crashes drawn by a seed."""
+"""Roles that take time or fail: any actor class, with random latencies and crashes from a seed."""
 
 import asyncio
 import functools

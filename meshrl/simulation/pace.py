@@ -1,4 +1,4 @@
-"""How long the calls of a simulated run take: as those of a recorded run did, or as somebody guesses."""
+"""How long the calls of a simulated run take: as in a recorded run, or as guessed."""
 
 import math
 from bisect import bisect_left

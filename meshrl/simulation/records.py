@@ -1,4 +1,4 @@
-"""What a recorded run tells of calls: what they cost, and where they ran; and what they would cost elsewhere."""
+"""The durations of calls in a recorded run, where they ran, and what they would take elsewhere."""
 
 import math
 import tomllib

@@ -1,4 +1,4 @@
-"""Where the tasks of a loop stand: the lines of a wait-for graph."""
+"""Where the tasks of a loop are: the lines of a wait-for graph."""
 
 import asyncio
 import gc

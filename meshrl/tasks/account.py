@@ -1,4 +1,4 @@
-"""What becomes of the prompts of a run, as it is written down: a line a step of groups.jsonl, which an audit reads.
+"""The account of a run's prompts: a line of groups.jsonl for each step, which an audit reads.
 
 The numbers are those of `groups`: one for each prompt drawn, whichever epoch it is drawn in.
 """

@@ -1,4 +1,4 @@
-"""How far a run has come in its data: which prompts it has used, and which it had only drawn.
+"""The position of a run in its data: which prompts it has used, and which it had only drawn.
 
 Each prompt of a run has a number of its own, in `groups`. A checkpoint keeps the numbers of those that were used; a run
 that goes on from it leaves them out, and draws the others, also those that were under way. What becomes of each is told

@@ -1,4 +1,4 @@
-"""The prompts of a task that are not too long for who reads them."""
+"""Leave out prompts of a task that are too long for its model."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Pairs of texts of which one is better, and texts labelled good or bad, made of a task's rows."""
+"""Preference pairs of texts, and texts labelled good or bad, made from a task's rows."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def answer_pairs(batch: Batch, others: Sequence[object]) -> Batch:
-    """Each row twice: with its `answer` as the completion, which is preferred, and with its text of `others`.
+    """Make a pair of each row: its `answer` as the preferred completion, and its text in `others`.
 
-    Adds `completion`, `preferred` (int8: 1, then -1; 0 for both where the texts are equal), and `groups` where there
-    are none. DataError where there is not one text for each row.
+    Adds `completion`, `preferred` (int8: 1, then -1, or 0 for both if the texts are equal), and `groups` if the batch
+    has none. Raises DataError unless `others` has one text for each row.
     """
     answers = cast("tuple[str, ...]", batch.objects("answer"))
     if len(answers) != len(others):
@@ -32,9 +32,9 @@ def answer_pairs(batch: Batch, others: Sequence[object]) -> Batch:
 
 
 def rejected_answers(batch: Batch, template: str) -> list[str]:
-    """What each row's answer is better than: the template filled from its `row`; with no template, `corrupted`.
+    """Return the worse text for each row: the template filled from its `row`. With an empty template, see `corrupted`.
 
-    Raises DataError where a row lacks what the template needs.
+    Raises DataError if a row lacks a key of the template.
     """
     if template:
         rows = cast("tuple[Row, ...]", batch.objects("row"))
@@ -43,10 +43,10 @@ def rejected_answers(batch: Batch, template: str) -> list[str]:
 
 
 def labelled(batch: Batch, label: str) -> Batch:
-    """Each row with its `answer` as the completion, and whether that is `desirable`, bool: what `row[label]` says.
+    """Add each row's `answer` as its `completion`, and `desirable`, bool, from `row[label]`.
 
-    With no label, about every second row's completion is `corrupted`, and those are not desirable: data to try things
-    on. DataError where a row lacks the label or it is neither true nor false.
+    With an empty label, about every second completion is `corrupted` and not desirable, which gives data for a trial.
+    Raises DataError if a row lacks the label, or if it is neither true nor false.
     """
     if not label:
         desirable = np.array([about_half(f"label {prompt}") for _, prompt in _texts(batch)], np.bool_)
@@ -66,15 +66,15 @@ def labelled(batch: Batch, label: str) -> Batch:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Each `prompt` with the next row's `completion`, and the last with the first's: these two columns alone."""
+    """Pair each `prompt` with the next row's `completion`, the last with the first's. Keeps only these columns."""
     texts = batch.objects("completion")
     return batch.only("prompt").assign(completion=[*texts[1:], *texts[:1]])
 
 
 def corrupted(answer: str, key: str) -> str:
-    """The answer with two neighbouring characters that differ exchanged, which ones is decided by `key`.
+    """Exchange two neighbouring characters of an answer that differ. `key` decides which ones.
 
-    Where no neighbours differ, without its last character.
+    If no neighbours differ, the last character is removed.
     """
     places = [place for place in range(len(answer) - 1) if answer[place] != answer[place + 1]]
     if not places:
@@ -84,7 +84,7 @@ def corrupted(answer: str, key: str) -> str:
 
 
 def about_half(key: str) -> bool:
-    """True of about every second text, by the text alone."""
+    """True for about every second text. It depends only on the text."""
     return _hash(key) % 2 == 0
 
 
@@ -93,5 +93,5 @@ def _texts(batch: Batch) -> list[tuple[object, object]]:
 
 
 def _hash(text: str) -> int:
-    """A number that depends on the text alone."""
+    """Return a number that depends only on the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

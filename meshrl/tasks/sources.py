@@ -1,4 +1,4 @@
-"""Where a task's rows are read from: files, the hub, the task that comes along, others' packages."""
+"""Sources of a task's rows: files, the hub, the built-in task, and other packages."""
 
 import dataclasses
 import itertools

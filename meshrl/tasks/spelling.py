@@ -1,4 +1,4 @@
-"""The task that comes with meshrl: words to spell backward."""
+"""The built-in task: words to spell backward."""
 
 import lzma
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Texts in steps, each labelled right or wrong, and pairs' least margins, read from a task's rows."""
+"""Texts with labelled steps, and least margins of pairs, read from a task's rows."""
 
 from collections.abc import Sequence
 from typing import Final, cast
@@ -15,10 +15,10 @@ _STEPS: Final = "give as many labels as steps, each true, false or a number from
 
 
 def least_margins(batch: Batch, key: str) -> NDArray[np.float32]:
-    """By how much the better text of each row's pair should be above the other: the number `row[key]`, float32[rows].
+    """Read the margin by which the better text of each pair should exceed the other: `row[key]`, float32[rows].
 
-    0 with no key. Llama 2 (arXiv:2307.09288), section 3.2.2, gives more to pairs that were told apart with more
-    certainty. DataError where a row has no such number.
+    0 with an empty key. Llama 2 (arXiv:2307.09288), section 3.2.2, uses larger margins for clearer preferences. Raises
+    DataError if a row has no such number.
     """
     if not key:
         return np.zeros(len(batch), np.float32)
@@ -33,11 +33,12 @@ def least_margins(batch: Batch, key: str) -> NDArray[np.float32]:
 
 
 def labelled_steps(batch: Batch, steps: str, labels: str) -> Batch:
-    """Each row with its `steps`, a tuple of texts, and `step_labels`, of the chance that each is right: from its `row`.
+    """Add `steps`, a tuple of texts, and `step_labels`, the probability that each is right, from each row's `row`.
 
-    `steps` and `labels` name keys of `row`. With no `steps`, each character of the answer is one, in about every second
-    row of the answer `corrupted`, and those are right up to the first that is not the answer's: data to try things on.
-    DataError where a row lacks a key, its steps are not texts, or its labels do not fit them.
+    The arguments `steps` and `labels` name keys of `row`. With an empty `steps`, each character of the answer is a
+    step. In about every second row the answer is `corrupted`, and its steps are right up to the first wrong character.
+    This gives data for a trial. Raises DataError if a row lacks a key, its steps are not texts, or its labels do not
+    fit them.
     """
     if not steps:
         pairs = [_made(str(a), str(p)) for a, p in zip(batch.objects("answer"), batch.objects("prompt"), strict=True)]
@@ -49,7 +50,7 @@ def labelled_steps(batch: Batch, steps: str, labels: str) -> Batch:
 
 
 def _made(answer: str, prompt: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
-    """The characters of the answer, or of a corrupted one, and whether all up to each are the answer's."""
+    """Return the characters of the answer, or of a corrupted one, and whether each prefix agrees with the answer."""
     texts = tuple((corrupted(answer, prompt) or answer) if about_half(f"steps {prompt}") else answer)
     wrong = next((at for at, (one, other) in enumerate(zip(texts, answer, strict=False)) if one != other), len(texts))
     return texts, tuple(float(at < wrong) for at in range(len(texts)))

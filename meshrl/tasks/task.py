@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from, which of them are held out, and how they are dealt into batches."""
+"""Tasks: the source of prompts, which of them are held out, and how they are drawn in batches."""
 
 import hashlib
 import string
@@ -19,7 +19,7 @@ from meshrl.tasks.sources import Row, numbered_rows, read_rows
 
 
 class _Filled(NamedTuple):
-    """A row, and what the templates make of it."""
+    """A row, and the texts that the templates make from it."""
 
     row: Row
     answer: str
@@ -28,9 +28,9 @@ class _Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts to train on and to judge by. Columns: `prompt`, `answer`, `row` (the source's own row).
+    """Prompts for training and evaluation, with the columns `prompt`, `answer` and `row` (the source's row).
 
-    And `messages`, lists of `{"role": ..., "content": ...}`, where `TaskConfig.dialogues` has templates of them.
+    With `TaskConfig.dialogues` there is also `messages`, lists of `{"role": ..., "content": ...}`.
     """
 
     train: Batch
@@ -38,7 +38,7 @@ class Task:
 
     @classmethod
     def load(cls, config: TaskConfig) -> "Task":
-        """Read the source, drop repeated prompts, and set the held-out ones apart."""
+        """Read the source, drop repeated prompts, and separate the held-out ones."""
         return cls._made(config, read_rows(config))
 
     @classmethod
@@ -51,7 +51,7 @@ class Task:
         held_out: int | Literal["all"] = 0,
         held_out_fraction: float = 0.1,
     ) -> "Task":
-        """A task of rows in memory: a list, or a dataset whose rows are mappings. The options are `TaskConfig`'s.
+        """Make a task from rows in memory: a list, or a dataset whose rows are mappings. Options: see `TaskConfig`.
 
         Task.of([{"question": "2 + 2", "answer": "4"}])
         """
@@ -88,10 +88,10 @@ class Task:
         return cls(train=_batch(rows, train), held_out=_batch(rows, apart[:wanted]))
 
     def batches(self, rows: int, seed: int) -> Iterator[Batch]:
-        """Batches of `rows` training prompts without end, each epoch in a new order that `seed` decides.
+        """Yield batches of `rows` training prompts forever. Each epoch has a new order, which `seed` decides.
 
-        Adds `groups`, int64: a number for each prompt drawn, never used twice in a run. In the loop of a run that goes
-        on from a checkpoint, those that were used before it are left out.
+        Adds `groups`, int64: a number for each drawn prompt, which is never used twice in a run. A resumed run skips
+        the prompts that were used before its checkpoint.
         """
         if rows < 1:
             raise DataError(f"batches of {rows} rows: ask for at least 1")
@@ -126,18 +126,18 @@ class Task:
 
 
 def load_quietly(config: TaskConfig) -> Task:
-    """As `Task.load`, without a line in the log of what is left out."""
+    """Load a task like `Task.load`, without logging what is left out."""
     return Task._made(config, read_rows(config), quiet=True)  # noqa: SLF001 -- of this module
 
 
 def first_row(config: TaskConfig) -> tuple[str, str, Row]:
-    """The prompt and the answer of a task's first row, and the row; DataError where a template does not fit."""
+    """Return the prompt and the answer of a task's first row, and the row. DataError if a template does not fit."""
     where, row = next(iter(read_rows(config, rows=1)))
     return fill_prompt(config, row, where), fill(config.answer, row, f"{where}: answer"), row
 
 
 def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: str) -> list[Mapping[str, str]]:
-    """The messages of the row with this number; DataError where a template does not fit."""
+    """Return the messages of the row with this number. DataError if a template does not fit."""
     if not config.dialogues:
         return []
     return [
@@ -147,7 +147,7 @@ def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: 
 
 
 def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
-    """A row's prompt; DataError where the template does not fit, or puts whole messages into the text."""
+    """Return a row's prompt. DataError if the template does not fit, or puts whole messages into the text."""
     prompt = fill(config.prompt, row, f"{where}: prompt")
     for _, key, _, _ in _parsed(config.prompt):
         value = row.get(key) if key else None
@@ -166,7 +166,7 @@ def _is_message(value: object) -> bool:
 
 
 def fill(template: str, row: Mapping[str, object], where: str) -> str:
-    """The template with the row's values in it."""
+    """Fill a template with the row's values."""
     try:
         if (pieces := _pieces(template)) is None:
             return _FORMATTER.vformat(template, (), row)
@@ -203,14 +203,14 @@ _FORMATTER = _Template()
 
 @cache
 def _pieces(template: str) -> Sequence[tuple[str, str | None]] | None:
-    """Texts and the key after each, of a template that has keys alone: most of them, and these are quick to fill."""
+    """Split a template with plain keys into texts, each with the key after it. Most templates are so, and fill fast."""
     pieces = _parsed(template)
     is_plain = all(key is None or (key.isidentifier() and not form and not convert) for _, key, form, convert in pieces)
     return [(text, key) for text, key, _, _ in pieces] if is_plain else None
 
 
 def _place(prompt: str) -> float:
-    """A number in [0, 1) that depends on the prompt alone."""
+    """Return a number in [0, 1) that depends only on the prompt."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest()) / 2**64
 
 

@@ -1,4 +1,4 @@
-"""Environments of the library `verifiers`, which play as it plays them: its own rollout runs.
+"""Environments of the library `verifiers`, run by the library's own rollout.
 
     [task]
     source = "verifiers:ENV_ID"

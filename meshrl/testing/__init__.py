@@ -2,7 +2,7 @@
 
     meshrl run grpo/quickstart policy.backend=fake sampler.backend=fake reward.backend=fake
 
-A whole script runs so on the backend `fake`.
+This runs a whole script on the backend `fake`.
 """
 
 from meshrl.simulation import (

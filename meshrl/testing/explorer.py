@@ -1,4 +1,4 @@
-"""The explorer: one scenario under thousands of interleavings, each from a seed that gives it again.
+"""The explorer: runs a scenario under thousands of interleavings, each reproducible from a seed.
 
 python -m meshrl.testing FILE.py:SCENARIO --seed 1234
 """

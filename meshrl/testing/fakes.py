@@ -1,4 +1,4 @@
-"""Fake roles. They keep the roles' promises about columns, versions and order, and really learn.
+"""Fake roles. They keep the roles' guarantees about columns, versions and order, and do learn.
 
 The only weight is a skill from 0 to 1, the chance that the sampler gives the right answer. An update with
 any advantage that is not zero raises it.

@@ -1,4 +1,4 @@
-"""A disk that fails: any write or sync below a folder may be the one."""
+"""A failing disk: any write or sync below a folder can be made to fail."""
 
 import builtins
 import errno

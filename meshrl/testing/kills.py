@@ -1,4 +1,4 @@
-"""Every moment at which a controller can be killed, and what its disk holds then."""
+"""Every moment at which a controller can be killed, and the content of its disk at that moment."""
 
 import asyncio
 import builtins

@@ -1,4 +1,4 @@
-"""A run for tests: it gives an algorithm the roles that the test made, and keeps what the algorithm records."""
+"""A run for tests: it gives an algorithm the test's roles, and keeps what the algorithm records."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""A model that says what a test has written: a sampler, and how it converses. One token a character."""
+"""A model that says what a test has written: a sampler and its chat format. One token for each character."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence

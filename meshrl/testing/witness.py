@@ -1,4 +1,4 @@
-"""A witness: a policy that notes what it is trained on, and says whether the stream kept its promises."""
+"""A witness: a policy that records what it is trained on, and checks the stream's guarantees."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a tracker of experiments is told of a run."""
+"""The interface of experiment trackers."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,73 +10,74 @@ from meshrl.events import Event
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, as a tracker is told of it."""
+    """What a tracker knows of a run."""
 
     id: str
-    """The same where the run goes on from a checkpoint, and another for each new run."""
+    """Identifier of the run. A resumed run keeps it, and each new run has another."""
     name: str
     project: str | None
-    """None where `run.project` is not set."""
+    """Project of the run. None if `run.project` is not set."""
     folder: Path
-    """Of the run; a tracker may keep files there."""
+    """Folder of the run. A tracker may keep files there."""
     config: Mapping[str, object]
-    """The resolved configuration: tables of numbers, texts and lists."""
+    """The resolved configuration, as tables of numbers, texts and lists."""
     first_step: int
-    """The first that is to come; over 0 where the run goes on."""
+    """The next step. Above 0 if the run is resumed."""
     goes_on: bool
-    """Whether trackers have been told of it before."""
+    """True if trackers already know the run, because it is resumed."""
 
     @property
     def links(self) -> Mapping[str, str]:
-        """Its `folder`, the `report` in it, and with `run.otlp` what the ids of its `traces` begin with."""
+        """The run's `folder`, its `report`, and, with `run.otlp`, the prefix of the ids of its `traces`."""
         folder, table = self.folder.resolve(), self.config.get("run")
         links = {"folder": str(folder), "report": str(folder / "report.html")}
         return {**links, "traces": self.id} if isinstance(table, Mapping) and table.get("otlp") else links
 
     def project_by(self, variable: str) -> str:
-        """The project: of the configuration, else of the tracker's own environment variable, else `meshrl`."""
+        """Return the project: from the configuration, else from the tracker's environment variable, else `meshrl`."""
         return self.project or os.environ.get(variable) or "meshrl"
 
 
 class Tracker:
-    """Where numbers of a run go beside its folder: override what is of use. Named in `run.log` as `file.py:Name`.
+    """The base of experiment trackers. Override the methods that you need, and name it in `run.log` as `file.py:Name`.
 
         class Print(Tracker):
             def metrics(self, step, values):
                 print(step, values)
 
-    It is made before the run starts, without arguments; what it raises there stops the run. Its methods are called on
-    one thread of its own, one after the other, while the run goes on: what they raise is a warning, and the last that
-    it is told.
+    It is constructed without arguments before the run starts, and an error there stops the run. Its methods are called
+    one after the other on a separate thread while the run continues. An error in a method is logged as a warning, and
+    the tracker is not called again.
     """
 
     wants_report = False
-    """Whether `end` is given the run's report."""
+    """True if `end` should receive the run's report."""
     wants_events = False
-    """Whether it is told events."""
+    """True if `events` should be called."""
     begins_at_once = False
-    """Whether the run waits for `begin`: for one that is quick, and opens its files while the run has its folder."""
+    """True if the run should wait for `begin`. For trackers that are fast and open files in the run's folder."""
 
     def begin(self, run: TrackedRun) -> None:
-        """The run has its folder: it makes its first step, or has found something before it."""
+        """Called when the run has its folder, at its first step or when it first records numbers."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step, or of an evaluation that began when so many steps were done, perhaps an earlier one.
+        """Called with the numbers of a step, or of an evaluation that began at this step, which may be an earlier one.
 
-        A run that goes on tells steps again that came after its checkpoint.
+        A resumed run repeats the steps after its checkpoint.
         """
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Some rows of a step's batch, with the same keys: `prompt`, `completion`, and so on, `reward` a number."""
+        """Called with some rows of a step's batch. All have the same keys, such as `prompt` and `reward`."""
 
     def events(self, events: Sequence[Event], began: float) -> None:
-        """What happened in the last second, where the class sets `wants_events = True`.
+        """Called with the events of the last second, if the class sets `wants_events = True`.
 
-        `began`: when their times count from, in seconds since 1970.
+        `began`: the zero of the events' times, in Unix seconds.
         """
 
     def end(self, summary: Mapping[str, object], report: Path | None) -> None:
-        """The run is over: its `status` is `finished`, `interrupted` or `failed`, and other keys as in summary.json.
+        """Called when the run is over. `summary` has the keys of summary.json.
 
-        `report`: the file of a page, where it is wanted and could be made.
+        Its `status` is `finished`, `interrupted` or `failed`. `report`: the HTML file of the report, if the tracker
+        wants it and it could be made.
         """

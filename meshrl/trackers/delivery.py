@@ -1,4 +1,4 @@
-"""Tells trackers of a run, each on its own thread: a tracker that is slow or broken costs the run nothing."""
+"""Calls trackers, each on its own thread, so that a slow or broken tracker does not delay the run."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""MLflow, through its own client: MLFLOW_TRACKING_URI and its other variables act as they do there."""
+"""MLflow, through its client. MLFLOW_TRACKING_URI and its other variables work as usual."""
 
 import json
 import re

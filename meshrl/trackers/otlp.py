@@ -1,4 +1,4 @@
-"""OpenTelemetry, through its own SDK: a trace a step, over HTTP; OTEL_EXPORTER_OTLP_HEADERS and its like act."""
+"""OpenTelemetry, through its SDK: a trace for each step, over HTTP. OTEL_EXPORTER_OTLP_HEADERS and others work."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Which trackers there are by name, and how they are made."""
+"""Find trackers by name, and construct them."""
 
 from importlib import import_module
 from typing import Final

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, through the tensorboard package alone."""
+"""TensorBoard's event files, written by the tensorboard package alone."""
 
 import os
 import time

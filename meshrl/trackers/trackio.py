@@ -1,4 +1,4 @@
-"""Trackio, through its own library: TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables act as they do there."""
+"""Trackio, through its library. TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables work as usual."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module

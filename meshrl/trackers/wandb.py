@@ -1,4 +1,4 @@
-"""Weights & Biases, through its own library: WANDB_MODE, WANDB_ENTITY and its other variables act as they do there."""
+"""Weights & Biases, through its library. WANDB_MODE, WANDB_ENTITY and its other variables work as usual."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""A run that is under way, in a browser: the report's page on 127.0.0.1, which grows as the run's files do.
+"""Watch a live run in a browser: its report on 127.0.0.1, which grows with the run's files.
 
-`Watcher` follows the files and sends each browser what is new. It needs `pip install 'meshrl[watch]'`, and is loaded
-when it is asked for.
+`Watcher` follows the files and sends updates to each browser. It needs `pip install 'meshrl[watch]'`, and is loaded on
+first use.
 """
 
 from typing import TYPE_CHECKING

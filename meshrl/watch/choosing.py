@@ -1,4 +1,4 @@
-"""Which run to watch: one by its name, begun or not, or the newest."""
+"""Choose the run to watch: by its name, even before it starts, or the newest."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run as the page shows it now, from what is appended to its files: bounded, however long the run."""
+"""The current state of a run for the page, from what is appended to its files, in bounded memory."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What changed from one plain value to the next, as a patch that a browser applies (`applied` in live.js).
+"""The difference of two plain values, as a patch that a browser applies (`applied` in live.js).
 
 A patch of a table is a table of the patches of its keys. A patch of a list whose elements are tables of their own, and
 which has as many as before, is a table of the patches of its places. All other patches are lists:

@@ -1,4 +1,4 @@
-"""The server: the report's own page on 127.0.0.1, and what is new by server-sent events to each browser that looks."""
+"""The server of the live page on 127.0.0.1, which sends updates to browsers by server-sent events."""
 
 import asyncio
 import hmac

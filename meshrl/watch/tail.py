@@ -1,4 +1,4 @@
-"""A file that somebody else appends to: each look reads what is new, and no more than a bounded part of it."""
+"""Follow a file that another process appends to: each look reads a bounded part of what is new."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The numbers of any count of steps in bounded memory: of many, each point is the mean of neighbours."""
+"""Any number of steps in bounded memory: beyond a limit, each point is the mean of neighbours."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""A model's weights on their way from what trains to what samples.
+"""A model's weights, as they are sent from a policy to samplers.
 
-Tensors travel by name in buckets of shared memory; each is known by a fingerprint, so that a sampler can prove what
-it has. `delta` sends only what changed.
+Tensors are sent by name, in buckets of shared memory. Each has a fingerprint, so that a sampler can prove what it has.
+`delta` sends only what changed.
 """
 
 from meshrl.weights.bucket import Bucket, Entry

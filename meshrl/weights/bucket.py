@@ -1,4 +1,4 @@
-"""Tensors one after another in one buffer: what weights travel as."""
+"""Buckets: tensors in one buffer, in which weights are sent."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Weights as what changed since those before: for samplers that share no memory with the policy.
+"""Delta weights: only what changed since the last version, for samplers that share no memory with the policy.
 
 A chain is one bucket's history: its bytes as they once were, and what changed from each version to the next. Who has
 fetched one version fetches only what changed since; who has none, a new sampler, fetches the chain.

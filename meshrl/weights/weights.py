@@ -1,4 +1,4 @@
-"""A model's weights at one version, as they travel from a policy to a sampler."""
+"""A model's weights at one version, as a policy sends them to a sampler."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,23 +13,23 @@ from meshrl.mesh import Array, HasRefs, Put, Rows, fetch
 from meshrl.weights.bucket import Bucket
 
 BUCKET: Final = 1 << 28
-"""Bytes of a bucket; a larger tensor has one of its own."""
+"""Size of a bucket in bytes. A larger tensor gets its own bucket."""
 
 
 class Probe(NamedTuple):
-    """Some tokens and what the model of the weights says of them: a sampler that took these must say the same."""
+    """Some tokens and their log-probs under the weights, which a sampler must reproduce after it has loaded them."""
 
     tokens: NDArray[np.int32]
-    """[rows, tokens]."""
+    """Tokens, [rows, tokens]."""
     logprobs: NDArray[np.float32]
-    """Of each token but a row's first, given those before it, [rows, tokens - 1]."""
+    """Log-probs of each token given those before it, except a row's first token, [rows, tokens - 1]."""
 
 
 class Weights(HasRefs):
-    """Named tensors and the number of updates that made them. Immutable.
+    """Named tensors, with a version: the number of updates that made them. Immutable.
 
-    Arrays of any shape, bfloat16 through `ml_dtypes`. They are copied, bucket by bucket, each with a fingerprint of its
-    bytes; large ones into memory that all processes of a machine share.
+    Arrays have any shape, and bfloat16 is that of `ml_dtypes`. They are copied into buckets, each with a fingerprint of
+    its bytes. Large buckets are in memory that all processes of a machine share.
     """
 
     def __init__(self, version: int, tensors: Mapping[str, Array]) -> None:
@@ -37,7 +37,7 @@ class Weights(HasRefs):
 
     @classmethod
     def streamed(cls, version: int, tensors: Iterable[tuple[str, Array]], probe: Probe | None = None) -> Self:
-        """The same of tensors that are made one after another: no more than those of one bucket are kept meanwhile."""
+        """Make weights from an iterator of tensors. At most the tensors of one bucket are in memory in addition."""
         return cls.of(version, _packed(tensors), probe)
 
     def _set(self, version: int, buckets: Sequence[Bucket], probe: Probe | None) -> None:
@@ -46,14 +46,14 @@ class Weights(HasRefs):
 
     @classmethod
     def of(cls, version: int, buckets: Sequence[Bucket], probe: Probe | None = None) -> Self:
-        """The tensors of buckets, not copied."""
+        """Make weights from buckets, without a copy."""
         self = cls.__new__(cls)
         self._set(version, buckets, probe)
         return self
 
     @classmethod
     def join(cls, parts: Sequence[Self], plan: Sequence[Rows] | None = None) -> Self:  # noqa: ARG003 -- of no rows
-        """The tensors of all ranks. DataError where versions differ, or ranks tell different things of a tensor."""
+        """Join the tensors of all ranks. DataError if versions differ, or if ranks disagree about a tensor."""
         first = parts[0]
         versions = [part.version for part in parts]
         if len(set(versions)) > 1:
@@ -73,22 +73,22 @@ class Weights(HasRefs):
 
     @property
     def version(self) -> int:
-        """How many updates made these weights."""
+        """Number of updates that made these weights."""
         return self._version
 
     @property
     def probe(self) -> Probe | None:
-        """What the model says of some tokens, where it is known."""
+        """Log-probs of some tokens under these weights, or None."""
         return self._probe
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The tensors as they travel."""
+        """The buckets that hold the tensors."""
         return self._buckets
 
     @property
     def tensors(self) -> Mapping[str, Array]:
-        """The arrays by parameter name, read-only. DataError where they stayed on the rank: `load` them first."""
+        """The arrays by parameter name, read-only. DataError if they are remote: `load` them first."""
         if any(bucket.held for bucket in self.buckets):
             raise DataError(
                 f"the weights of version {self._version} ({self.nbytes} bytes) lie on the rank that made them: write "
@@ -102,11 +102,11 @@ class Weights(HasRefs):
 
     @property
     def ways(self) -> frozenset[str]:
-        """What carried them here: such as `shared memory`."""
+        """How the weights arrived here, such as `shared memory`."""
         return frozenset(bucket.way for bucket in self._buckets)
 
     async def load(self) -> Self:
-        """The same weights, readable here. What is handed on to a mesh need not be loaded."""
+        """Fetch the weights, so that they can be read here. Weights that are passed on to a mesh need not be loaded."""
         held = [bucket.held for bucket in self._buckets if bucket.held]
         if not held:
             return self
@@ -115,23 +115,23 @@ class Weights(HasRefs):
         return self.of(self._version, here, self._probe)
 
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
-        """The same weights, each bucket of more than `limit` bytes kept where it is, or elsewhere by `put`."""
+        """Move each bucket with more than `limit` bytes elsewhere by `put`, unless it is there already."""
         return self.of(self._version, [each.hold(put, limit, shares) for each in self._buckets], self._probe)
 
     def shared(self) -> "Weights":
-        """The same weights in this machine's shared memory, to which they are copied where they are elsewhere.
+        """Return the weights in this machine's shared memory, and copy them there if needed.
 
-        DataError where there is no room.
+        Raises DataError if there is not enough room.
         """
         return Weights.of(self._version, [bucket.shared() for bucket in self.buckets], self._probe)
 
     @property
     def lasts(self) -> bool:
-        """Whether they are to be had as long as the ranks live that made them, also when the policy goes on."""
+        """True if the weights can be read as long as their ranks live, even after the policy has changed."""
         return True
 
     def read_by(self, together: int) -> Self:
-        """The same weights, which so many ranks read at the same time."""
+        """Return the weights for `together` ranks that read them at the same time."""
         return self
 
     @property
@@ -140,7 +140,7 @@ class Weights(HasRefs):
         return sum(bucket.nbytes for bucket in self._buckets)
 
     def fingerprint(self) -> str:
-        """A hex digest of names, dtypes, shapes and bytes, whatever the version."""
+        """Return a hex digest of names, dtypes, shapes and bytes, regardless of the version."""
         digest = hashlib.blake2b(digest_size=16)
         entries = sorted(
             (name, entry.dtype, entry.shape, entry.fingerprint)
@@ -152,7 +152,7 @@ class Weights(HasRefs):
         return digest.hexdigest()
 
     def with_version(self, version: int) -> Self:
-        """The same tensors, not copied, under another version."""
+        """Return the same tensors, not copied, with another version."""
         return self.of(version, self._buckets, self._probe)
 
     def __eq__(self, other: object) -> bool:

@@ -148,7 +148,7 @@ def test_an_option_is_taken_whose_type_the_dataset_declares_wrongly() -> None:
             "sampling.max_tokens=1000000000",
             r"sampling\.max_tokens = 1000000000: must be less than or equal to 16777216",
         ),
-        ("prompts=1000000", r"1,000,000 prompts with sampling\.n = \d+ are [\d,]+ rows a step, .* at most 4,194,304"),
+        ("prompts=1000000", r"1,000,000 prompts with sampling\.n = \d+ are [\d,]+ rows in a step, .* 4,194,304"),
         ("evaluation={every = 1, n = 1000000000}", r"evaluation\.n = 1000000000: must be less than or equal to 65536"),
         ("run.meshes.main.ranks=1000000000", r"run\.meshes\.main\.ranks = 1000000000: must be less than or equal to"),
     ],

@@ -264,7 +264,7 @@ def test_no_server_is_told() -> None:
     with pytest.raises(ConfigError, match="1 servers for 2 ranks"):
         HttpConfig(urls=("http://a",)).share(0, 2)
     for wrong in ("ftp://a", "a:80"):
-        with pytest.raises(ValidationError, match="is no address of a server"):
+        with pytest.raises(ValidationError, match="is not the address of a server"):
             HttpConfig(urls=(wrong,))
     for wrong in ("http://user:secret@a", "ftp://user:secret@a", "user:secret@a:80"):
         with pytest.raises(ValidationError, match="key_env") as told:

@@ -101,7 +101,7 @@ async def test_the_kl_in_the_reward_reads_the_log_probs() -> None:
     expected = [float(batch.rewards[row]) - 0.5 * int(mask.sum()) for row, mask in enumerate(batch.loss_mask)]
     firsts = batch.tokens.offsets[:-1] + [int(np.argmax(mask)) for mask in batch.loss_mask]
     np.testing.assert_allclose(floats(found.ragged("returns").values[firsts]), expected, rtol=1e-5)
-    with pytest.raises(DataError, match=r"gae: kl = 0\.5 lowers rewards"):
+    with pytest.raises(DataError, match=r"gae: kl = 0\.5 needs the columns"):
         await made.advantages(batch, Gae(kl=0.5))
 
 

@@ -291,7 +291,7 @@ def test_check_asks_for_the_packages_of_a_reference_that_is_read(
     text = f'algorithm = "grpo"\ntask = {{ source = "data.jsonl", held_out = 0 }}\npolicy = {fake}\nsampler = {fake}\n'
     model = f"reward.function = 'exact_match'\nreference.model = {{ {TINY} }}"
     (tmp_path / "mine.toml").write_text(f"{text}{model}", "utf-8")
-    assert meshrl("check", "mine.toml") == (0, "mine.toml: nothing wrong was found\n", "")
+    assert meshrl("check", "mine.toml") == (0, "mine.toml: no mistakes found\n", "")
     status, _, err = meshrl("check", "mine.toml", "loss.kl=0.1")
     assert status == 1
     assert "mine.toml: reference: backend 'torch' needs the package 'torch', which is not installed" in err
@@ -318,7 +318,7 @@ def test_check_of_a_reward_that_holds_a_model(meshrl: Meshrl, tmp_path: Path) ->
 
 def test_check_with_nothing_wrong(meshrl: Meshrl, tmp_path: Path) -> None:
     write(tmp_path)
-    assert meshrl("check", "count.toml")[:2] == (0, "count.toml: nothing wrong was found\n")
+    assert meshrl("check", "count.toml")[:2] == (0, "count.toml: no mistakes found\n")
 
 
 def test_check_of_a_role_of_ones_own() -> None:

@@ -64,7 +64,7 @@ def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
             "sampling.max_tokens=64",
             "command line: sampler: sampling.max_tokens = 64: the model takes at most 64 tokens",
         ),
-        ("run.meshes.main.custom={highmem=1}", "run: meshes.main asks for more than threads"),
+        ("run.meshes.main.custom={highmem=1}", "run: meshes.main asks for GPUs or custom resources"),
         ("policy.model=runs/quickstart-sft/model", "`meshrl run sft/quickstart` writes it"),
     ],
 )

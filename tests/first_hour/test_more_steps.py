@@ -125,7 +125,7 @@ def test_more_steps_train_on_other_prompts(terminal: Terminal, project: Path, ah
     assert len(lines(project / "runs" / "mine" / "metrics.jsonl")) == 6
     status, out, _ = terminal("audit", "mine")
     assert status == 0, out
-    assert "6 steps, which went on from a checkpoint 1 times" in out
+    assert "6 steps, resumed from a checkpoint 1 times" in out
 
 
 def test_a_schedule_that_ended_is_told(terminal: Terminal, project: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_schedule_that_ended_is_told(terminal: Terminal, project: Path) -> Non
     assert terminal("run", "mine.toml", *FAKES, *ended)[0] == 0
     status, _, err = terminal("run", "mine.toml", *FAKES, "policy.optimizer.total_steps=3")
     assert status == 1
-    assert "policy.optimizer.total_steps = 3: the learning rate is 0 from there on, and the run makes 6 updates" in err
+    assert "policy.optimizer.total_steps = 3: the learning rate is 0 after that, but the run makes 6 updates" in err
     status, _, err = terminal("run", "mine.toml", *FAKES)
     assert status == 0
     assert "policy.optimizer.total_steps was 3 and is 6: the learning rate has fallen toward 0 at 3, and goes on" in err

@@ -47,7 +47,7 @@ def told(terminal: Terminal, *arguments: str) -> str:
 
 
 def test_nothing_is_wrong(mine: Path, terminal: Terminal) -> None:
-    assert told(terminal, "check", "mine.toml") == "mine.toml: nothing wrong was found"
+    assert told(terminal, "check", "mine.toml") == "mine.toml: no mistakes found"
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_a_prompt_that_is_a_list_of_messages(mine: Path, terminal: Terminal) -> 
     write(mine, *({"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS))
     wrong = told(terminal, "check", "mine.toml", "task.prompt={prompt}")
     assert "`prompt` is a list of messages: write {prompt[0][content]}, with policy.chat = true" in wrong
-    assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt={prompt[0][content]}")
+    assert "no mistakes found" in told(terminal, "check", "mine.toml", "task.prompt={prompt[0][content]}")
 
 
 def test_a_list_of_numbers_in_a_prompt(mine: Path, terminal: Terminal) -> None:
     write(mine, *({"numbers": [number, 1], "answer": str(number + 1)} for number in range(8)))
-    assert "nothing wrong" in told(terminal, "check", "mine.toml", "task.prompt=sum {numbers}")
+    assert "no mistakes found" in told(terminal, "check", "mine.toml", "task.prompt=sum {numbers}")
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -177,5 +177,5 @@ def test_a_reward_that_gives_the_tasks_own_answer_nothing(mine: Path, terminal: 
     (mine / "mine.py").write_text(JUDGE.replace("completion ==", "f'<{completion}' =="), "utf-8")
     found = told(terminal, "check", "mine.toml")
     assert "reward.function: the task's own answer scores 0: the first row's, '1', as the completion" in found
-    assert "nothing wrong was found" in found
+    assert "no mistakes found" in found
     assert "own answer" not in told(terminal, "check", "mine.toml", "reward.function=reasoning_format")

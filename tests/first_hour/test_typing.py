@@ -26,7 +26,7 @@ def test_the_version(terminal: Terminal) -> None:
         ),
         (("run", "dpo"), "dpo: is an algorithm, not a configuration; did you mean dpo/quickstart?"),
         (("new", "grpo/quickstart", "z"), "no algorithm 'grpo/quickstart' is shipped; did you mean 'grpo'?"),
-        (("run", "grpo/quickstart", "steps", "3"), "steps 3: a key and its value are one argument: write steps=3"),
+        (("run", "grpo/quickstart", "steps", "3"), "steps 3: a key and its value are one argument. Write steps=3"),
     ],
 )
 def test_a_name_or_a_key(terminal: Terminal, tmp_path: Path, typed: tuple[str, ...], told: str) -> None:

@@ -96,7 +96,7 @@ def test_a_mesh_without_gpus_asks_for_none(without_gpus: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--volume", "shared:/shared"], "ends with the pod that it is in: name a volume"),
+        (["--volume", "shared:/shared"], "is on no volume and is lost when its pod ends"),
         (["--volume", "shared"], "--volume shared: write CLAIM:PATH"),
         (
             [*VOLUME, "--gpus-per-worker", "4", "--workers", "2"],
@@ -106,7 +106,7 @@ def test_a_mesh_without_gpus_asks_for_none(without_gpus: Path) -> None:
             [*VOLUME, "--cpus-per-worker", "2"],
             "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU",
         ),
-        ([*VOLUME, "run.engine=ray"], "run.engine=ray: the cluster that is made is the engine"),
+        ([*VOLUME, "run.engine=ray"], "run.engine=ray: `meshrl launch` chooses the engine"),
         ([*VOLUME, "stepz=3"], "did you mean"),
     ],
 )

@@ -150,7 +150,7 @@ def test_it_reads_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"correction": {"high": 2.0}}, 'correction has no effect with anchor = "sampler": the ratio to the sampler'),
+        ({"correction": {"high": 2.0}}, 'correction has no effect with anchor = "sampler": the weight pi_anchor'),
         ({"anchor": "trainer", "correction": {}}, "correction.high: is missing"),
         ({"anchor": "trainer", "correction": {"high": 0.5}}, "high = 0.5: must be greater than or equal to 1"),
         ({"anchor": "trainer", "correction": {"high": 2.0, "low": 1.5}}, "low = 1.5: must be less than or equal to 1"),
@@ -251,7 +251,7 @@ def test_log_probs_must_be_those_of_tokens(column: NDArray[np.float32] | list[li
 def test_a_loss_says_what_it_is_of() -> None:
     check_predicts(ClippedLoss(), "logprobs")
     check_predicts(ValueLoss(), "values")
-    with pytest.raises(DataError, match=r"ValueLoss is a loss of `values`.* give it to critic.update"):
+    with pytest.raises(DataError, match=r"ValueLoss is a loss of `values`.* pass it to critic.update"):
         check_predicts(ValueLoss(), "logprobs")
-    with pytest.raises(DataError, match=r"CrossEntropy is a loss of `logprobs`.* give it to policy.update"):
+    with pytest.raises(DataError, match=r"CrossEntropy is a loss of `logprobs`.* pass it to policy.update"):
         check_predicts(CrossEntropy(), "values")

@@ -217,7 +217,7 @@ def test_both_losses_are_losses() -> None:
         ({"kl": -1.0}, "kl = -1.0: must be greater than or equal to 0"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0: must be greater than 1"),
         ({"kl_estimator": "k1"}, "kl_estimator = 'k1': must be 'k2' or 'k3'"),
-        ({"normalise": "constant"}, "which is not set: set it to the most tokens a completion may have"),
+        ({"normalise": "constant"}, "which is not set: set it to the longest completion that is allowed, in tokens"),
         ({"constant": 8}, 'constant = 8 has no effect with normalise = "token-mean"'),
         ({"clip_hi": 0.3}, "no such key; did you mean clip_high?"),
     ],

@@ -181,7 +181,7 @@ def test_a_row_far_from_its_sampler_stays_finite() -> None:
 @pytest.mark.parametrize(
     ("schema", "table", "message"),
     [
-        (ConstantLoss, {"clip": 0.1}, "which is not set: set it to the most tokens a completion may have"),
+        (ConstantLoss, {"clip": 0.1}, "which is not set: set it to the longest completion that is allowed, in tokens"),
         (ReinforceLoss, {"clip": 0.2}, "no such key"),
         (CispoLoss, {"clip": 1.5}, "clip = 1.5: must be less than 1"),
         (SequenceLoss, {"clip": 0.0}, "clip = 0.0: must be greater than 0"),

@@ -175,7 +175,7 @@ def test_a_decay_of_one_gives_the_reward_less_the_value(values: list[float], rew
         ({"rewards": [1.0]}, r"rewards have shape \(1,\) and there are 3 rows"),
         ({"rewards": [1.0, 0.0, np.nan]}, "1 of 3 rewards are not finite; the first is nan in row 2"),
         ({"values": Ragged.of([[1, 2], [3]], np.float32)}, "`values` has 2 rows of 3 tokens and `loss_mask` 3 rows"),
-        ({"config": Gae(kl=0.1)}, "kl = 0.1 lowers rewards .* call policy.logprobs and reference.logprobs before"),
+        ({"config": Gae(kl=0.1)}, "kl = 0.1 needs the columns .* call policy.logprobs and reference.logprobs first"),
     ],
 )
 def test_what_gae_cannot_take_is_refused_in_words(change: dict[str, object], message: str) -> None:

@@ -114,8 +114,8 @@ async def test_remax_draws_one_greedy_completion_a_prompt() -> None:
         (lambda: optimal_advantages([0.0], [1], [1, 2]), "lengths have shape (2,) and rewards (1,)"),
         (lambda: rescaled_advantages([0.0, np.inf], [1, 1]), "1 of 2 rewards are not finite"),
         (lambda: rewards_to_go([0.0], MASK), "rewards_to_go: rewards have shape (1,) and there are 3 rows"),
-        (lambda: rewards_to_go([0.0] * 3, MASK, 0.1), "rewards_to_go: kl = 0.1 lowers rewards by the KL"),
-        (lambda: rewards_to_go([0.0] * 3, MASK, 0.1), "reference.logprobs before, or set kl = 0"),
+        (lambda: rewards_to_go([0.0] * 3, MASK, 0.1), "rewards_to_go: kl = 0.1 needs the columns"),
+        (lambda: rewards_to_go([0.0] * 3, MASK, 0.1), "reference.logprobs first, or set kl = 0"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_in_words(call: Callable[[], object], message: str) -> None:

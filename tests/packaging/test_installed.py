@@ -58,7 +58,7 @@ def test_new_writes_what_check_finds_right_and_run_runs(meshrl: Meshrl, tmp_path
     assert meshrl("new", "grpo", "mine").returncode == 0
     checked = meshrl("check", "mine/config.toml", *FAKES)
     assert checked.returncode == 0, checked.stderr
-    assert "nothing wrong was found" in checked.stdout
+    assert "no mistakes found" in checked.stdout
     done = meshrl("run", "mine/config.toml", *FAKES, "steps=2", "policy.optimizer.total_steps=2")
     assert done.returncode == 0, done.stderr
     assert [json.loads(file.read_text("utf-8")) for file in tmp_path.glob("runs/*/summary.json")]
@@ -102,6 +102,10 @@ def test_what_needs_an_extra_says_what_to_type(meshrl: Meshrl, arguments: list[s
     assert "Traceback" not in done.stderr
 
 
-def test_agents_without_their_extra_say_what_to_type(meshrl: Meshrl) -> None:
-    done = meshrl("-c", "from meshrl.agents import Gateway", program="python")
-    assert re.search(r"BackendError: .*pip install 'meshrl\[agents\]'", done.stderr), done.stderr
+@pytest.mark.parametrize(
+    ("script", "extra"),
+    [("from meshrl.agents import Gateway", "agents"), ("import meshrl.testing.conformance", "torch")],
+)
+def test_modules_without_their_extra_say_what_to_type(meshrl: Meshrl, script: str, extra: str) -> None:
+    done = meshrl("-c", script, program="python")
+    assert re.search(rf"BackendError: .*pip install 'meshrl\[{extra}\]'", done.stderr), done.stderr

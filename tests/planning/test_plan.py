@@ -253,7 +253,7 @@ def test_the_command_prints_the_best_and_what_to_paste(source: str, capsys: pyte
     told = capsys.readouterr().out
     made = msgspec.json.decode(Path("plan.json").read_bytes(), type=Plan)
     assert f"1: train 1, sample 1, ahead 1\n   {made.command(made.proposals[0])}" in told
-    assert "recorded: its own step is predicted at 1.00 of what was measured" in told
+    assert "recorded: the prediction for its own steps is 1.00 times the measured time" in told
     assert f"{made.candidates} candidates on 2 cpus" in told
     assert made.candidates == made.simulated + made.pruned + made.refused
 

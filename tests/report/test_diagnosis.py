@@ -138,10 +138,13 @@ def test_a_run_that_is_short_healthy_or_missing_is_told_by_the_exit_status(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["diagnose", str(run_of(tmp_path, {}, count=STEPS - 1))])
-    assert (ended.value.code, f"{STEPS - 1} steps, and {STEPS} are needed" in capsys.readouterr().err) == (2, True)
+    assert (
+        ended.value.code,
+        f"{STEPS - 1} steps are too few for a diagnosis, which needs {STEPS}" in capsys.readouterr().err,
+    ) == (2, True)
     with pytest.raises(SystemExit) as ended:
         cli.main(["diagnose", str(run_of(tmp_path, {}))])
-    assert (ended.value.code, "nothing wrong is seen in 200 steps" in capsys.readouterr().out) == (0, True)
+    assert (ended.value.code, "no warning sign in 200 steps" in capsys.readouterr().out) == (0, True)
     with pytest.raises(SystemExit) as ended:
         cli.main(["diagnose", str(tmp_path / "nosuch")])
     assert (ended.value.code, "nosuch: no such run" in capsys.readouterr().err) == (2, True)

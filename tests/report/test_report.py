@@ -375,7 +375,7 @@ def test_report_and_trace_write_into_the_runs_folder(place: Path) -> None:
         (("report", "mnie"), "mnie: no such run; did you mean mine?"),
         (("report", "something"), "something: no such run; runs/ has empty, mine"),
         (("report", "empty"), "runs/empty is not the folder of a run: none of metrics.jsonl"),
-        (("trace", "mine"), "runs/mine: there is nothing to trace: There is no events.jsonl"),
+        (("trace", "mine"), "runs/mine: nothing to trace: There is no events.jsonl"),
         (("report", "mine", "--out", "no/where.html"), "no/where.html: cannot be written: No such file or directory"),
     ],
 )

@@ -138,7 +138,7 @@ def test_the_command_prints_the_table_and_writes_the_numbers(
         main(["memory", "grpo/quickstart", new, "--gpus", "4", "--gib", "5", "--json", str(file)])
     printed = capsys.readouterr().out
     assert "main: 6.00 of 5 GiB: it does not fit: 1.00 GiB more are needed" in printed
-    assert "policy.micro_batch_tokens=8192 would save 1.00 GiB of a rank of main" in printed
+    assert "policy.micro_batch_tokens=8192 would save 1.00 GiB on each rank of main" in printed
     plan = msgspec.json.decode(file.read_bytes(), type=MemoryPlan)
     assert [saving.setting for saving in plan.savings] == ["policy.micro_batch_tokens=8192", "--gpus 8"]
     with pytest.raises(SystemExit, match="0"):
@@ -156,5 +156,7 @@ def test_the_command_prints_the_table_and_writes_the_numbers(
             ]
         )
     printed = capsys.readouterr().out
-    assert "main: 6.00 of 50 GiB without reference: whether it fits is not known, as the sums lack reference" in printed
-    assert "are left" not in printed
+    assert (
+        "main: 6.00 of 50 GiB without reference: it may not fit, because the memory of reference is unknown" in printed
+    )
+    assert "are free" not in printed

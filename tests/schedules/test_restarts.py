@@ -187,7 +187,9 @@ def test_what_is_a_fault_of_a_machine(make: Callable[[], Exception], is_fault: b
 
 
 def test_restarts_need_checkpoints_and_no_schedule() -> None:
-    with pytest.raises(ValueError, match=r"restarts = 2 goes on from the newest checkpoint, and none is written: set"):
+    with pytest.raises(ValueError, match=r"restarts = 2 needs a checkpoint to restart from, and none is written: set"):
         RunConfig(restarts=2)
-    with pytest.raises(ValueError, match=r"deterministic = true keeps .* and restarts = 2 go on in the middle of one"):
+    with pytest.raises(
+        ValueError, match=r"deterministic = true records .* but restarts = 2 continues from the middle of one"
+    ):
         RunConfig(restarts=2, checkpoint_every=1, deterministic=True)

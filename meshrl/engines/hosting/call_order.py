@@ -1,4 +1,4 @@
-"""On the rank: calls start in the order they were made, however they arrive; a stream gives a value when asked."""
+"""Order of calls on a rank: calls start in the order they were made, and streams yield a value on request."""
 
 import asyncio
 from typing import Final

@@ -1,4 +1,4 @@
-"""Calls and streams on ranks that are processes, as the controller makes them, and any rank that holds a handle."""
+"""Calls and streams to ranks in other processes, made by the controller or by a rank that holds a handle."""
 
 import asyncio
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""The way to a rank's process: each engine, or each pair of processes, has its own."""
+"""The channel to a rank's process. Each engine, or pair of processes, has its own kind."""
 
 import asyncio
 from abc import ABC, abstractmethod

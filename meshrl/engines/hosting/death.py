@@ -1,4 +1,4 @@
-"""How a rank's process ended, and what it wrote last."""
+"""How a rank's process ended, and its last output."""
 
 from dataclasses import dataclass
 

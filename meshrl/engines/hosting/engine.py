@@ -1,4 +1,4 @@
-"""What engines whose ranks are processes have in common: actors made, made again and stopped on a mesh's processes."""
+"""The common part of engines with rank processes: start, restart and stop actors on a mesh's processes."""
 
 import asyncio
 from abc import abstractmethod

@@ -1,4 +1,4 @@
-"""What runs in a rank's process: the actors that it hosts, their calls and their streams."""
+"""The host in a rank's process, which runs its actors, their calls and their streams."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a caller and a rank's process say to each other, whatever carries it."""
+"""The messages between a caller and a rank's process, regardless of the transport."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Waiting that says what it waits for."""
+"""Waits that log what they wait for."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine

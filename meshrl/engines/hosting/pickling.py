@@ -1,4 +1,4 @@
-"""Pickling for ranks: classes of scripts travel by value, and exceptions may not be picklable."""
+"""Pickling for ranks: classes of scripts are pickled by value, and exceptions may not be picklable."""
 
 import copyreg
 import io

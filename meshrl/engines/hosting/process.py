@@ -1,4 +1,4 @@
-"""A rank's process, and an actor's ranks in such processes, as a caller sees them."""
+"""A rank's process, and an actor's ranks in such processes, from the caller's side."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial

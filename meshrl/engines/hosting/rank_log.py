@@ -1,4 +1,4 @@
-"""The file in a run's folder that has what a rank's process writes, native libraries too: RUN/logs/MESH-RANK.log."""
+"""The log file of a rank's process, RUN/logs/MESH-RANK.log, which includes output of native libraries."""
 
 import os
 import time

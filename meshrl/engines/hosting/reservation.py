@@ -1,4 +1,4 @@
-"""The processes of one mesh: one a rank, what torch.distributed looks for there, and how they end."""
+"""The processes of a mesh: one for each rank, their setup for torch.distributed, and how they end."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Whether a host is still there: knocks at a port of it while somebody waits for an answer from there."""
+"""Detect hosts that are gone: connect to a port of the host while a call waits for an answer from it."""
 
 import asyncio
 import socket

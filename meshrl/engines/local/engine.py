@@ -1,7 +1,7 @@
-"""The local engine: ranks are threads of this process, each with an event loop of its own.
+"""The local engine: ranks are threads of this process, each with its own event loop.
 
-Torch releases the interpreter while it computes, so two meshes really work at the same time. Nothing is
-shared by accident: what crosses between caller and rank is immutable (a `Batch`) or copied.
+Torch releases the interpreter lock while it computes, so two meshes do work at the same time. Nothing is shared by
+accident: values that pass between caller and rank are immutable (such as a `Batch`) or copied.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from meshrl.mesh import INLINE_BYTES, Member, OnSpan, Rank, Ref, Request, Resour
 
 
 class LocalEngine:
-    """Ranks as threads. `cores` is what all meshes together may compute with; for `inline_bytes` see `Engine`.
+    """The engine whose ranks are threads of this process.
 
-    `isolates = False` is for actors that write nothing of what they are given: what crosses is not copied.
+    `cores` is the number of CPU cores for all meshes together. `inline_bytes`: see `Engine`. With `isolates = False`
+    arguments and results are not copied, for actors that never write to their arguments.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class LocalEngine:
         self._members: list[LocalMember] = []
 
     def put(self, value: object) -> Ref:
-        """Keep a value; the ranks share it."""
+        """Keep a value, which all ranks share."""
         return LocalRef(value)
 
     async def reserve(self, count: int, resources: Resources, log: str = "") -> Sequence[LocalSlot]:
-        """Places for `count` ranks, with the threads they ask for, but no more than there are free cores.
+        """Reserve places for `count` ranks, with the threads that they ask for, up to the number of free cores.
 
-        Where no core is free, a rank still gets one thread. With `cpus = 0` a rank has none: it runs in the
-        caller's own loop, which is for what computes nothing, such as fakes.
+        If no core is free, a rank still gets one thread. With `cpus = 0` a rank has no thread and runs in the caller's
+        event loop. This is for actors that compute nothing, such as fakes.
         """
         if count < 1:
             raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
@@ -61,7 +62,7 @@ class LocalEngine:
         return slots
 
     async def release(self, slots: Sequence[Slot]) -> None:
-        """Stop what runs on the slots and give their cores back."""
+        """Stop what runs on the slots and free their cores."""
         await self.stop([member for member in self._members if member.slot in slots])
         self._slots = [slot for slot in self._slots if slot not in slots]
 
@@ -73,7 +74,7 @@ class LocalEngine:
         arguments: tuple[object, ...],
         keywords: Mapping[str, object],
     ) -> Sequence[LocalMember]:
-        """Construct the actors, all at once. If one fails, none is left."""
+        """Construct the actors concurrently. If one fails, all are stopped."""
         if not set(slots) <= set(self._slots):
             raise MeshStopped(f"{create.__name__} cannot be spawned: its mesh is stopped")
         places = zip(cast("Sequence[LocalSlot]", slots), ranks, strict=True)
@@ -91,7 +92,7 @@ class LocalEngine:
         return members
 
     async def restart(self, members: Sequence[Member]) -> None:
-        """Stop the actors and construct them again, all at once. If one fails, all are stopped."""
+        """Stop the actors and construct them again, concurrently. If one fails, all are stopped."""
         again = cast("Sequence[LocalMember]", members)
         for member in again:
             if member.slot not in self._slots:
@@ -128,7 +129,7 @@ class LocalEngine:
     async def stream(
         self, endpoint: str, requests: Sequence[Request], consumed: Sequence[int], seen: OnSpan | None = None
     ) -> AsyncGenerator[object]:
-        """The consumed members' values as they come. A rank makes its next while one of its own waits, no more."""
+        """Yield the consumed members' values as they come. A rank is at most one value ahead of the reader."""
         values = _Values(asyncio.get_running_loop(), len(requests), consumed, self._answer, seen)
         works = self._works(endpoint, requests, values)
         try:

@@ -1,4 +1,4 @@
-"""An asyncio loop whose idle wait is a lock: other threads wake it with less delay than through a socket."""
+"""An asyncio loop that idles on a lock, so that other threads wake it faster than through a socket."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A rank as a thread: its event loop, the actors on it, and one call of one endpoint."""
+"""A rank as a thread: its event loop, its actors, and one call of an endpoint."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Values that ranks of one process share."""
+"""References to values that ranks of one process share."""
 
 from collections.abc import Sequence
 from typing import cast

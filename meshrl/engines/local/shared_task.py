@@ -1,4 +1,4 @@
-"""Calls on ranks that share one loop: they begin in order, and those that end without a pause share a task."""
+"""Calls on ranks that share a loop: they begin in order, and those that end without a pause share a task."""
 
 import asyncio
 from collections import deque

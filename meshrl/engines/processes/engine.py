@@ -1,4 +1,4 @@
-"""The engine of one machine: a rank is a process, made of a warm template, and reached through a socket."""
+"""The engine for one machine: ranks are processes, forked from a warm template and reached through sockets."""
 
 import resource
 from collections.abc import Sequence

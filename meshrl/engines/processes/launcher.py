@@ -1,4 +1,4 @@
-"""Starts the template process, and the ranks through it; hears how they end."""
+"""Starts the template process and, through it, the ranks. Hears how they end."""
 
 import asyncio
 import os

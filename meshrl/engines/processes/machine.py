@@ -1,4 +1,4 @@
-"""What this machine has, and which rank has what of it."""
+"""The resources of this machine, and which rank uses which of them."""
 
 import os
 from collections.abc import Sequence

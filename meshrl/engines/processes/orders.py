@@ -1,4 +1,4 @@
-"""What the engine and its template process say to each other, each with a length of four bytes before it."""
+"""The messages between the engine and its template process, each after its length in four bytes."""
 
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What ranks write, on its way from their pipes to the files of the run, and to where the engine's process writes."""
+"""Output of ranks, copied from their pipes to the files of the run and to the engine's own output."""
 
 import os
 import selectors

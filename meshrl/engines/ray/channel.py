@@ -1,4 +1,4 @@
-"""The way to a process of Ray's: on its own machine its socket, from others Ray."""
+"""The channel to a Ray process: a socket on the same machine, else Ray."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""The Ray cluster: found or started, what its nodes have, and whether a mesh can ever fit there."""
+"""The Ray cluster: find or start it, list the resources of its nodes, and check whether a mesh can fit."""
 
 import asyncio
 import atexit

@@ -1,4 +1,4 @@
-"""The user's own code, carried to other nodes by Ray's runtime environment, named after its content."""
+"""The user's code, which Ray's runtime environment copies to other nodes, named after its content."""
 
 import filecmp
 import hashlib

@@ -1,4 +1,4 @@
-"""The distributed engine: a mesh is a placement group, a rank a process that Ray places and watches."""
+"""The distributed engine: a mesh is a placement group, and a rank is a process that Ray places and watches."""
 
 import asyncio
 import sys

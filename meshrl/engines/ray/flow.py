@@ -1,4 +1,4 @@
-"""The bytes of a value, piece by piece, for threads that wait for them."""
+"""The bytes of a value as they arrive, piece by piece, for threads that wait for them."""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The network interface that has an address, which is how gloo is told where to listen."""
+"""The network interface with a given address, to tell gloo where to listen."""
 
 import fcntl
 import socket

@@ -1,4 +1,4 @@
-"""A process group of two, by torch.distributed: through it values go in pieces from one machine to another."""
+"""A torch.distributed group of two processes, which sends values in pieces from one machine to another."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""What the ranks of Ray write, brought from the files that Ray keeps on each node to those of the run."""
+"""Output of Ray's ranks, copied from Ray's files on each node to the files of the run."""
 
 import asyncio
 import re

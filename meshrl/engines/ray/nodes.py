@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, and which of them this is."""
+"""The machines of a Ray cluster, and which of them this one is."""
 
 import socket
 from collections.abc import Mapping

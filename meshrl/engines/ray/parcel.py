@@ -1,4 +1,4 @@
-"""What Ray carries to another machine: a value as bytes, its buffers, and what it refers to in Ray's store.
+"""A value as Ray carries it to another machine: its bytes, its buffers, and its references to Ray's store.
 
 Ray counts the references of an object that it pickles itself, and would not count one that is made meanwhile, as those
 are of values that lie in this machine's shared memory. So they are all made before.

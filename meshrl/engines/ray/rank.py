@@ -1,4 +1,4 @@
-"""The Ray actor that is a rank's process."""
+"""The Ray actor that hosts a rank."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Values that processes of a cluster hand to each other: on one machine in shared memory, else in Ray's store."""
+"""References to values in a cluster: in shared memory on the same machine, else in Ray's store."""
 
 import asyncio
 import pickle

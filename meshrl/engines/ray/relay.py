@@ -1,4 +1,4 @@
-"""Large values on their way to several machines: each machine hands on to the next one what it has.
+"""Relay of large values to several machines: each machine forwards to the next what it has received.
 
 So a value leaves its own machine once, and is everywhere soon after the time of one copy. On each machine one rank, the
 first that was sent it, takes it into the shared memory, for all that are there.

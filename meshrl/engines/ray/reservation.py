@@ -1,4 +1,4 @@
-"""The processes of one mesh on Ray: a placement group, and one actor a rank."""
+"""The processes of a mesh on Ray: a placement group, and one actor for each rank."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""From which machine to which a large value goes."""
+"""The route of a large value: which machine sends to which."""
 
 from collections.abc import Awaitable, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias

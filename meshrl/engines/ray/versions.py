@@ -1,4 +1,4 @@
-"""The versions of what runs on each node: a node where they differ from the controller's is refused."""
+"""Versions of the software on each node. A node that differs from the controller is refused."""
 
 import asyncio
 import sys

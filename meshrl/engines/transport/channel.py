@@ -1,4 +1,4 @@
-"""The caller's end: questions to a process of this machine."""
+"""The caller's end of a socket to another process of this machine."""
 
 import asyncio
 import socket

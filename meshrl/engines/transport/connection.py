@@ -1,4 +1,4 @@
-"""Frames on a socket that never blocks: four bytes that say how long it is, and the frame."""
+"""Frames on a non-blocking socket: each is preceded by its length in four bytes."""
 
 import asyncio
 import os

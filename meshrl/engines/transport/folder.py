@@ -1,4 +1,4 @@
-"""The folder of a process's sockets, which goes when the process does, however that ends."""
+"""The folder of a process's sockets, which is removed however the process ends."""
 
 import fcntl
 import os

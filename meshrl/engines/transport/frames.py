@@ -1,4 +1,4 @@
-"""What frames hold: questions to a process, its answers, and that an answer has been taken."""
+"""The content of frames: requests to a process, its answers, and acknowledgements of answers."""
 
 import io
 import pickle

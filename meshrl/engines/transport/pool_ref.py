@@ -1,4 +1,4 @@
-"""Values in this machine's shared memory, for all processes here."""
+"""References to values in this machine's shared memory, which all its processes can read."""
 
 import io
 import pickle

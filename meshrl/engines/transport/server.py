@@ -1,4 +1,4 @@
-"""The rank's end: answers for a `Host` whoever shows the secret of the run."""
+"""The rank's end of a socket: answers for a `Host` if a caller knows the secret of the run."""
 
 import asyncio
 import errno

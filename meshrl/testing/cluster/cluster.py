@@ -1,4 +1,4 @@
-"""A cluster of several hosts on this machine."""
+"""A cluster of several simulated hosts on this machine."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A host: its own name, address, processes, /dev/shm, /tmp and clock, and a node of Ray on it."""
+"""A simulated host: its own name, address, processes, /dev/shm, /tmp and clock, and a Ray node on it."""
 
 import json
 import os

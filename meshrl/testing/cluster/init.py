@@ -1,4 +1,4 @@
-"""The first process of a host: it gives the host what a machine has for itself, and takes it all along when it ends.
+"""The first process of a host: it sets the host up, and ends all its processes when it ends.
 
 It is run by its path and imports nothing of meshrl. Its standard input is a pipe from the process that made the
 cluster: when that ends, however it ends, this one does, and the kernel ends every process of the host.

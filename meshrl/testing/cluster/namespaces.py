@@ -1,4 +1,4 @@
-"""Processes with namespaces of their own, which are all that a host or a switch is to the kernel."""
+"""Processes with their own namespaces, which is all that a host or a switch is to the kernel."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The network between hosts: a switch, and a cable to each, which can be pulled out and made worse."""
+"""The network between hosts: a switch, and a cable to each that can be unplugged or made worse."""
 
 import json
 import subprocess

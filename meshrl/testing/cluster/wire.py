@@ -1,4 +1,4 @@
-"""A cable with a delay, losses and a rate: it carries frames between two devices of the switch.
+"""A cable with a delay, losses and a rate, which carries frames between two devices of the switch.
 
 It stands in for netem where the kernel has none. It is run by its path and imports nothing of meshrl; each line of its
 standard input says anew what the cable is like.

@@ -1,18 +1,26 @@
-"""The suite that a backend passes which trains or samples: its numbers are plain torch's, on however many ranks.
+"""The conformance suite for backends that train or sample: their numbers must equal those of plain torch on any ranks.
 
     async with Harness(Subject("mine", {"dp": 2}, engine="ray")) as harness:
         for check in CHECKS:
             await harness.run(check)
 
-Each check is one promise, told by its docstring. `Harness.run` raises `PromiseBroken` where it is not kept, also
-where a check does not end in time, with the numbers of both sides.
+Each check is a guarantee, which its docstring states. `Harness.run` raises `PromiseBroken`, with the numbers of both
+sides, if it is broken or if the check does not end in time.
 """
 
 from typing import TYPE_CHECKING, Final
 
 from meshrl.deprecated import old_names
-from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
-from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
+from meshrl.errors import BackendError
+
+try:
+    from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
+    from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
+except ModuleNotFoundError as error:
+    raise BackendError(
+        f"meshrl.testing.conformance needs the package {error.name!r}, which is not installed: "
+        "pip install 'meshrl[torch]'"
+    ) from error
 
 __all__ = [
     "ADAPTERS",

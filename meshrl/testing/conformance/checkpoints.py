@@ -1,4 +1,4 @@
-"""Checks of checkpoints: whoever takes one goes on as if nothing had been, to the bit."""
+"""Checks of checkpoints: a restored role continues as if nothing had happened, bit for bit."""
 
 import os
 import signal

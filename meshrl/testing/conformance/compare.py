@@ -1,4 +1,4 @@
-"""What two sides say, compared: the same to the bit, or but for rounding."""
+"""Compare results of two sides: equal bit for bit, or equal except for rounding."""
 
 from collections.abc import Awaitable, Mapping
 from typing import Final

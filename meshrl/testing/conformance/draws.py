@@ -1,4 +1,4 @@
-"""Checks of what a sampler draws: the model's words, with the log-probs that the model gives them, by their seed."""
+"""Checks of sampling: the model's tokens, their log-probs, and reproducibility by the seed."""
 
 import asyncio
 from math import inf

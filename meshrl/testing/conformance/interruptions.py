@@ -1,4 +1,4 @@
-"""Checks of what comes between the steps of a sampler: new weights, an abort, a call that is cancelled."""
+"""Checks of interruptions of a sampler: new weights, an abort, a cancelled call."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable

@@ -1,4 +1,4 @@
-"""Checks of a reward model: its scores and its learning are the plain backend's, and what it saves is a judge."""
+"""Checks of a reward model: its scores and its training equal the plain backend's, and `Reward` can load it."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What both sides are given: a model whose log-probs differ, and batches of rows of many shapes."""
+"""Inputs of the checks: a model with distinct log-probs, and batches of rows of many shapes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Checks of what is computed: the same numbers as the plain backend's, however rows are divided."""
+"""Checks of numbers: equal to the plain backend's, however rows are divided."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Checks of mistakes: each is told, on whatever rank it lies, changes nothing, and leaves the mesh in order."""
+"""Checks of mistakes: each is reported, on any rank, changes nothing, and leaves the mesh in order."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -1,4 +1,4 @@
-"""Checks of the rows that a sampler yields: their columns, their ends, how often each comes, how they go on."""
+"""Checks of a sampler's rows: their columns, their ends, their number, and how they continue."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the checks of samplers draw, and how it is judged: by the plain backend's policies of the same folders."""
+"""Samples for the checks of samplers, judged by policies of the plain backend with the same model."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Final, TypeAlias

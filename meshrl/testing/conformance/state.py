@@ -1,4 +1,4 @@
-"""Checks of what a policy keeps: its weights and their version, in files too, and the order of calls."""
+"""Checks of a policy's state: its weights and their version, saved files, and the order of calls."""
 
 import asyncio
 import time

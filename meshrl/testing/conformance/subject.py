@@ -1,4 +1,4 @@
-"""What is tested, and where: the subject's mesh, and one rank of the plain backend to compare it with."""
+"""The subject of the checks: its mesh, and one rank of the plain backend to compare it with."""
 
 import asyncio
 import tempfile
