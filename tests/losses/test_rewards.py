@@ -171,11 +171,10 @@ def test_a_reward_model_takes_losses_of_scores_alone() -> None:
     with pytest.raises(DataError, match="loss of `values`, which a critic predicts, but this is a reward model"):
         check_predicts(ValueLoss(), "scores")
     with pytest.raises(
-        DataError,
-        match=r"pass it to reward_model\.update, and a loss of `logprobs`, such as ClippedLoss, to policy\.update",
+        DataError, match=r"pass it to reward_model\.update, and .* such as ClippedLoss, to policy\.update"
     ):
         check_predicts(BradleyTerryLoss(), "logprobs")
-    with pytest.raises(DataError, match="BradleyTerryLoss for example"):
+    with pytest.raises(DataError, match=r"such as BradleyTerryLoss, to reward_model\.update"):
         check_predicts(CrossEntropy(), "scores")
 
 

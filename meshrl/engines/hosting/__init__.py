@@ -1,7 +1,7 @@
-"""Ranks that are processes, whatever starts them and carries their calls: both ends of a call, and the actors there.
+"""Ranks that are processes, regardless of how they are started: both ends of a call, and the actors.
 
-A `Caller` (the controller's `HostingEngine` is one, and so has each rank that holds a handle) sends calls through the
-`Channel` of each rank's `Process`; the `Host` in it keeps their order, runs them and answers.
+A `Caller` sends calls through the `Channel` of each rank's `Process`. The controller's `HostingEngine` is a caller, and
+each rank that holds a handle has one. The `Host` in the process keeps the order of calls, runs them and answers.
 """
 
 from meshrl.engines.hosting.call_order import CYCLE, CallerQueue

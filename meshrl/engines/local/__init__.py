@@ -1,7 +1,7 @@
-"""Ranks as threads of this process: the engine of laptops, tests and the simulator.
+"""Ranks as threads of this process: the engine for laptops, tests and the simulator.
 
-Each rank has an event loop and its own copies of what it is sent, so that a script which works here works where
-ranks are processes.
+Each rank has an event loop and its own copies of arguments, so a script that works here also works if ranks are
+processes.
 """
 
 from meshrl.engines.local.engine import LocalEngine

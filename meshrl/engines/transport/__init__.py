@@ -1,7 +1,7 @@
 """Calls and data between processes of one machine: frames on Unix sockets, and values in shared memory.
 
-A `Server` answers for a `Host` on a socket that only its user may enter; a `SocketChannel` reaches it from any other
-process. What is large is kept by `PoolRef.put`, written once, and mapped by whoever reads it.
+A `Server` answers for a `Host` on a socket that only its user may open. A `SocketChannel` reaches it from another
+process. `PoolRef.put` writes large values once into shared memory, and readers map them.
 """
 
 from meshrl.engines.transport.channel import Address, SocketChannel

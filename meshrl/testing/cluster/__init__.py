@@ -1,4 +1,4 @@
-"""Several hosts on one machine, for trying a script where machines die and networks fail. See docs/hosts.md.
+"""Several simulated hosts on one machine, to try a script while machines die and networks fail. See docs/hosts.md.
 
     sudo .venv/bin/python -m meshrl.testing.cluster --hosts 3 meshrl run grpo/quickstart run.engine=auto
 

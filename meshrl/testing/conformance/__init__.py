@@ -1,11 +1,11 @@
-"""The suite that a backend passes which trains or samples: its numbers are plain torch's, on however many ranks.
+"""The conformance suite for backends that train or sample: their numbers must equal those of plain torch on any ranks.
 
     async with Harness(Subject("mine", {"dp": 2}, engine="ray")) as harness:
         for check in CHECKS:
             await harness.run(check)
 
-Each check is one promise, told by its docstring. `Harness.run` raises `PromiseBroken` where it is not kept, also
-where a check does not end in time, with the numbers of both sides.
+Each check is a guarantee, which its docstring states. `Harness.run` raises `PromiseBroken`, with the numbers of both
+sides, if it is broken or if the check does not end in time.
 """
 
 from typing import TYPE_CHECKING, Final
