@@ -72,7 +72,7 @@ def _put(table: Table, override: str) -> None:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise ConfigError(
-            f"command line: {override!r} is no override; write key.sub=value, as in policy.optimizer.lr=1e-4"
+            f"command line: {override!r} is not an override: write key.sub=value, such as policy.optimizer.lr=1e-4"
         )
     here = table
     for depth, part in enumerate(parts[:-1], start=1):
@@ -83,7 +83,7 @@ def _put(table: Table, override: str) -> None:
                 return
             raise ConfigError(
                 f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
-                f"which has no key {parts[depth]!r}; give the whole of it, as in {dotted(parts[:depth])}=..."
+                f"which has no key {parts[depth]!r}; give the whole value, as in {dotted(parts[:depth])}=..."
             )
         here = below
     here[parts[-1]] = _value(text.strip())

@@ -40,7 +40,7 @@ async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple
     found = await newest_folder(run, policy, scratch)
     if found is None and models_of(policy.backend) == "ignored" and summary_of(run):
         raise ConfigError(
-            f"{run} has neither a model nor a checkpoint, though it has ended: its policy was a fake, which leaves no "
+            f"{run} has neither a model nor a checkpoint, though it has ended: its policy was a fake, which writes no "
             "model: run it with a model"
         )
     if found is None:
@@ -64,14 +64,14 @@ async def merge_adapters(run: Path, folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=run) as scratch:
         source, whole = await newest_source(run, policy, Path(scratch))
         if whole == source.path:
-            raise ConfigError(f"{whole} is a whole model: there are no adapters in it to merge")
+            raise ConfigError(f"{whole} is a whole model without adapters to merge")
         shutil.move(whole, folder)
     return source.path
 
 
 def _check_free(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder} is there already: give another place with --out, or remove it")
+        raise ConfigError(f"{folder} exists already: choose another place with --out, or remove it")
 
 
 def table_of(table: Mapping[str, object], name: str) -> Table:

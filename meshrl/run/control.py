@@ -68,7 +68,7 @@ class Control:
             if checkpoint:
                 await checkpoint()
             shutil.rmtree(self._folder, ignore_errors=True)  # the next part forgets what is left
-            log.info("stopped, as was asked")
+            log.info("stopped on request")
             raise KeyboardInterrupt
 
     async def _keep(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
@@ -79,7 +79,7 @@ class Control:
         if checkpoint:
             await checkpoint()
         else:
-            log.warning("a checkpoint was asked for, and the run keeps none: run.checkpoint_every is not set")
+            log.warning("a checkpoint was requested, but the run writes none: run.checkpoint_every is not set")
         try:
             file.unlink(missing_ok=True)
         except OSError as error:

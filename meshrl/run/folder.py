@@ -36,7 +36,7 @@ def take(folder: Path, begun: Path) -> None:
         number += 1
     folder.rename(aside)
     begun.rename(folder)
-    log.info(f"{folder} was there already: the earlier one is now {aside}")
+    log.info(f"{folder} existed already: the earlier run is now in {aside}")
 
 
 def was_cut_short(folder: Path) -> bool:
@@ -90,12 +90,12 @@ def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> Non
     for name in growing:
         file, size = folder / name, sizes.get(name, 0)
         if file.is_symlink():
-            raise DataError(f"{file} is a link, which a run does not follow: put the file itself there")
+            raise DataError(f"{file} is a link, which a run does not follow: replace it by the file itself")
         there = file.stat().st_size if file.exists() else 0
         if there < size:
             raise DataError(
-                f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
-                "bring it back, or start a run of another name"
+                f"{file} has {there} bytes, and had {size} when the checkpoint of the resumed run was written: "
+                "restore it, or start a run with another name"
             )
         if there > size:
             os.truncate(file, size)

@@ -118,7 +118,7 @@ class FolderLock:
 
     def _outwait(self, before: Owner) -> None:
         """Watch an owner of whom no lock tells, until it lets go or its lease ends. ConfigError where it lives."""
-        log.info(f"{self._folder}: {before} has not let go of it: watching for {_LEASE:g} s whether it still runs")
+        log.info(f"{self._folder}: {before} has not released it: watching for {_LEASE:g} s whether it still runs")
         touched, end = _touched(self._file), time.monotonic() + _LEASE
         while touched is not None:
             is_last = time.monotonic() >= end  # before a look: this process may be stopped at any moment, too

@@ -129,8 +129,8 @@ def _judged_alone(env_id: str, options: _Options) -> _Environment:
     environment = _load(env_id, options)
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"{NAME}:{env_id}: its rubric judges the rollouts of a prompt together, and an episode is judged alone "
-            "here: take its reward functions of one rollout"
+            f"{NAME}:{env_id}: its rubric judges the rollouts of a prompt together, but meshrl judges each episode "
+            "alone: use its reward functions for single rollouts"
         )
     return environment
 
@@ -184,7 +184,7 @@ class Episode:
         self._shown = await self._asked(self._played) or []
         if self._shown != shown:
             raise DataError(
-                "the environment begins with another prompt than its row's, or with none, which is not followed"
+                "the environment begins with a prompt that is not its row's, or with none. This is not supported"
             )
         return str(row["prompt"])
 
@@ -197,7 +197,9 @@ class Episode:
             return "", played.result(), True
         before = len(self._shown)
         if asked[:before] != self._shown or len(asked) <= before or asked[before][0] != "assistant":
-            raise DataError("the environment rewrote the conversation, which is not followed: it may only add to it")
+            raise DataError(
+                "the environment rewrote the conversation, which is not supported: it may only append to it"
+            )
         self._shown = asked
         return "\n\n".join(text for _, text in asked[before + 1 :]), 0.0, False
 

@@ -246,12 +246,12 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
     groups = folder / "groups.jsonl"
     content = groups.read_bytes()
     for damaged, words in {
-        content.replace(b'"deliver"', b'"deliwer"', 1): r"groups.jsonl, line 1: is not what a run wrote: Invalid enum",
-        content.replace(b'"staleness"', b'"stalenesz"', 1): "line 2: is not what a run wrote: Object contains unknown",
-        content[:-5]: r"line 9: is not what a run wrote: Input data was truncated",
-        content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is no range of prompts",
-        b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is no range of prompts",
-        b"\xff\n": "line 1: is not what a run wrote",
+        content.replace(b'"deliver"', b'"deliwer"', 1): r"groups.jsonl, line 1: is not as a run wrote it: Invalid enum",
+        content.replace(b'"staleness"', b'"stalenesz"', 1): "line 2: is not as a run wrote it: Object contains unknown",
+        content[:-5]: r"line 9: is not as a run wrote it: Input data was truncated",
+        content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is not a range of prompts",
+        b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is not a range of prompts",
+        b"\xff\n": "line 1: is not as a run wrote it",
         b"": "0 steps and 0 prompts that were trained on, so there is nothing to judge",
         content.partition(b"\n")[2]: "begins with step 1",
     }.items():
@@ -259,7 +259,7 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words):
             audit_run(folder)
     groups.unlink()
-    with pytest.raises(DataError, match="nothing says what its steps trained on: it is the run of a version before"):
+    with pytest.raises(DataError, match="nothing says what its steps trained on: the run is of an earlier version"):
         audit_run(folder)
 
 

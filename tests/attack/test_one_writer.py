@@ -105,7 +105,7 @@ def test_a_run_of_another_host_is_refused_that_no_lock_tells_of(tmp_path: Path) 
         with capture_logs() as logged, pytest.raises(ConfigError, match=rf"written by process {process.pid} on "):
             Run(config(tmp_path, resume=True))
         assert files(tmp_path) == before
-        assert "has not let go of it: watching for 30 s whether it still runs" in logged[0]["event"]
+        assert "has not released it: watching for 30 s whether it still runs" in logged[0]["event"]
         process.communicate("\n\n", timeout=60)
         assert process.returncode == 0
 

@@ -144,9 +144,9 @@ def test_what_cannot_be_compared_is_refused_by_its_name(tmp_path: Path) -> None:
     bare = a_run(tmp_path / "bare")
     (bare / "config.toml").unlink()
     for folders, told in (
-        ((base,), "two runs or more are compared, and .*base is one"),
+        ((base,), "a comparison needs at least two runs, and .*base is one"),
         ((base, base), "is given twice"),
-        ((base, empty), r"empty has no metrics.jsonl with a step"),
+        ((base, empty), r"empty has no step in its metrics.jsonl"),
         ((base, bare), r"bare has no config.toml"),
         ((base, other), "of different tasks: task.source is words there and sums here"),
     ):

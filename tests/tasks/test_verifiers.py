@@ -179,7 +179,7 @@ async def test_tools_are_called_and_answer_in_text() -> None:
 async def test_a_conversation_that_does_not_grow_is_told() -> None:
     with capture_logs():
         begun = await environment("setup").reset(prompts())
-    assert "the environment begins with another prompt than its row's" in str(told(begun, "reward_error")[0])
+    assert "the environment begins with a prompt that is not its row's" in str(told(begun, "reward_error")[0])
     played = environment("rewrites")
     begun = await played.reset(prompts())
     with capture_logs():
