@@ -1,11 +1,11 @@
-"""The tables of docs/neighbours.md, made of meshrl/config/neighbours.toml: `python docs/neighbours.py`."""
+"""The tables of keys in docs/from-*.md, made of meshrl/config/neighbours.toml: `python docs/neighbours.py`."""
 
 import re
 from pathlib import Path
 
 from meshrl.config.neighbours import Counterpart, neighbours
 
-PAGE = Path(__file__).with_name("neighbours.md")
+PAGES = {project: Path(__file__).with_name(f"from-{project}.md") for project in neighbours()}
 
 
 def table(project: str) -> str:
@@ -14,14 +14,11 @@ def table(project: str) -> str:
     return "\n".join(["| there | here |", "|---|---|", *rows])
 
 
-def written() -> str:
-    """The page with its tables as the file has them."""
-    return re.sub(
-        r"<!-- (\w+) -->\n.*?<!-- /\1 -->",
-        lambda found: f"<!-- {found[1]} -->\n{table(found[1])}\n<!-- /{found[1]} -->",
-        PAGE.read_text("utf-8"),
-        flags=re.DOTALL,
-    )
+def written(project: str) -> str:
+    """A project's page with the table as the file has it."""
+    between = f"<!-- {project} -->\n{table(project)}\n<!-- /{project} -->"
+    text = PAGES[project].read_text("utf-8")
+    return re.sub(rf"<!-- {project} -->\n.*?<!-- /{project} -->", lambda _: between, text, flags=re.DOTALL)
 
 
 def _cell(word: Counterpart) -> str:
@@ -30,4 +27,5 @@ def _cell(word: Counterpart) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(), "utf-8")
+    for project, page in PAGES.items():
+        page.write_text(written(project), "utf-8")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from importlib.util import find_spec
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 # What is not there is not looked for elsewhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell ignores Ctrl+C for what it runs in the background, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long one example takes says more of the machine's load than of the code; each test has a time limit as a whole.
 # The examples are the same each time, so that a change is not refused for what another one broke.

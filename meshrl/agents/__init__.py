@@ -1,10 +1,9 @@
 """Agents: programs that talk to the model through an OpenAI-compatible server, and learn token for token.
 
-A `Conversation` is what such a program's requests come to: the ids that each prompt holds, which are those that were
-sampled before, and the rows that are trained on. The `Gateway` is the server, before any sampler, and an `Agent`
-plays episodes: a program's work on a task's row. `Agents` are a sampler of such episodes, for a stream; `record` keeps
-what programs say to a served model, without training. These need
-`pip install 'meshrl[agents]'`, and are loaded when they are asked for.
+A `Conversation` turns such a program's requests into rows to train on. Its prompts hold the ids that were sampled
+before. The `Gateway` is the server in front of any sampler. An `Agent` plays episodes, each a program's work on one row
+of a task. `Agents` is a sampler of such episodes for a stream. `record` keeps what programs say to a served model,
+without training. These need `pip install 'meshrl[agents]'` and are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Final

@@ -1,4 +1,4 @@
-"""An agent: a program of somebody's that talks to the model, played for a task's row, and what came of it.
+"""An agent: a user's program that talks to the model, played for one row of a task, and its outcome.
 
     # my_agent.py
     async def solve(client, row):        # an openai.AsyncOpenAI, and the task's row

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's protocol are told: answers, whole or as a stream, and errors."""
+"""Answers to clients of OpenAI's protocol: whole or streamed, and errors."""
 
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How a model reads and writes a conversation: its tokenizer and its chat template, and the messages that they render.
+"""How a model reads and writes a conversation: its tokenizer, its chat template, and the rendered messages.
 
 A backend reads both from the model's folder: `read_chat(config.sampler)`. A message is kept as clients of OpenAI's
 protocol send it, without what a template does not show.

@@ -1,4 +1,4 @@
-"""A command line as a program that is run for one row: its input and output in files, its processes ended together."""
+"""A command line as a program that runs for one row: input and output in files, all its processes end together."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The table of an agent: which program talks to the model, and how it is found before a run begins."""
+"""The table of an agent: which program talks to the model, and how it is found before a run."""
 
 import inspect
 import shutil

@@ -1,4 +1,4 @@
-"""A conversation, token for token: what was sampled is what later prompts hold, and what is trained on.
+"""A conversation, token for token: sampled tokens are what later prompts hold and what is trained on.
 
     prompt = conversation.ask(messages, tools)            # the ids that the model is to go on from
     ...                                                   # draw after prompt.tokens

@@ -1,4 +1,4 @@
-"""The gateway: an OpenAI-compatible server before a sampler, which records what each session samples.
+"""The gateway: an OpenAI-compatible server in front of a sampler, which records what each session samples.
 
     async with Gateway(sampler, chat).serving() as gateway:
         session = gateway.open(sampling)

@@ -1,4 +1,4 @@
-"""Recording what programs and a model say to each other, in rows that are trained on later.
+"""Records what programs and a model say to each other, in rows to train on later.
 
     async with Gateway(sampler, chat).serving() as gateway:
         with Recording(Path("recorded/rows.jsonl"), chat) as rows:

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's protocol ask, read and checked; what is not known of a request is not read.
+"""Requests of clients of OpenAI's protocol, read and checked; unknown fields are not read.
 
 `temperature`, `top_p` and `seed` are not: how is drawn is the run's to say, by whose log-probs the policy learns.
 """

@@ -1,4 +1,4 @@
-"""`/v1/responses`: another form of the same conversation, read into messages and told of an answer.
+"""`/v1/responses`: another form of the same conversation, translated to messages and back.
 
 An assistant's message and the calls of tools that follow it are one message, as they were drawn.
 """

@@ -1,4 +1,4 @@
-"""Agents as a sampler: its rows are whole episodes, and everything that takes a sampler takes it.
+"""Agents as a sampler: its rows are whole episodes, and it works wherever a sampler does.
 
 agents = Agents(sampler, Agent(config.agent), gateway)
 async with agents.serving(), rollouts(agents, prompts, config.sampling, ahead=config.ahead) as stream:

@@ -1,4 +1,4 @@
-"""The agent of agent/quickstart: it has words spelled backward by a tool, where the model calls it as it should."""
+"""The agent of agent/quickstart: a tool spells words backward if the model calls it correctly."""
 
 import json
 from collections.abc import Mapping

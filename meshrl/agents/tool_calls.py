@@ -1,4 +1,4 @@
-"""The calls of tools in what a model wrote: as Hermes and Qwen write them, and as Llama does."""
+"""Tool calls in a model's text: in the format of Hermes and Qwen, and in that of Llama."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Losses whose gradient is that of the log-probabilities: REINFORCE, and CISPO's weighted form."""
+"""Losses with the gradient of the log-probabilities: REINFORCE, and CISPO's weighted form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inside of a sandbox: a script that runs a job from its standard input, under limits. See `rewards.sandbox`.
+"""The inside of a sandbox: a script that runs a job from standard input, under limits. See `rewards.sandbox`.
 
 The first process gives up what rights it has, starts a second one that runs the code, and waits for it: orphans come to
 it, and it takes them all with it when it ends.

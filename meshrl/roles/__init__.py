@@ -1,7 +1,7 @@
-"""The roles that backends implement: Policy, Critic, Reference, Sampler, Reward, RewardModel, and their tables.
+"""What a backend implements: Policy, Critic, Reference, Sampler, Reward, RewardModel, and their tables.
 
-Each role is an abstract actor with the contract. A backend overrides its endpoints with plain types, and is found by
-name in the registry. The tables name the backend, the mesh and the model.
+Each role is an abstract actor that carries the contract. A backend overrides its endpoints with plain types, and the
+registry finds it by name. The tables name the backend, the mesh and the model.
 """
 
 from meshrl.roles.base import Critic, Policy, Reference, Reward, RewardModel, Sampler, Stateful

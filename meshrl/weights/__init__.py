@@ -1,6 +1,6 @@
-"""A model's weights, as they are sent from a policy to samplers.
+"""A model's weights on their way from the policy to the samplers.
 
-Tensors are sent by name, in buckets of shared memory. Each has a fingerprint, so that a sampler can prove what it has.
+Tensors travel by name in buckets of shared memory. Each has a fingerprint, so a sampler can prove what it received.
 `delta` sends only what changed.
 """
 

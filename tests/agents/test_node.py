@@ -14,7 +14,7 @@ from meshrl.agents import Agent, AgentConfig, Gateway
 from meshrl.testing import ScriptedChat, ScriptedSampler
 
 HERE = Path(__file__).parent / "node"
-PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+PAGE = Path(__file__).parents[2] / "docs" / "agent-programs.md"
 CALL = '<tool_call>{"name": "add", "arguments": {"numbers": [2, 3]}}</tool_call>'
 
 pytestmark = [

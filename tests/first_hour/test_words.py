@@ -81,6 +81,16 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
             "`max_prompt_length` is `task.longest` here: longer prompts are left out, none is cut",
         ),
         ("data.filter_overlong_prompts=true", "`data.filter_overlong_prompts` is `task.longest` here"),
+        ("critic.adam.lr=1e-5", "`critic.adam.lr` is `critic.optimizer.lr` here, which this algorithm does not have"),
+        ("rollout.batch_size=64", "`rollout.batch_size` is `prompts` here: it counts prompts"),
+        (
+            "ds.tensor_parallel_size=2",
+            "`ds.tensor_parallel_size` is `policy.axes` here: write policy.axes = { tp = 2 }",
+        ),
+        ("vllm.tensor_parallel_size=2", "`vllm.tensor_parallel_size` is `sampler.axes` here"),
+        ("services.policy.num_replicas=2", "`services.policy.num_replicas` is `sampler.axes` here"),
+        ("trainer.training.max_norm=1", "`trainer.training.max_norm` is `policy.optimizer.max_grad_norm` here"),
+        ("off_by_n=1", "`off_by_n` is `ahead` here: no trained row is more than that number of versions behind"),
     ],
 )
 def test_the_answer_says_where_the_key_is_in_this_configuration(
@@ -171,11 +181,12 @@ def test_the_list_of_configurations_fits_a_terminal(
     assert len(lines) == len(shipped_configs()) + 1, "a line is continued on the next"
 
 
-def test_the_page_prints_the_table_that_answers() -> None:
+def test_the_pages_print_the_tables_that_answer() -> None:
     file = Path(__file__).parents[2] / "docs/neighbours.py"
     spec = importlib.util.spec_from_file_location("docs_neighbours", file)
     assert spec is not None
     assert spec.loader is not None
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    assert page.written() == page.PAGE.read_text("utf-8"), "run python docs/neighbours.py"
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    for project, page in made.PAGES.items():
+        assert made.written(project) == page.read_text("utf-8"), "run python docs/neighbours.py"

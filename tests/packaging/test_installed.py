@@ -102,6 +102,10 @@ def test_what_needs_an_extra_says_what_to_type(meshrl: Meshrl, arguments: list[s
     assert "Traceback" not in done.stderr
 
 
-def test_agents_without_their_extra_say_what_to_type(meshrl: Meshrl) -> None:
-    done = meshrl("-c", "from meshrl.agents import Gateway", program="python")
-    assert re.search(r"BackendError: .*pip install 'meshrl\[agents\]'", done.stderr), done.stderr
+@pytest.mark.parametrize(
+    ("script", "extra"),
+    [("from meshrl.agents import Gateway", "agents"), ("import meshrl.testing.conformance", "torch")],
+)
+def test_modules_without_their_extra_say_what_to_type(meshrl: Meshrl, script: str, extra: str) -> None:
+    done = meshrl("-c", script, program="python")
+    assert re.search(rf"BackendError: .*pip install 'meshrl\[{extra}\]'", done.stderr), done.stderr

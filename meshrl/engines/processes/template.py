@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES PATHS`.
+"""The process that forks ranks: `python -m meshrl.engines.processes.template CONTROL FOLDER MODULES PATHS`.
 
 It has one thread, and imports once what all ranks need. When its engine is gone, by whatever end, it kills the ranks
 and goes; when it is gone itself, Linux kills them. `PATHS`: the PYTHONPATH of ranks and of what they start; here

@@ -11,8 +11,16 @@ sides, if it is broken or if the check does not end in time.
 from typing import TYPE_CHECKING, Final
 
 from meshrl.deprecated import old_names
-from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
-from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
+from meshrl.errors import BackendError
+
+try:
+    from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
+    from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
+except ModuleNotFoundError as error:
+    raise BackendError(
+        f"meshrl.testing.conformance needs the package {error.name!r}, which is not installed: "
+        "pip install 'meshrl[torch]'"
+    ) from error
 
 __all__ = [
     "ADAPTERS",
