@@ -240,12 +240,12 @@ NAMED = {
     "agents.speller": {"function"},  # the same
     "agents.responses": {"function"},  # the same
     "agents.tool_calls": {"function"},  # the same
+    "testing.scripted": {"function"},  # the same
     "environments.environment": {"function"},  # a default value
     "run.train": {"function"},  # the key of a reward's table
     "run.push": {"function"},  # the same
     "simulation.forecast": {"sim"},  # the room's own backend
     "testing.conformance.subject": {"torch"},  # the backend that the kit compares others with
-    "tasks.verifiers": {"function"},  # a word of the format in which models are offered tools
 }
 """Where a name of a backend may stand."""
 

@@ -112,7 +112,7 @@ PUBLIC = {
     ),
     "testing.standing": "Standing describe standing_tasks",
     "testing.state": "State read_state",
-    "verifiers": "NAME rows load_episodes Episode",
+    "verifiers": "NAME rows",
 }
 """The names of each module that is gone."""
 

@@ -4,7 +4,7 @@ Slots 0 to `count` are the rows being decoded. A row that finishes is replaced b
 step is one forward pass over the first slots of the cache, whatever finished.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Final
@@ -71,6 +71,8 @@ class Decoder:
         self._calls = 1
         self._call = np.zeros(self._rows, np.int64)  # of each row
         self._seeds = np.full(self._rows, draw.seed)
+        self._left = {0: self._rows}
+        """Of each call that has some, the rows that are being decoded or wait."""
         self._finished: dict[int, list[Finished]] = {}
 
     @property
@@ -83,9 +85,14 @@ class Decoder:
         """Rows that would find a slot at once."""
         return self._most - self._count - (self._rows - self._next)
 
+    @property
+    def finished(self) -> Iterable[int]:
+        """The calls of which rows are done and were not taken."""
+        return self._finished
+
     def has(self, call: int) -> bool:
         """Whether a row of a call is being decoded or waits."""
-        return bool((self._call[self._row[: self._count]] == call).any() or (self._call[self._next :] == call).any())
+        return call in self._left
 
     def add(self, request: Request, seed: UInt64) -> int:
         """Rows of another call, which draws alike, by a seed of its own; its number, where the first call is 0."""
@@ -101,6 +108,7 @@ class Decoder:
             numbers=np.concatenate([had.numbers, request.numbers]),
         )
         number, self._calls = self._calls, self._calls + 1
+        self._left[number] = count
         self._lengths = np.fromiter(map(len, self._request.prefixes), np.int64, len(self._request.prefixes))
         self._call = np.concatenate([self._call, np.full(count, number)])
         self._seeds = np.concatenate([self._seeds, np.full(count, seed)])
@@ -139,6 +147,7 @@ class Decoder:
             )
         )
         self._keep(others)
+        self._left.pop(call, None)
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
@@ -298,6 +307,9 @@ class Decoder:
         calls = self._call[self._row[slots]]
         for call in np.unique(calls).tolist():
             mine = calls == call
+            self._left[call] -= int(mine.sum())
+            if not self._left[call]:
+                del self._left[call]
             self._finished.setdefault(call, []).append(self._told(slots[mine], truncated[mine], aborted))
 
     def _told(self, slots: Ints, truncated: NDArray[np.bool_], aborted: bool) -> Finished:

@@ -42,7 +42,8 @@ class Joint:
         """`version`: of the weights, before each step; what it raises ends all calls."""
         self._decoder = decoder
         self._version = version
-        self._parts: list[Part] = []
+        self._parts: dict[int, Part] = {}
+        """By their numbers."""
         self._steps = 0
         self._stepping: asyncio.Task[None] | None = None
 
@@ -53,14 +54,15 @@ class Joint:
 
     def begin(self, call: GenerateCall, ended: Callable[[], None]) -> Part:
         """The call whose rows the decoder was made with. `ended` is called when all calls have."""
-        self._parts.append(part := Part(call, 0))
+        part = self._parts[0] = Part(call, 0)
         self._stepping = asyncio.create_task(self._step())
         self._stepping.add_done_callback(lambda _: ended())
         return part
 
     def join(self, call: GenerateCall, request: Request, seed: UInt64) -> Part:
         """Another call, for whose rows there is room."""
-        self._parts.append(part := Part(call, self._decoder.add(request, seed)))
+        number = self._decoder.add(request, seed)
+        part = self._parts[number] = Part(call, number)
         return part
 
     async def finished(self, part: Part) -> Finished | None:
@@ -79,8 +81,7 @@ class Joint:
 
     def leave(self, part: Part) -> None:
         """Nobody wants what is not done of a call."""
-        if part in self._parts:
-            self._parts.remove(part)
+        if self._parts.pop(part.number, None):
             self._decoder.stop(part.number)
         self._decoder.take(part.number)
 
@@ -88,26 +89,28 @@ class Joint:
         try:
             while self._parts:
                 await asyncio.sleep(0)  # others run, who bring new weights for one; no call of a replay is here
-                for part in self._parts:
+                for number, part in list(self._parts.items()):
                     if part.call.aborted:
-                        self._decoder.stop(part.number)
-                        part.end()
+                        self._decoder.stop(number)
+                        self._parts.pop(number).end()
                     else:
                         part.call.count()
-                self._parts = [part for part in self._parts if not part.ended]
                 if self._parts:
                     self._decoder.step(self._version())
                     self._tell()
         except Exception as error:  # noqa: BLE001 -- raised by each of the calls
-            for part in self._parts:
+            for part in self._parts.values():
                 part.end(error)
             self._parts.clear()
 
     def _tell(self) -> None:
         self._steps += 1
-        for part in self._parts:
-            if not self._decoder.has(part.number):
+        for number in self._decoder.finished:
+            part = self._parts.get(number)
+            if part is None:
+                continue  # it has ended, and its rows are still to be taken
+            if not self._decoder.has(number):
+                del self._parts[number]
                 part.end()
             elif self._steps % YIELD_STEPS == 0:
                 part.news.set()
-        self._parts = [part for part in self._parts if not part.ended]

@@ -57,6 +57,7 @@ class Drawing:
         """By how they are drawn, which is one for a call."""
         self._calls: set[asyncio.Task[None]] = set()
         self._woken = False
+        self._paused = False
         self._closed = False
 
     async def draw(
@@ -83,6 +84,15 @@ class Drawing:
         self._wait(drawn.model_copy(update={"n": 1, "stop": stops}), asked)
         return await asked.done  # who is cancelled here gives the row up
 
+    def pause(self) -> None:
+        """Begin no call until `resume`; those that run go on."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Begin calls again, first for the rows that waited."""
+        self._paused = False
+        self._wake()
+
     async def close(self) -> None:
         """End the calls that run, and refuse others; who waits for an answer gets CancelledError."""
         self._closed = True
@@ -95,12 +105,17 @@ class Drawing:
 
     def _wait(self, sampling: Sampling, asked: _Asked) -> None:
         self._waiting.setdefault(sampling, []).append(asked)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._woken:
             self._woken = True
             asyncio.get_running_loop().call_later(_PAUSE, self._begin)
 
     def _begin(self) -> None:
         self._woken = False
+        if self._paused:
+            return
         waiting, self._waiting = self._waiting, {}
         for sampling, every in waiting.items():
             rows = [asked for asked in every if not asked.done.done()]

@@ -122,6 +122,14 @@ class Gateway:
             draws.cancel()
         return session.conversation.rows()
 
+    def pause(self) -> None:
+        """Begin no answer, and go on with none that the sampler stops, until `resume`. Requests wait."""
+        self._drawing.pause()
+
+    def resume(self) -> None:
+        """Draw what waits."""
+        self._drawing.resume()
+
     async def aclose(self) -> None:
         """End what is being drawn, and draw nothing more."""
         await self._drawing.close()

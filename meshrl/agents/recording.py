@@ -12,11 +12,11 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, cast
+from typing import Final, Self, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -24,11 +24,13 @@ import numpy as np
 from meshrl import log
 from meshrl.agents.chat import Chat
 from meshrl.agents.conversation import Transcript, Turn
-from meshrl.agents.gateway import Gateway
+from meshrl.agents.gateway import Gateway, Session
 from meshrl.data import Batch, Ragged, Source
 from meshrl.errors import ConfigError, DataError, described
 from meshrl.roles import Sampling
 
+Over: TypeAlias = tuple[str, Batch, Sequence[Transcript]]
+"""A conversation that is over: the name of its session, and what `Conversation.take` gives."""
 _LOOK: Final = 1.0
 """Seconds, at most, between two looks for conversations that are over."""
 _BLOCK: Final = 1 << 20
@@ -76,14 +78,14 @@ class Recording:
         if self._lock is not None:
             os.close(self._lock)
 
-    def add(self, conversations: Sequence[tuple[Batch, Sequence[Transcript]]]) -> None:
-        """Write the rows of conversations, each as `Conversation.take` gives it, behind those that are there.
+    def add(self, conversations: Sequence[Over]) -> None:
+        """Write the rows of conversations behind those that are there.
 
         OSError where the disk has no room for all: then none is written.
         """
         rows = [
-            (batch, row, transcript)
-            for batch, transcripts in conversations
+            (session, batch, row, transcript)
+            for session, batch, transcripts in conversations
             for row, transcript in enumerate(transcripts)
         ]
         if not rows:
@@ -104,10 +106,11 @@ class Recording:
                 raise
         self.rows += len(rows)
 
-    def _line(self, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
+    def _line(self, session: str, batch: Batch, row: int, transcript: Transcript, number: int) -> Mapping[str, object]:
         answer = () if isinstance(transcript.said, str) else (transcript.said,)
         return {
             "id": f"{self._began}-{number}",
+            "session": session,
             "messages": [message.shown() for message in (*transcript.messages, *answer)],
             "tools": transcript.tools,
             "prompt": self._prompt(transcript, batch.tokens[row].tolist()),
@@ -144,29 +147,36 @@ def _cut(file: Path) -> None:
 
 
 async def record(
-    gateway: Gateway, sampling: Sampling, recording: Recording, idle: float, say: Callable[[str], None]
+    gateway: Gateway,
+    sampling: Sampling,
+    recording: Recording,
+    idle: float,
+    say: Callable[[str], None],
+    sessions: int = 1,
 ) -> None:
     """Let programs talk to the model until this is cancelled, and write down each conversation that is over.
 
     One is over where nobody has gone on with it for `idle` seconds and nobody waits for an answer, and at the end.
     What the disk has no room for waits for the next look; OSError where it has none at the end. `say` is told the base
-    URL and the key.
+    URL and the key of each of the `sessions`.
     """
-    session = gateway.open(sampling)
-    say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
+    opened = [gateway.open(sampling) for _ in range(sessions)]
+    for session in opened:
+        say(f"export OPENAI_BASE_URL={session.url}\nexport OPENAI_API_KEY={session.token}")
     seen: dict[Turn, tuple[int, float]] = {}
-    waiting: list[tuple[Batch, Sequence[Transcript]]] = []
+    waiting: list[Over] = []
     warned = False
-    conversation, loop = session.conversation, asyncio.get_running_loop()
     try:
         while True:
             await asyncio.sleep(min(_LOOK, idle / 4))
-            now, asked = loop.time(), {conversation.first_of(prompt) for prompt in session.draws.values()}
+            now = asyncio.get_running_loop().time()
+            asked = {session.conversation.first_of(prompt) for session in opened for prompt in session.draws.values()}
             seen = {
                 first: seen[first] if first in seen and seen[first][0] == size and first not in asked else (size, now)
-                for first, size in conversation.sizes().items()
+                for session in opened
+                for first, size in session.conversation.sizes().items()
             }
-            waiting += [conversation.take(first) for first, (_, since) in seen.items() if now - since >= idle]
+            waiting += _taken(opened, [first for first, (_, since) in seen.items() if now - since >= idle])
             try:
                 recording.add(waiting)
                 waiting.clear()
@@ -175,8 +185,19 @@ async def record(
                     log.warning(f"{recording.file} cannot be written; rows wait until it can", error=described(error))
                 warned = True
     finally:
-        gateway.close(session)  # so that nothing comes after this
-        recording.add([*waiting, *map(conversation.take, conversation.sizes())])
+        for session in opened:
+            gateway.close(session)  # so that nothing comes after this
+        recording.add([*waiting, *_taken(opened)])
+
+
+def _taken(opened: Sequence[Session], over: Collection[Turn] | None = None) -> list[Over]:
+    """The conversations of sessions that are over, or all."""
+    return [
+        (session.id, *session.conversation.take(first))
+        for session in opened
+        for first in session.conversation.sizes()
+        if over is None or first in over
+    ]
 
 
 def recorded(batch: Batch) -> Batch:

@@ -21,8 +21,7 @@ from meshrl import log
 from meshrl.agents.agent import Agent, Episode
 from meshrl.agents.gateway import Gateway
 from meshrl.data import Batch, Ragged
-from meshrl.errors import ConfigError
-from meshrl.roles import Sampler, Sampling
+from meshrl.roles import ResumingSampler, Sampler, Sampling
 from meshrl.rollout import Schedule, schedule
 from meshrl.weights import Weights
 
@@ -64,7 +63,7 @@ def _unpacked(kept: bytes) -> _Played:
     return _Played(episode, wire.oldest_version)
 
 
-class Agents(Sampler):
+class Agents(ResumingSampler):
     """A sampler whose rows are episodes: each row of a prompt lets the agent work on the task's row once.
 
     A row has its prompt's columns, `rewards`, `reward_error`, `oldest_version` (of all its tokens), `turns` (int32,
@@ -115,8 +114,11 @@ class Agents(Sampler):
             await asyncio.gather(*playing, return_exceptions=True)
 
     async def load(self, weights: Weights) -> Batch:
-        """Give the sampler new weights."""
-        places = await self._sampler.load(weights)
+        """Give the sampler new weights; answers that were stopped go on."""
+        try:
+            places = await self._sampler.load(weights)
+        finally:
+            self._gateway.resume()
         self._version = weights.version
         return places
 
@@ -127,8 +129,9 @@ class Agents(Sampler):
             await self._sampler.replay(record)
 
     async def abort(self) -> None:
-        """ConfigError: what a program has done cannot be stopped and gone on with."""
-        raise ConfigError('episodes of agents cannot be aborted: take swap = "in_flight" or "drain"')
+        """Stop what the model writes. Episodes last, and their programs wait, until new weights have come."""
+        self._gateway.pause()
+        await self._sampler.abort()
 
     async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
         """Play it, or take it as it was played in the run that is repeated."""

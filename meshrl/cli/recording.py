@@ -47,6 +47,7 @@ def record(
     idle: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="A conversation ends after this time without a request.")
     ] = 300.0,
+    sessions: Annotated[int, typer.Option(min=1, help="Base URLs, each with a key of its own.")] = 1,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, and record conversations as rows, until Ctrl-C."""
     from meshrl.agents import GatewayConfig, Recording, read_chat  # noqa: PLC0415 -- an extra
@@ -55,12 +56,14 @@ def record(
     with Recording(out / "rows.jsonl", read_chat(served.sampler)) as recording:
         try:
             with asyncio.Runner(loop_factory=RankLoop) as runner:
-                runner.run(_record(served, address, recording, idle))
+                runner.run(_record(served, address, recording, idle, sessions))
         except (KeyboardInterrupt, Terminated):
             typer.echo(f"{recording.rows} rows were added to {recording.file}", err=True)
 
 
-async def _record(served: _Served, address: "GatewayConfig", recording: "Recording", idle: float) -> None:
+async def _record(
+    served: _Served, address: "GatewayConfig", recording: "Recording", idle: float, sessions: int
+) -> None:
     from meshrl.agents import Gateway  # noqa: PLC0415 -- an extra
     from meshrl.agents import record as record_with  # noqa: PLC0415
 
@@ -70,7 +73,7 @@ async def _record(served: _Served, address: "GatewayConfig", recording: "Recordi
         async with Run(served.run.model_copy(update=here | alone)) as run:
             sampler = await run.spawn(Sampler, served.sampler)
             async with Gateway(sampler, recording.chat, address).serving() as gateway:
-                await record_with(gateway, served.sampling, recording, idle, typer.echo)
+                await record_with(gateway, served.sampling, recording, idle, typer.echo, sessions)
 
 
 def _served(source: str, overrides: list[str]) -> _Served:

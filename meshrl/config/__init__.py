@@ -1,7 +1,7 @@
-"""Configuration: frozen pydantic models read from TOML. All mistakes in a file are reported at once.
+"""Configuration: frozen pydantic models that are read from TOML. Every mistake in a file is reported at once.
 
-`load_toml` reads a file and applies the overrides of the command line. `validate` turns the table into a `Config`, or
-raises one error that lists every mistake in the words of the file. `PathIn` marks keys that may hold a path.
+`load_toml` reads a file and applies the overrides of a command line. `validate` makes a `Config` of the table, or
+raises one error with all mistakes, in the terms of the file. `PathIn` marks keys that may hold a path.
 """
 
 from meshrl.config.base import Config, Keys, Table, dotted

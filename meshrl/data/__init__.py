@@ -1,7 +1,7 @@
-"""What calls carry: `Batch` and its columns, `Ragged` token columns, `Metrics`.
+"""The data of calls: `Batch` and its columns, `Ragged` token columns, and `Metrics`.
 
-Columns are numpy arrays with one value per row or per token, never padded. A column that lies on ranks is a
-`RemoteColumn`, which a batch splits, joins and loads like the others. Log-probs record what computed them (`Source`).
+Columns are numpy arrays without padding, with one value for each row or each token. A column on other ranks is a
+`RemoteColumn`, which a batch splits, joins and loads like any other. Log-probs say what computed them (`Source`).
 """
 
 from meshrl.data.batch import Batch

@@ -1,6 +1,6 @@
-"""Old places and names of what has moved: each works until version `GOES`, with a DeprecationWarning.
+"""Old modules and names that have moved. Each works until version `GOES`, with a DeprecationWarning.
 
-`import meshrl` installs them. Nothing is loaded until an old place is imported. docs/stability.md has the policy.
+`import meshrl` installs them. Nothing is loaded until an old module is imported. docs/stability.md has the policy.
 """
 
 import sys

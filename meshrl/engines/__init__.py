@@ -1,6 +1,6 @@
-"""Where ranks run: threads of this process (`local`), processes of this machine (`processes`) or of a cluster (`ray`).
+"""Engines run ranks as threads of this process (`local`), or processes of a machine (`processes`) or a cluster (`ray`).
 
-All follow one protocol, `mesh.Engine`. `make_engine` loads the engine it is asked for. This package itself loads none.
+All implement the protocol `mesh.Engine`. `make_engine` loads the named engine. The package itself loads none.
 """
 
 from collections.abc import Sequence

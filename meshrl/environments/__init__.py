@@ -1,6 +1,6 @@
-"""Episodes: an environment that answers the model turn by turn, played as if it were one sampler.
+"""Environments: they take turns with a model, and the episodes look like the rows of a sampler.
 
-The backend `function` is also here. Its roles call a Python function: a reward, or a step of an environment.
+This room has the backend `function`, whose roles call Python functions: a reward, or a step of an environment.
 """
 
 from meshrl.environments.environment import Environment, EnvironmentConfig, FunctionEnvironment, load_environment

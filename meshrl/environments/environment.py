@@ -54,8 +54,8 @@ class EnvironmentConfig(RoleConfig):
     backend: str = "function"
     """The backend that implements the role."""
     source: Annotated[str, CODE]
-    """The environment: `retry` (`Retry`), `file.py:Class`, `package.module:Class`, `reward:NAME` (one turn, scored by
-    the reward function NAME), or `verifiers:ENV_ID` (an environment of that library)."""
+    """The environment: `retry` (`Retry`), `file.py:Class`, `package.module:Class`, or `reward:NAME`, one turn that is
+    scored by the reward function NAME."""
     options: Mapping[str, JsonValue] = Field(default={})
     """Keyword arguments for each instance."""
     turns: int = Field(default=8, gt=0)
@@ -219,11 +219,14 @@ def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInsta
     """What makes the instances of `config.source`; ConfigError where it names no class with `reset` and `step`."""
     kind, _, name = config.source.partition(":")
     if kind == verifiers.NAME:
-        return verifiers.load_episodes(name, config.options, config.turns)
+        raise ConfigError(
+            f"environment {config.source!r}: an environment of that library is an agent: take the algorithm agent, "
+            f'and write [agent] with source = "{config.source}" in place of [environment]'
+        )
     if kind == "reward":
         function = load_function(name)
         return lambda: _OneTurn(function)
-    shipped = (*_SHIPPED, "reward:NAME", f"{verifiers.NAME}:ENV_ID")
+    shipped = (*_SHIPPED, "reward:NAME")
     found = _SHIPPED.get(config.source) or load_name("environment", config.source, shipped, inspect.isclass)
     if not inspect.isclass(found):
         raise ConfigError(f"environment {config.source!r}: is {found!r}, not a class")

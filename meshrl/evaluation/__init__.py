@@ -1,4 +1,4 @@
-"""How good a model is: exact match and pass@k on held-out prompts, during training and after."""
+"""Evaluation of a model: exact match and pass@k on held-out prompts, during training and after it."""
 
 from meshrl.evaluation.judge import BesideSampling, evaluate, evaluate_during, held_out
 from meshrl.evaluation.offline import Question, evaluate_run

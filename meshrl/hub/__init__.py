@@ -1,6 +1,6 @@
-"""Models and data of the Hugging Face hub, by name: what a name means now, its files, and how to push your own.
+"""Models and datasets of the Hugging Face hub: resolve names, download files, and upload models.
 
-What is cached is read without a network. The library's settings apply: HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
+Cached files are read without a network. The library's settings apply: HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE, HF_TOKEN.
 """
 
 from meshrl.hub.datasets import dataset_rows

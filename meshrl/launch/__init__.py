@@ -1,7 +1,7 @@
-"""Runs on other people's machines: what a configuration needs there, and how to ask a scheduler for it.
+"""Launch runs on several machines: the resources that a configuration needs, and how to request them.
 
-`slurm_script` and `ray_job` write what SLURM and KubeRay take. `SshCluster` starts Ray on hosts by ssh, runs there, and
-stops it.
+`slurm_script` and `ray_job` write the files for SLURM and KubeRay. `SshCluster` starts Ray on hosts over ssh, runs
+there, and stops it.
 """
 
 from meshrl.launch.kuberay import Pods, files_beside, ray_job

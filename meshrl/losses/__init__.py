@@ -1,8 +1,8 @@
-"""Losses of one token each, as pure functions, and how they are normalised over the global batch.
+"""Losses for each token, as pure functions, and their normalisation over the global batch.
 
-Tensors are 1-d, with one entry per token of a packed micro-batch. `token_weights` knows the global batch and turns a
-micro-batch's tokens into one number. So the gradient does not depend on how rows were divided. The core loads no torch:
-these functions call methods of the tensors that they are given.
+Tensors are 1-d, with one entry for each token of a packed micro-batch. `token_weights` turns the tokens of a
+micro-batch into one number. It knows the global batch, so the gradient does not depend on how rows are divided. The
+core does not import torch: these functions call methods of their tensors.
 """
 
 from meshrl.losses.base import Loss, Normalised, Predicts, TokenLoss, WithKl, check_predicts

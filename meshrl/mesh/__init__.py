@@ -1,9 +1,9 @@
-"""Typed actors on ranks, and how a call crosses from one controller to many of them.
+"""Typed actors on ranks, and calls from one controller to many ranks.
 
-An `Actor` is a plain class whose `@endpoint` methods a mesh may call. Marks (`Shard`, `Gather`, ...) in their
-annotations are the contract, which is read once at spawn. `Mesh` reserves ranks of an `Engine`, the protocol below it,
-and spawns actors there. A handle splits each call's arguments over the ranks and joins what they return. Large columns
-stay on their rank behind references. The room knows no batch, no model and no engine.
+An `Actor` is a plain class with `@endpoint` methods. Marks (`Shard`, `Gather`, ...) in their annotations are the
+contract, which is read once at spawn. A `Mesh` reserves ranks of an `Engine`, the protocol below it, and spawns actors
+there. A handle splits the arguments of each call over the ranks, and joins the results. Large columns stay on their
+rank, behind references. The room does not depend on batches, models or a particular engine.
 """
 
 from meshrl.mesh.actor import Actor, CollectiveActor, Rank, current_rank, endpoint, free_cores, rank_context

@@ -1,6 +1,6 @@
-"""What is computed from rewards before a loss: advantages, KL penalties, margins of pairs, minibatches.
+"""Computations between rewards and losses: advantages, KL penalties, margins of pairs, and minibatches.
 
-Pure functions of numpy columns, each with its paper and equation. They call no role.
+They are pure functions of numpy columns, and name the paper and the equation that they implement. They call no role.
 """
 
 from meshrl.objectives.advantages import (

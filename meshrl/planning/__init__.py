@@ -1,7 +1,8 @@
-"""The best split of the ranks, layouts and `ahead` among many settings, found by the simulator.
+"""Planning: find the split of ranks, the layouts and the value of `ahead` with the shortest steps, by simulation.
 
-`make_plan` lists what a configuration could be on some GPUs or cores. It drops settings that do not fit into memory or
-cannot be among the fastest. It simulates the rest with the code of `meshrl simulate`, and prints what to paste.
+`make_plan` lists the candidates for a configuration on some GPUs or cores. It drops those that do not fit into memory
+or cannot be among the fastest, and simulates the others with the code of `meshrl simulate`. It returns settings to
+paste.
 """
 
 from meshrl.planning.plan import Plan, Proposal, Wanted, make_plan

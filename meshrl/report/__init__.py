@@ -1,7 +1,7 @@
-"""What a run did, from its folder: one page to read, and a trace to open in Perfetto.
+"""Reports of what a run did, from its folder: an HTML page, and a trace for Perfetto.
 
-`read_run` reads the events and numbers. `overlap` and `idleness` say what bounded the steps and why ranks were idle.
-`diagnose` says why a run did not learn, and `compare` what differs between runs. `render` and `render_comparison` make
+`read_run` reads the events and numbers. `overlap` and `idleness` say what bounded the steps and why ranks were idle,
+`diagnose` says why a run did not learn, and `compare` says how runs differ. `render` and `render_comparison` make
 pages, and `make_trace` makes the trace.
 """
 

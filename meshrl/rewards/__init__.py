@@ -1,6 +1,6 @@
-"""Judging completions by a function: the shipped ones, the user's own, and a sandbox for code.
+"""Reward functions: the shipped ones, the user's own, and a sandbox for code.
 
-User code runs inside one boundary: an error is recorded on its row and costs only that row.
+Errors of user code are confined: an exception is reported in its row, and affects only that row.
 """
 
 from meshrl.rewards.builtin import exact_match, finite, overlong_penalty

@@ -1,10 +1,10 @@
-"""What a backend implements: Policy, Critic, Reference, Sampler, Reward, RewardModel, and their tables.
+"""The roles that backends implement: Policy, Critic, Reference, Sampler, Reward, RewardModel, and their tables.
 
-Each role is an abstract actor that carries the contract. A backend overrides its endpoints with plain types, and the
-registry finds it by name. The tables name the backend, the mesh and the model.
+Each role is an abstract actor with the contract. A backend overrides its endpoints with plain types, and is found by
+name in the registry. The tables name the backend, the mesh and the model.
 """
 
-from meshrl.roles.base import Critic, Policy, Reference, Reward, RewardModel, Sampler, Stateful
+from meshrl.roles.base import Critic, Policy, Reference, ResumingSampler, Reward, RewardModel, Sampler, Stateful
 from meshrl.roles.config import (
     CriticConfig,
     LoraConfig,
@@ -64,6 +64,7 @@ __all__ = [
     "PolicyConfig",
     "Reference",
     "ReferenceConfig",
+    "ResumingSampler",
     "Reward",
     "RewardModel",
     "RewardModelConfig",

@@ -178,6 +178,10 @@ class Sampler(Actor, ABC):
         """
 
 
+class ResumingSampler(Sampler, ABC):
+    """A sampler whose calls of `generate` last: what `abort` stops goes on in them, with the next `load`."""
+
+
 class Reward(Actor, ABC):
     """The role that scores completions."""
 

@@ -1,7 +1,7 @@
-"""Rollouts that continue while the policy trains, under a hard bound on staleness.
+"""Rollouts that run while the policy trains, with a hard bound on staleness.
 
-`rollouts` is the stream that a script reads and publishes to. The ledger counts what may be started, so that no row
-older than `ahead` versions is ever trained on. A recorded schedule can be repeated, to the bit.
+`rollouts` is the stream that a script reads from and publishes to. The ledger counts what may begin, so that no row
+older than `ahead` versions is ever trained on. A recorded schedule can be repeated bit by bit.
 """
 
 from meshrl.rollout.kept_rows import KeptRows, read_kept_rows

@@ -9,7 +9,7 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.mesh import Rows, parts, streams
-from meshrl.roles import Sampler, Sampling
+from meshrl.roles import ResumingSampler, Sampler, Sampling
 from meshrl.rollout.condition import Condition
 from meshrl.rollout.grouping import GroupBuffer
 from meshrl.rollout.prompt_queue import PromptQueue
@@ -141,9 +141,10 @@ class Producer:
         try:
             if self._mode == "abort":
                 await self.replicas.abort()
-            await self._state.condition.wait_for(
-                lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
-            )
+            if self._mode == "drain" or not isinstance(self.sampler, ResumingSampler):
+                await self._state.condition.wait_for(
+                    lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
+                )
             await load_into(self.sampler, weights, self.replicas.load)
         finally:
             self._halted -= 1

@@ -1,8 +1,8 @@
-"""One run of a script: its roles, its steps, its checkpoints, and the files that it leaves.
+"""A run of a script: its roles, its steps, its checkpoints, and its files.
 
-`Run` spawns roles by name on the meshes of its table and counts steps. The recorder writes numbers, samples and events.
-A run that was killed resumes from a checkpoint. `check` finds mistakes before a model loads, `audit_run` finds out
-whether a run kept its promises, and `serve` gives a trained model to a server.
+`Run` spawns roles by name on the meshes of its table, and counts steps. The recorder writes numbers, samples and
+events. A killed run resumes from a checkpoint. `check` finds mistakes before a model loads, `audit_run` checks a run's
+guarantees, and `serve` passes a trained model to a server.
 """
 
 from meshrl.run.algorithm_config import AlgorithmConfig, EvaluationConfig, RolloutConfig

@@ -1,7 +1,7 @@
-"""Virtual time: how long a schedule would take, without a model and without waiting.
+"""Simulation in virtual time: how long a schedule takes, without a model and without waiting.
 
-It has a clock that jumps from event to event, latencies for actors, and roles that only take time (the backend `sim`).
-`meshrl simulate` forecasts from the pace of a recorded run, fitted to the machines where its calls will run.
+It has a clock that jumps from event to event, latencies for actors, roles that only take time (the backend `sim`), and
+the forecast of `meshrl simulate`, which adapts the durations of a recorded run to the places where calls will run.
 """
 
 from meshrl.simulation.clock import Deadlock, LeftRunning, VirtualLoop, simulate

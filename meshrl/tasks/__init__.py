@@ -1,7 +1,7 @@
-"""Datasets into prompts: sources, templates, what is held out, and which prompts a run has used.
+"""Tasks turn datasets into prompts: sources, templates, held-out prompts, and which prompts a run has used.
 
-`Task.load` reads a source once. `Task.batches` deals training prompts forever, without those that a run used before the
-checkpoint that it resumes from. This room also makes pairs and steps for supervised algorithms from a task's rows.
+`Task.load` reads a source once. `Task.batches` yields training prompts forever, and in a resumed run skips those that
+were used before its checkpoint. Pairs and steps for supervised algorithms are made from a task's rows here too.
 """
 
 from meshrl.tasks import verifiers

@@ -33,6 +33,7 @@ from meshrl.roles import (
     Sampling,
 )
 from meshrl.simulation import State, read_state
+from meshrl.testing.scripted import reply
 from meshrl.weights import Weights
 
 _SKILL = "skill"
@@ -141,7 +142,8 @@ class FakeReference(Reference):
 class FakeSampler(Sampler):
     """A sampler that gives the row's `answer` with the chance that its weights say, else the prompt.
 
-    A row is whole or not begun, so that an aborted one has its prompt's tokens alone.
+    A row is whole or not begun, so that an aborted one has its prompt's tokens alone. A conversation, which has no
+    `answer`, is answered as `reply` has it, or by nothing.
     """
 
     def __init__(self, config: SamplerConfig) -> None:
@@ -154,7 +156,7 @@ class FakeSampler(Sampler):
 
         A dozen rows come one by one, more of them in four lots.
         """
-        rows = prompts.repeat(sampling.n)
+        rows = _with_answers(prompts.repeat(sampling.n))
         ended = _ended(rows)
         if ended.any():
             yield rows.select(ended).assign(aborted=np.zeros(ended.sum(), np.bool_))
@@ -172,7 +174,7 @@ class FakeSampler(Sampler):
                     call.end()
                 yield self._finished(rows.select(now), numbers[now].tolist(), sampling)
         if waiting:
-            yield _aborted(rows.select(waiting), version)
+            yield _described(rows.select(waiting), [""] * len(waiting), version, aborted=True)
 
     async def load(self, weights: Weights) -> Batch:
         """Take the skill."""
@@ -190,11 +192,7 @@ class FakeSampler(Sampler):
 
     def _finished(self, rows: Batch, numbers: list[int], sampling: Sampling) -> Batch:
         texts = [text[: sampling.max_tokens] for text in self._completions(rows, numbers, sampling)]
-        had = rows if "observation" in rows and "tokens" in rows else None
-        done = _anew(rows).assign(completion=texts)
-        done = _encoded(done, texts) if had is None else _after(had, done, texts)
-        done = _described(done, self.weights.version, aborted=False)
-        return done if had is None else done.assign(versions=_kept(done.versions, had.versions))
+        return _described(rows, texts, self.weights.version, aborted=False)
 
     def _completions(self, rows: Batch, numbers: list[int], sampling: Sampling) -> list[str]:
         prompts, answers = (list(map(str, rows.objects(name))) for name in ("prompt", "answer"))
@@ -246,22 +244,29 @@ def _written(batch: Batch, given: Sequence[str], learned: Sequence[str]) -> Batc
     return batch.assign(tokens=Ragged(tokens, offsets), loss_mask=Ragged(mask, offsets))
 
 
-def _aborted(rows: Batch, version: int) -> Batch:
-    prompts = cast("tuple[str, ...]", rows.objects("prompt"))
-    rows = _written(_anew(rows).assign(completion=[""] * len(rows)), prompts, [""] * len(rows))
-    return _described(rows, version, aborted=True)
-
-
-def _described(rows: Batch, version: int, aborted: bool) -> Batch:
-    mask = rows.loss_mask
-    return rows.assign(
-        sampler_logprobs=_zeros(rows, Source("sampler")),
-        versions=Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets),
-        oldest_version=np.full(len(rows), version, np.int32),
-        temperature=np.ones(len(rows), np.float32),
-        truncated=np.zeros(len(rows), np.bool_),
-        aborted=np.full(len(rows), aborted),
+def _described(rows: Batch, texts: Sequence[str], version: int, aborted: bool) -> Batch:
+    """Rows with these completions, after the tokens and the observations that they had, of which none is learned."""
+    goes_on = "observation" in rows and "tokens" in rows
+    done = _anew(rows).assign(completion=texts)
+    given = _seen(rows) if goes_on else cast("tuple[str, ...]", rows.objects("prompt"))
+    done = _written(done, given, texts if aborted else [f"{text}\0" for text in texts])
+    mask = done.loss_mask
+    versions = Ragged(np.where(mask.values, version, -1).astype(np.int32), mask.offsets)
+    return done.assign(
+        sampler_logprobs=_zeros(done, Source("sampler")),
+        versions=_kept(versions, rows.versions) if goes_on else versions,
+        oldest_version=np.full(len(done), version, np.int32),
+        temperature=np.ones(len(done), np.float32),
+        truncated=np.zeros(len(done), np.bool_),
+        aborted=np.full(len(done), aborted),
     )
+
+
+def _with_answers(rows: Batch) -> Batch:
+    """The right answers to conversations, which have none."""
+    if "answer" in rows or "tokens" not in rows:
+        return rows
+    return rows.assign(answer=[reply("".join(map(chr, tokens.tolist()))) for tokens in rows.tokens])
 
 
 def _ended(rows: Batch) -> NDArray[np.bool_]:
@@ -271,11 +276,10 @@ def _ended(rows: Batch) -> NDArray[np.bool_]:
     return np.array([mask.any() for mask in rows.loss_mask], np.bool_)
 
 
-def _after(had: Batch, done: Batch, completions: Sequence[str]) -> Batch:
-    """Rows with their observations and completions after the tokens that they had, of which none is learned."""
-    old = ["".join(map(chr, tokens.tolist())) for tokens in had.tokens]
-    seen = [f"{text}{observation or ''}" for text, observation in zip(old, had.objects("observation"), strict=True)]
-    return _written(done, seen, [f"{completion}\0" for completion in completions])
+def _seen(rows: Batch) -> list[str]:
+    """The texts of rows' tokens and of their observations."""
+    old = ["".join(map(chr, tokens.tolist())) for tokens in rows.tokens]
+    return [f"{text}{observation or ''}" for text, observation in zip(old, rows.objects("observation"), strict=True)]
 
 
 def _kept(versions: Ragged, had: Ragged) -> Ragged:

@@ -1,5 +1,6 @@
 """A model that says what a test has written: a sampler and its chat format. One token for each character."""
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final
 
@@ -11,6 +12,7 @@ from meshrl.roles import GenerateCalls, ModelConfig, Sampler, Sampling
 from meshrl.weights import Weights
 
 _END: Final = "\0"
+_TOOLS: Final = "tools: "
 
 
 class ScriptedChat:
@@ -21,7 +23,7 @@ class ScriptedChat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """The lines, each after the first at the end of a turn, and `assistant: `."""
-        offered = [f"tools: {list(tools)}{_END}\n"] if tools else []
+        offered = [f"{_TOOLS}{json.dumps(list(tools))}{_END}\n"] if tools else []
         lines = [f"{message.role}: {message.content}{_END}\n" for message in messages]
         return "".join([*offered, *lines, "assistant: "])
 
@@ -32,6 +34,21 @@ class ScriptedChat:
     def decode(self, tokens: Sequence[int]) -> str:
         """The characters, without the one that ends a turn."""
         return "".join(map(chr, tokens)).replace(_END, "")
+
+
+def reply(text: str) -> str:
+    """What a good model says to a conversation of `ScriptedChat`.
+
+    It calls the first tool that it is offered, with what it was told last for each argument, and repeats the answer;
+    without a tool it repeats what it was told.
+    """
+    *lines, _ = text.split(f"{_END}\n")
+    role, _, told = lines[-1].partition(": ")
+    if not lines[0].startswith(_TOOLS) or role == "tool":
+        return told
+    function = json.loads(lines[0].removeprefix(_TOOLS))[0]["function"]
+    arguments = dict.fromkeys(function.get("parameters", {}).get("properties", ()), told)
+    return json.dumps({"name": function["name"], "arguments": arguments}, separators=(",", ":"))
 
 
 def read_chat(_config: ModelConfig) -> ScriptedChat:

@@ -1,4 +1,4 @@
-"""Experiment trackers for a run: TensorBoard, W&B, MLflow, Trackio, OpenTelemetry and a user's own."""
+"""Experiment trackers, besides the run's folder: TensorBoard, W&B, MLflow, Trackio, OpenTelemetry or your own."""
 
 from meshrl.trackers.base import TrackedRun, Tracker
 from meshrl.trackers.delivery import Trackers

@@ -1,6 +1,6 @@
-"""A live run in a browser: the report's page on 127.0.0.1, which grows with the run's files.
+"""Watch a live run in a browser: its report on 127.0.0.1, which grows with the run's files.
 
-`Watcher` follows the files and sends each browser what is new. It needs `pip install 'meshrl[watch]'` and is loaded on
+`Watcher` follows the files and sends updates to each browser. It needs `pip install 'meshrl[watch]'`, and is loaded on
 first use.
 """
 

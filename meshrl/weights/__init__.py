@@ -1,6 +1,6 @@
-"""A model's weights on their way from the policy to the samplers.
+"""A model's weights, as they are sent from a policy to samplers.
 
-Tensors travel by name in buckets of shared memory. Each has a fingerprint, so a sampler can prove what it received.
+Tensors are sent by name, in buckets of shared memory. Each has a fingerprint, so that a sampler can prove what it has.
 `delta` sends only what changed.
 """
 

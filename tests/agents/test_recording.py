@@ -154,6 +154,22 @@ def test_a_conversation_that_rests_is_over(tmp_path: Path) -> None:
     assert [row["completion"] for row in rows] == ["44", "44", "44"]
 
 
+async def test_programs_have_sessions_of_their_own(tmp_path: Path) -> None:
+    gateway, told = Gateway(ScriptedSampler(["1", "2"]), ScriptedChat()), list[str]()
+    with Recording(tmp_path / "rows.jsonl", ScriptedChat()) as rows:
+        recording = asyncio.create_task(record(gateway, Sampling(max_tokens=9), rows, 100.0, told.append, sessions=2))
+        await asyncio.sleep(0)
+        for each in told:
+            url, key = (line.partition("=")[2] for line in each.splitlines())
+            http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=gateway.app))
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http) as client:
+                await ask(client, "a")
+        recording.cancel()
+        await asyncio.wait([recording])
+    assert [row["completion"] for row in rows_of(tmp_path)] == ["1", "2"]
+    assert [f"/s/{row['session']}/" in each for row, each in zip(rows_of(tmp_path), told, strict=True)] == [True, True]
+
+
 def test_texts_and_tools_are_recorded(tmp_path: Path) -> None:
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 

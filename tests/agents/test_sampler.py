@@ -10,11 +10,11 @@ import pytest
 
 from meshrl import (
     Batch,
-    ConfigError,
     CrossEntropy,
     PolicyConfig,
     Ragged,
     Sampling,
+    Weights,
     group_advantages,
     publish,
     rollout,
@@ -191,18 +191,88 @@ def test_a_replay_has_the_episodes_of_the_run_and_plays_none(tmp_path: Path) -> 
     assert len(third) == 7
 
 
-def test_episodes_are_not_aborted(agent: Agent) -> None:
-    async def main() -> None:
-        agents, policy = agents_of(agent, ScriptedSampler(lambda prompt: "ok")), FakePolicy(PolicyConfig(model="none"))
-        await publish(policy, agents)
-        prompts = (Batch.of(prompt=["a"], groups=np.array([step])) for step in range(3))
-        async with rollouts(agents, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
-            async for batch in stream:
-                await policy.update(conversations(batch.assign(advantages=batch.rewards)), CrossEntropy())
-                await publish(policy, stream)
+class Typist(ScriptedSampler):
+    """Writes eight letters, one a second; a row that is aborted has those that it wrote."""
 
-    with pytest.raises(ConfigError, match='take swap = "in_flight" or "drain"'):
-        simulate(main)
+    loading = False
+
+    async def load(self, weights: Weights) -> Batch:
+        self.loading = True
+        await asyncio.sleep(2)
+        places = await super().load(weights)
+        self.loading = False
+        return places
+
+    async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        assert not self.loading  # what was stopped waits for the new weights
+        tokens, mask = [row.tolist() for row in prompts.tokens], [row.tolist() for row in prompts.loss_mask]
+        self.asked += ["".join(map(chr, row)) for row in tokens]
+        versions = [row.tolist() for row in prompts.versions]
+        async with self._calls.begin(sampling.beside) as call:
+            going_on = True
+            while going_on and (rows := [index for index, row in enumerate(mask) if sum(row) < 8]):
+                await asyncio.sleep(1)
+                if going_on := await call.step():
+                    for index in rows:
+                        tokens[index].append(ord("abcdefgh"[sum(mask[index])]))
+                        mask[index].append(True)
+                        versions[index].append(self._version)
+        yield prompts.assign(
+            tokens=Ragged.of(tokens, np.int32),
+            loss_mask=Ragged.of(mask, np.bool_),
+            versions=Ragged.of(versions, np.int32),
+            sampler_logprobs=Ragged.of([np.full(len(row), -0.5) * row for row in mask], np.float32),
+            completion=["abcdefgh"[: sum(row)] for row in mask],
+            temperature=np.ones(len(mask), np.float32),
+            truncated=np.zeros(len(mask), np.bool_),
+            aborted=np.array([sum(row) < 8 for row in mask]),
+        )
+
+
+TALKER = """
+async def solve(client, row):
+    said = []
+    for turn in range(3):
+        messages = [{"role": "user", "content": row["prompt"]}] + [
+            {"role": role, "content": text} for text in said for role in ("assistant", "user")
+        ]
+        said.append((await client.chat.completions.create(model="", messages=messages)).choices[0].message.content)
+    return float(said == ["abcdefgh"] * 3)
+"""
+
+
+def test_an_answer_that_is_aborted_goes_on_with_the_new_weights_and_the_program_sees_one(tmp_path: Path) -> None:
+    (tmp_path / "talker.py").write_text(TALKER, "utf-8")
+
+    async def main() -> list[list[int]]:
+        policy, sampler, learnt = FakePolicy(PolicyConfig(model="none")), Typist([]), list[list[int]]()
+        agents = agents_of(Agent(AgentConfig(source=f"{tmp_path / 'talker.py'}:solve")), sampler)
+        await publish(policy, agents)
+        prompts = (Batch.of(prompt=["a"], groups=np.array([step])) for step in range(8))
+        clock = asyncio.get_running_loop().time
+        async with rollouts(agents, prompts, Sampling(n=2), ahead=2, swap="abort") as stream:
+            async for batch in stream:
+                assert batch.rewards.tolist() == [1.0, 1.0]
+                rows = conversations(batch.assign(advantages=batch.rewards))
+                assert len(rows) == 2  # each episode is one conversation, whose answers came back as they were told
+                learnt += [
+                    row[np.asarray(mask, np.bool_)].tolist()
+                    for row, mask in zip(rows.versions, rows.loss_mask, strict=True)
+                ]
+                await policy.update(rows, CrossEntropy())
+                await asyncio.sleep(2.5)
+                began = clock()
+                await publish(policy, stream)
+                assert clock() - began <= 2.5  # no episode is waited for
+        assert any(asked.endswith(": abcd") for asked in sampler.asked)  # it was aborted, and asked to go on
+        return learnt
+
+    versions = simulate(main)
+    assert len(versions) == 16
+    for row in versions:
+        assert len(row) == 24
+        assert row == sorted(row)
+    assert any(len(set(row[turn : turn + 8])) > 1 for row in versions for turn in (0, 8, 16))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

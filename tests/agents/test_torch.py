@@ -9,13 +9,28 @@ import numpy as np
 import openai
 import pytest
 
-from meshrl import BackendError, ModelError, NewModel, Policy, PolicyConfig, Sampler, SamplerConfig, Sampling
-from meshrl.agents import Gateway, Message, read_chat
+from meshrl import (
+    BackendError,
+    Batch,
+    CrossEntropy,
+    ModelError,
+    NewModel,
+    OptimizerConfig,
+    Policy,
+    PolicyConfig,
+    Sampler,
+    SamplerConfig,
+    Sampling,
+    publish,
+    rollout,
+)
+from meshrl.agents import Agent, AgentConfig, Agents, Gateway, Message, conversations, read_chat
 from meshrl.roles import implementation
 from meshrl.testing import ScriptedChat
 from meshrl_hf.chat import HuggingFaceChat
 from meshrl_hf.loading import new_config
 from meshrl_hf.text import Words, character_tokenizer
+from meshrl_torch.sampler import TorchSampler
 
 MODEL = NewModel(characters="abcdefgh> ", hidden_size=16, ffn_size=32, layers=1, heads=2, max_tokens=48)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '>' if message.role == 'user' else ' ' }}{% endfor %}"
@@ -49,6 +64,41 @@ async def test_log_probs_are_the_policys(temperature: float) -> None:
         learnt = np.asarray(rows.loss_mask.values, np.bool_)
         assert learnt.any()
         assert told.ragged("logprobs").values[learnt] == pytest.approx(rows.sampler_logprobs.values[learnt], abs=1e-4)
+
+
+AGENT = """
+async def solve(client, row):
+    told = await client.completions.create(model="policy", prompt=row["prompt"])
+    return float(told.usage.completion_tokens)
+"""
+
+
+async def test_an_answer_that_is_aborted_is_drawn_by_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "asks_once.py").write_text(AGENT, "utf-8")
+    optimizer = OptimizerConfig(lr=0.01)
+    sampler, policies = (
+        TorchSampler(SamplerConfig(model=MODEL)),
+        [implementation(Policy, "torch")(PolicyConfig(model=MODEL, optimizer=optimizer)) for _ in range(2)],
+    )
+    agents = Agents(sampler, Agent(AgentConfig(source=f"{tmp_path / 'asks_once.py'}:solve")), Gateway(sampler, chat()))
+    sampling = Sampling(n=4, max_tokens=30, ignore_eos=True)
+
+    async def played() -> Batch:
+        return conversations(await rollout(agents, Batch.of(prompt=["abcdef"], row=[{}]), sampling))
+
+    await policies[1].update(await played(), CrossEntropy())
+    playing = asyncio.create_task(played())
+    while not any(call.steps > 8 for call in sampler._calls._running.values()):  # noqa: ASYNC110 -- a step is a turn
+        await asyncio.sleep(0)
+    await agents.abort()
+    await publish(policies[1], agents)
+    rows = await playing
+    assert rows.rewards.tolist() == [30.0] * 4
+    for version, policy in enumerate(policies):
+        drawn = np.asarray(rows.versions.values == version)
+        assert drawn.sum() >= 4
+        told = (await policy.logprobs(rows)).ragged("logprobs").values
+        assert told[drawn] == pytest.approx(rows.sampler_logprobs.values[drawn], abs=1e-4)
 
 
 async def test_a_conversation_that_has_no_room_left_says_so() -> None:

@@ -132,6 +132,14 @@ def test_the_quickstart_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {"prompt", "completion", "reward", "answer"} <= set(sample)
 
 
+def test_the_quickstart_learns_on_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fakes = ["policy.backend=fake", "sampler.backend=fake", "task.options.size=500", "task.held_out=8"]
+    summary = run_job("agent/quickstart", *fakes, "steps=20", "prompts=2")
+    assert summary["reward_before"] == 0.0
+    assert summary["reward_sampled_after"] == summary["reward_after"] == 1.0
+
+
 def run_job(name: str, *overrides: str) -> dict[str, Any]:
     """The summary of a shipped configuration's run."""
     from meshrl.cli import main  # noqa: PLC0415

@@ -70,6 +70,16 @@ async def test_weights_come_between_two_steps_of_all() -> None:
             assert set(told) == {0, 5}
 
 
+async def test_a_call_whose_rows_nobody_takes_holds_up_no_other() -> None:
+    sampler, sampling = TorchSampler(SamplerConfig(model=MODEL)), JOINED.model_copy(update={"ignore_eos": True})
+    slow = sampler.generate(Batch.of(prompt=["abc>", "d>"], max_tokens=np.array([2, 12])), sampling)
+    taken = asyncio.create_task(first(slow))
+    other = asyncio.create_task(rollout(sampler, Batch.of(prompt=["d>"]), sampling))
+    assert [len(row) for row in (await taken).tokens] == [6]
+    assert [len(row) for row in (await other).tokens] == [42]
+    assert [len(row) async for batch in slow for row in batch.tokens] == [14]
+
+
 async def test_an_abort_stops_all_and_a_call_that_is_left_goes_alone() -> None:
     sampler = TorchSampler(SamplerConfig(model=MODEL))
     sampling = JOINED.model_copy(update={"ignore_eos": True})

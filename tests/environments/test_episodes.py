@@ -235,6 +235,27 @@ async def test_an_episode_ends_where_the_model_has_no_room(games: str, tmp_path:
     assert vars(module)["live"] == set()
 
 
+async def test_what_was_said_is_kept_when_a_fake_is_aborted() -> None:
+    sampler, had = FakeSampler(SamplerConfig(model="none")), list(map(ord, "ab"))
+    said = Batch.of(
+        prompt=["a"],
+        answer=["d"],
+        observation=["c"],
+        tokens=Ragged.of([had], np.int32),
+        loss_mask=Ragged.of([[False, False]], np.bool_),
+        sampler_logprobs=Ragged.of([[0, -1]], np.float32),
+        versions=Ragged.of([[-1, 0]], np.int32),
+    )
+    told: list[Batch] = []
+    async for chunk in sampler.generate(said.repeat(3), Sampling()):
+        told.append(chunk)
+        await sampler.abort()
+    rows = Batch.concat(told)
+    assert rows.row("aborted").tolist() == [False, True, True]
+    assert [row.tolist()[:3] for row in rows.tokens] == [[*had, ord("c")]] * 3
+    assert [row.tolist()[:3] for row in rows.versions] == [[-1, 0, -1]] * 3
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("swap", ["in_flight", "abort"])
 async def test_episodes_stream(games: str, tmp_path: Path, ahead: int, swap: SwapMode) -> None:

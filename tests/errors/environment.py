@@ -7,7 +7,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from meshrl import Batch, EnvironmentConfig
+from meshrl import AgentConfig, Batch, EnvironmentConfig
+from meshrl.agents.config import load_agent
 from meshrl.config import validate
 from meshrl.environments.environment import FunctionEnvironment
 from meshrl.rewards import RewardConfig
@@ -83,16 +84,20 @@ def environment_of_other_options() -> None:
     _environment("games.py:Guess", most=9)
 
 
+def environment_of_verifiers() -> None:
+    _environment("verifiers:wordle")
+
+
 def verifiers_missing() -> None:
     with patch.dict(sys.modules, {"verifiers": None}):
-        _environment("verifiers:wordle")
+        load_agent(AgentConfig(source="verifiers:wordle"))
 
 
 def verifiers_of_another_version() -> None:
     other = ModuleType("verifiers")
     vars(other)["__version__"] = "0.4.0"
     with patch.dict(sys.modules, {"verifiers": other}):
-        _environment("verifiers:wordle")
+        load_agent(AgentConfig(source="verifiers:wordle"))
 
 
 def template_without_the_observation() -> None:

@@ -3,18 +3,13 @@
 import importlib
 import signal
 import sys
-from abc import ABC
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
-class Client(ABC):  # noqa: B024 -- the library's has abstract methods, none of which is used
-    """Asked for the model's words."""
-
-
-class OpenAIChatCompletionsClient(Client):
-    """Asks a server."""
+class OpenAIChatCompletionsClient:
+    """Asks a server for the model's words."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -93,8 +88,7 @@ class MultiTurnEnv:
         messages = [*state["trajectory"][-1]["prompt"], *state["trajectory"][-1]["completion"]]
         return [*messages, *(Message(**each) for each in await self.env_response(messages, state))]
 
-    async def rollout(self, given: Any, client: Client, model: str, sampling_args: Any) -> dict[str, Any]:
-        assert isinstance(client, Client)
+    async def rollout(self, given: Any, client: Any, model: str, sampling_args: Any) -> dict[str, Any]:
         state: dict[str, Any] = {
             **given,
             "prompt": [Message(**each) for each in given["prompt"]],
@@ -102,14 +96,13 @@ class MultiTurnEnv:
             "error": None,
         }
         state["completion"] = []
-        asking: Any = client
         try:
             await self.setup_state(state)
             while len(state["trajectory"]) != self.max_turns:
                 prompt = await self.get_prompt_messages(state)
                 if state.get("final_env_response"):
                     break
-                response = await asking.get_response(
+                response = await client.get_response(
                     prompt=prompt, model=model, tools=self.tool_defs, sampling_args=sampling_args, state=state
                 )
                 state["trajectory"].append({"prompt": prompt, "completion": [response.message]})
@@ -137,12 +130,11 @@ def load_environment(env_id: str, **env_args: object) -> MultiTurnEnv:
 
 def modules() -> dict[str, ModuleType]:
     """The library's modules by name."""
-    names = ("", ".types", ".clients", ".envs", ".envs.environment")
-    root, types, clients, envs, environment = (ModuleType(f"verifiers{name}") for name in names)
+    names = ("", ".clients", ".envs", ".envs.environment")
+    root, clients, envs, environment = (ModuleType(f"verifiers{name}") for name in names)
     vars(root).update(
         __version__="0.3.1", load_environment=load_environment, MultiTurnEnv=MultiTurnEnv, Rubric=Rubric, Error=Error
     )
-    vars(types).update(Response=SimpleNamespace, ResponseMessage=Message, ToolCall=SimpleNamespace)
-    vars(clients).update(Client=Client, OpenAIChatCompletionsClient=OpenAIChatCompletionsClient)
+    vars(clients)["OpenAIChatCompletionsClient"] = OpenAIChatCompletionsClient
     vars(environment).update(signal=signal)
-    return {each.__name__: each for each in (root, types, clients, envs, environment)}
+    return {each.__name__: each for each in (root, clients, envs, environment)}
