@@ -52,11 +52,11 @@ def put_over(table: Table, overrides: Sequence[str]) -> None:
             raise ConfigError(f"command line: {shortened(override)}: {_TOO_DEEP}")
 
 
-_TOO_DEEP: Final = f"lists and tables stand in each other more than {DEEPEST} deep: make it flatter"
+_TOO_DEEP: Final = f"lists and tables are nested more than {DEEPEST} deep: make it flatter"
 
 
 def too_deep(value: object) -> bool:
-    """Whether lists and tables stand in each other more than `DEEPEST` deep."""
+    """Whether lists and tables are nested more than `DEEPEST` deep."""
     below = [(0, value)]
     while below:
         depth, value = below.pop()

@@ -59,7 +59,7 @@ async def merge_adapters(run: Path, folder: Path) -> Path:
     file = run / "config.toml"
     policy = validate(PolicyConfig, table_of(load_toml(file), "policy"), file)
     if policy.lora is None:
-        raise ConfigError(f"{run} has trained no adapters: its model is whole as it is, in {run / 'model'}")
+        raise ConfigError(f"{run} has trained no adapters: its whole model is in {run / 'model'}")
     _check_free(folder)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=run) as scratch:
         source, whole = await newest_source(run, policy, Path(scratch))
@@ -152,5 +152,5 @@ def _state(checkpoint: Path) -> Path:
     """Where the first policy's state is."""
     states = list(checkpoint.glob("*-policy"))
     if not states:
-        raise ModelError(f"{checkpoint} holds no policy: there is nothing to serve")
+        raise ModelError(f"{checkpoint} has no policy to serve")
     return min(states, key=lambda state: int(state.name.split("-")[0]))

@@ -56,8 +56,8 @@ def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
     """ConfigError where a sampler computes in another dtype than the weights have that it is sent."""
     if config.dtype != policy.dtype:
         raise ConfigError(
-            f'dtype = "{config.dtype}", and the policy publishes {policy.dtype}, which a sampler takes as it is: leave '
-            f'sampler.dtype out, and it is the policy\'s, or set policy.dtype = "{config.dtype}"'
+            f'dtype = "{config.dtype}", but the policy publishes {policy.dtype}, which a sampler loads unchanged: '
+            f'remove sampler.dtype to use the policy\'s, or set policy.dtype = "{config.dtype}"'
         )
 
 

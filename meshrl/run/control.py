@@ -83,7 +83,7 @@ class Control:
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
-            log.warning(f"{file} is done and cannot be removed ({error}): touch it to ask again")
+            log.warning(f"{file} was carried out but cannot be removed ({error}): touch it to request it again")
 
     def _is_asked(self, command: Command) -> bool:
         return _asked_at(self._folder / command) not in {0, self._done.get(command)}

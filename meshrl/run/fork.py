@@ -72,8 +72,8 @@ class Fork:
             return DataError(f"{self.folder} exists by now: give the new run another name with --name")
         if self.checkpoint and not self.checkpoint.exists():
             return DataError(
-                f"{self.checkpoint} was removed while it was copied, as {self.earlier} goes on: fork again, from a "
-                "checkpoint that is left, or have the run keep more by run.checkpoints_kept"
+                f"{self.checkpoint} was removed while it was copied, because {self.earlier} continues: fork again "
+                "from a checkpoint that is left, or keep more with run.checkpoints_kept"
             )
         return DataError(f"{self.checkpoint} cannot be copied to {self.folder}: {error}")
 
@@ -104,9 +104,9 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     run = table_of(table, "run")
     total = table.get("steps")
     if not isinstance(total, int):
-        raise ConfigError(f"{earlier / 'config.toml'} has no `steps`: a fork counts the steps of a run by them")
+        raise ConfigError(f"{earlier / 'config.toml'} has no `steps`, which a fork needs to count a run's steps")
     if step > total:
-        raise ConfigError(f"--step {step}: {earlier} has steps = {total}, and forks at one of them, or at the end")
+        raise ConfigError(f"--step {step}: {earlier} has steps = {total}, so fork at a step from 1 to {total}")
     folder = Path(str(run.get("folder", "runs"))) / (name or f"{earlier.resolve().name}-at-{step}")
     if folder.exists():
         raise ConfigError(f"{folder} exists already: remove it, or give the new run another name with --name")

@@ -207,7 +207,9 @@ def sources(config: Config, folders: Sequence[Path], rollout: float | None, trai
         )
     for name, seconds in (("--rollout", rollout), ("--train", train)):
         if not 0 <= seconds < inf:
-            raise ConfigError(f"{name} is {seconds:g} s: a call takes 0 s or more; give the seconds of a step's batch")
+            raise ConfigError(
+                f"{name} is {seconds:g} s: a call takes at least 0 s. Give the seconds for a step's batch"
+            )
     return [Record.guessed(Pace.guessed(rollout, train, _rows(config)))]
 
 

@@ -119,7 +119,7 @@ def _json_row(line: bytes, where: str) -> Row:
     except RecursionError:
         deep = True
     if deep:
-        raise DataError(f"{where}: lists and tables stand in each other more than {DEEPEST} deep: flatten the row")
+        raise DataError(f"{where}: lists and tables are nested more than {DEEPEST} deep: flatten the row")
     if not isinstance(row, dict):
         raise DataError(f'{where}: a row must be an object such as {{"question": ...}}, not {_kind(row)}')
     return cast("Row", row)

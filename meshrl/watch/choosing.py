@@ -26,7 +26,7 @@ def run_to_watch(name: str | None) -> tuple[Path, str]:
         folder = Path(name) if is_path else _RUNS / name
         if _changed(folder):
             raise
-        return folder, f"{error}; waiting for {folder} to begin"
+        return folder, f"{error}; waiting for {folder} to start"
 
 
 def _changed(folder: Path) -> float:

@@ -87,7 +87,7 @@ def test_what_cannot_be_merged_says_why(run: Path, terminal: Terminal, tmp_path:
     whole = run.parent / "base" / "model"
     status, _, err = terminal("merge", "base")
     assert status == 1
-    assert err == f"error: {run.parent / 'base'} has trained no adapters: its model is whole as it is, in {whole}\n"
+    assert err == f"error: {run.parent / 'base'} has trained no adapters: its whole model is in {whole}\n"
     whole.rename(tmp_path / "elsewhere")
     status, _, err = terminal("merge", "mine")
     assert status == 1

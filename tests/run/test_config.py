@@ -208,7 +208,7 @@ def test_a_mistake_is_told_with_its_place_and_what_is_expected(
         ("model = 'x'\noptimizer.lr = 0", ["reward.optimizer.lr = 0: must be greater than 0"]),
         (
             "function = 'x'\nmodel = 'x'",
-            ["reward.model: no such key beside the others; with these reward has backend, function"],
+            ["reward.model: no such key together with the others; with these reward has backend, function"],
         ),
     ],
 )

@@ -280,7 +280,7 @@ def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder, told = run_to_watch("tow")
     assert folder == Path("runs/tow")
     assert "did you mean two?" in told
-    assert "waiting for runs/tow to begin" in told
+    assert "waiting for runs/tow to start" in told
     append(Path("two/metrics.jsonl"), {})
     with pytest.raises(ConfigError, match="write the path of one"):
         run_to_watch("two")
