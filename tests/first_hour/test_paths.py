@@ -188,7 +188,7 @@ def test_a_run_goes_on_from_anywhere(terminal: Terminal, tmp_path: Path, monkeyp
 def test_a_run_that_has_no_checkpoint_to_go_on_from_says_so(terminal: Terminal, tmp_path: Path) -> None:
     project(tmp_path / "mine")
     assert terminal("run", "mine/mine.toml")[0] == 0
-    anew = "there is no checkpoint in runs/mine: the run begins anew"
-    told = f"{anew}; with run.checkpoint_every = 50 a later one could go on"
+    anew = "there is no checkpoint in runs/mine: the run starts from the beginning"
+    told = f"{anew}; set run.checkpoint_every = 50 to resume later runs"
     assert told in terminal("run", "mine/mine.toml", "run.resume=true")[2]
     assert f"{anew}\n" in terminal("run", "mine/mine.toml", "run.resume=true", "run.checkpoint_every=9")[2]
