@@ -147,7 +147,7 @@ def test_what_cannot_be_compared_is_refused_by_its_name(tmp_path: Path) -> None:
         ((base,), "a comparison needs at least two runs, and .*base is one"),
         ((base, base), "is given twice"),
         ((base, empty), r"empty has no step in its metrics.jsonl"),
-        ((base, bare), r"bare has no config.toml"),
+        ((base, bare), r"bare has no readable config.toml"),
         ((base, other), "of different tasks: task.source is words there and sums here"),
     ):
         with pytest.raises(ConfigError, match=told):
