@@ -2,9 +2,9 @@
 
     python examples/agent.py
 
-`solve` is the agent. It is trained with rollouts that overlap training, one row a conversation, on the very tokens that
-were sampled. A scripted sampler stands for the model, so it takes a second; `run.spawn(rl.Sampler, ...)` gives a real
-one (docs/agents.md). Needs `pip install 'meshrl[agents]'`.
+`solve` is the agent. Rollouts overlap training, each conversation is a row, and the policy trains on exactly the tokens
+that were sampled. A scripted sampler replaces the model, so the example takes a second. `run.spawn(rl.Sampler, ...)`
+gives a real sampler (docs/agents.md). Needs `pip install 'meshrl[agents]'`.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type
 
 
 async def solve(client: AsyncOpenAI, row: Mapping[str, object]) -> float:
-    """Let the model call `add` until it answers; 1 for the right answer, half for the right one at a second try."""
+    """Let the model call `add` until it answers. Returns 1 for the right answer, and half as much for each retry."""
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     reward = 1.0
     for _ in range(4):
@@ -43,7 +43,7 @@ async def solve(client: AsyncOpenAI, row: Mapping[str, object]) -> float:
 
 
 def scripted(prompt: str) -> str:
-    """What stands for a model: it knows one sum, guesses the other, and calls the tool when it is told to."""
+    """Replace a model: it knows one sum, guesses the other, and calls the tool when the user asks for it."""
     if "tool: 5" in prompt or "1 + 4?" in prompt:
         return "5"
     return (
@@ -58,9 +58,9 @@ async def main() -> None:
     tasks = [rl.Batch.of(prompt=["2 + 3?", "1 + 4?"], answer=["5", "5"], groups=np.arange(2) + 2 * n) for n in range(3)]
     await rl.publish(policy, agents)
     async with rl.rollouts(agents, iter(tasks), rl.Sampling(n=2, max_tokens=200), ahead=1) as stream:
-        async for batch in stream:  # a row an episode
+        async for batch in stream:  # each row is an episode
             advantages = rl.group_advantages(batch.rewards, batch.groups)
-            rows = conversations(batch.assign(advantages=advantages))  # a row a conversation
+            rows = conversations(batch.assign(advantages=advantages))  # each row is a conversation
             await policy.update(rows, rl.ClippedLoss(clip=0.2))
             await rl.publish(policy, stream)
             print(f"rewards {batch.rewards.tolist()}, {int(rows.loss_mask.values.sum())} tokens learned")

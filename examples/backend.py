@@ -1,10 +1,10 @@
-"""A backend of your own: a policy and a sampler whose model is one number for each digit.
+"""Your own backend: a policy and a sampler whose model has one number for each digit.
 
     python examples/backend.py
 
-The policy learns to answer 7. Its update takes any loss of the policy gradients, and its sampler any number of calls,
-weights that arrive between two steps, and aborts. In a package, `ROLES = {"Policy": "mine.policy:DigitPolicy"}` and an
-entry point let a configuration say `policy.backend = "mine"` (docs/tour.md). Needs `pip install torch`.
+The policy learns to answer 7. Its update accepts any policy-gradient loss. Its sampler accepts any number of calls, new
+weights between two steps, and aborts. In a package, `ROLES = {"Policy": "mine.policy:DigitPolicy"}` and an entry point
+let a configuration say `policy.backend = "mine"` (docs/tour.md). Needs `pip install torch`.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from meshrl.roles import GenerateCalls
 
 
 class DigitPolicy(rl.Policy):
-    """Ten logits. A row has one token, the digit that was drawn."""
+    """Ten logits. A row has one token, the sampled digit."""
 
     def __init__(self, config: rl.PolicyConfig) -> None:
         self.logits = torch.zeros(10, requires_grad=True)
@@ -73,7 +73,7 @@ class DigitPolicy(rl.Policy):
 
 
 class DigitSampler(rl.Sampler):
-    """Draws digits, a row a decode step. New weights come between two steps."""
+    """Samples digits, one row in each decode step. New weights arrive between two steps."""
 
     def __init__(self, config: rl.SamplerConfig) -> None:
         self.logits, self.version = np.zeros(10, np.float32), 0
@@ -82,7 +82,7 @@ class DigitSampler(rl.Sampler):
 
     async def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
         rows = prompts.repeat(sampling.n)
-        if "tokens" in rows:  # aborted rows come back; those that have their digit are done
+        if "tokens" in rows:  # aborted rows come back, and those with a digit are done
             ended = rows.tokens.lengths > 0
             yield rows.select(ended)
             rows = rows.select(~ended)
@@ -98,7 +98,7 @@ class DigitSampler(rl.Sampler):
         return int(np.argmax(self.logits / (temperature or 1) + noise))
 
     def _described(self, rows: Batch, digits: list[int], sampling: Sampling) -> Batch:
-        """The rows with a digit each; without digits, as an abort leaves them."""
+        """Return the rows with a digit each, or without digits if they were aborted."""
         temperature = sampling.temperature or 1.0
         logprobs = torch.tensor(self.logits / temperature).log_softmax(0).numpy()
         versions = [self.version] * len(rows)
@@ -127,13 +127,13 @@ class DigitSampler(rl.Sampler):
 
 
 def per_row(values: ArrayLike, dtype: DTypeLike, rows: Batch, source: Source | None = None) -> Ragged:
-    """A token column with one value a row, or with none."""
+    """Make a token column with one value for each row, or with none."""
     array = np.asarray(values, dtype)
     return Ragged(array, np.arange(len(rows) + 1) if len(array) else np.zeros(len(rows) + 1), source=source)
 
 
 def of_tokens(batch: Batch, name: str) -> Array:
-    """A column that a loss reads: one value a token, which is one a row here."""
+    """Return a column for a loss: one value for each token, which is one for each row here."""
     return batch.ragged(name).values if is_ragged(batch[name]) else batch.row(name)
 
 

@@ -2,8 +2,8 @@
 
     python examples/overlap.py
 
-A batch takes about 10 seconds to draw, some more and some less, and 10 to train. The loop is that of a real run.
-Virtual time jumps from one event to the next: nobody waits.
+A batch takes about 10 seconds to sample, some more and some less, and 10 to train. The loop is that of a real run.
+Virtual time jumps from one event to the next, so nothing waits.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ BATCHES, PROMPTS = 20, 8
 
 
 async def seconds(ahead: int) -> float:
-    """How long a run takes whose rows may be `ahead` versions of the weights old."""
+    """Measure how long a run takes if its rows may be `ahead` versions old."""
     slow_policy = delayed(FakePolicy, seed=0, update=Lognormal(mean=10, sigma=0.1))
     slow_sampler = delayed(FakeSampler, seed=0, generate=Lognormal(mean=2.5, sigma=0.8), load=0.5)
     policy, sampler = slow_policy(PolicyConfig(model="none")), slow_sampler(SamplerConfig(model="none"))

@@ -1,10 +1,10 @@
-"""A role of your own: an actor with endpoints, spread over two ranks and called from a training loop.
+"""Your own role: an actor with endpoints, on two ranks, which a training loop calls.
 
     python examples/role.py
 
-`Lexicon` is the role: abstract endpoints, whose marks say how a batch is split over ranks and how results are joined.
-`WordList` implements it with plain types. The loop lowers the reward of completions with unknown words. The other
-roles are fakes, so it takes a second and needs no model.
+`Lexicon` is the role. The marks of its abstract endpoints say how a batch is split over ranks, and how results are
+joined. `WordList` implements it with plain types. The loop lowers the reward of completions with unknown words. The
+other roles are fakes, so the example takes a second and needs no model.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from meshrl import Actor, Batch, Gather, Shard, Sum, endpoint
 
 
 class Lexicon(Actor, ABC):
-    """Knows which words there are."""
+    """Knows which words exist."""
 
     @endpoint
     @abstractmethod
     async def check(self, batch: Shard[Batch]) -> Gather[Batch]:
-        """Add `unknown`, int64: how many words of the row's `completion` are not known."""
+        """Add `unknown`, int64: the number of unknown words in the row's `completion`."""
 
     @endpoint
     @abstractmethod
     async def checked(self) -> Sum[int]:
-        """How many rows were checked, on all ranks together."""
+        """Return the number of checked rows, on all ranks together."""
 
 
 class WordList(Lexicon):
@@ -44,7 +44,7 @@ class WordList(Lexicon):
         return batch.assign(unknown=np.array([len(set(text) - self._words) for text in texts], np.int64))
 
     async def checked(self) -> int:
-        """Of this rank alone: the mark adds the ranks' numbers up."""
+        """Return the number of this rank only. The mark sums the ranks' numbers."""
         return self._checked
 
 

@@ -61,8 +61,8 @@ class DataLost(DataError):
         self.reason = reason
         self.what = what
         super().__init__(
-            f"{what} lay on {where} and is lost: {reason}; make the batch again, or load what is needed later while "
-            "its ranks live"
+            f"{what} on {where} is lost: {reason}. Make the batch again, or load what you need later while its ranks "
+            "live"
         )
 
     def __reduce__(self) -> tuple[type["DataLost"], tuple[object, ...]]:
@@ -151,7 +151,7 @@ class RankDied(MeshrlError):
         where = ", ".join(f"{axis}={index}" for axis, index in axes.items())
         super().__init__(
             f"{actor}.{endpoint} on rank {rank} ({where}) failed: its process {pid} on {host} died: {reason}; "
-            f"calls on it fail until it is made again with `await respawn(...)`{written and chr(10)}{written}"
+            f"calls on it fail until `await respawn(...)` has replaced it{written and chr(10)}{written}"
         )
 
     def __reduce__(self) -> tuple[type["RankDied"], tuple[object, ...]]:

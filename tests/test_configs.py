@@ -58,7 +58,7 @@ def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wro
         return find_mistakes(load_job(CONFIGS["grpo/quickstart"], [*sleeps, *overrides], RunConfig).config)
 
     (mistake,) = mistakes("evaluation.every=5")
-    assert mistake.startswith("evaluation: sampler.vllm.sleep gives the sampler's memory to what trains")
+    assert mistake.startswith("evaluation: sampler.vllm.sleep gives the sampler's memory to training")
     assert mistakes("evaluation.wait=true") == []
 
 

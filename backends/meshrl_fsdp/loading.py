@@ -37,9 +37,7 @@ def load_sharded(config: ModelConfig, rank: Rank) -> Sharded:
     world = World.of(rank, layout)
     lora = config.lora if isinstance(config, PolicyConfig) else None
     if lora and world.tensors.size() > 1:
-        raise ConfigError(
-            "the backend 'fsdp' has no adapters on a mesh with an axis tp: take tp = 1, or leave lora out"
-        )
+        raise ConfigError("the backend 'fsdp' has no adapters on a mesh with an axis tp: set tp = 1, or remove lora")
     model, folder = _model(world, config)
     if isinstance(config, PolicyConfig):
         world.agree(lambda: prepare(model, config))

@@ -173,7 +173,7 @@ def _split(model: LanguageModel, world: World) -> tuple[str, ...]:
     strange = sorted({style for style in plan.values() if style not in _STYLES and style != _SHARED})
     if not plan or strange:
         what = f"a plan with {', '.join(strange)}" if strange else "no plan"
-        raise ModelError(f"{name} has {what} for tensor parallelism, which this backend cannot follow: take tp = 1")
+        raise ModelError(f"{name} has {what} for tensor parallelism, which this backend does not support: set tp = 1")
     heads = {key: int(getattr(config, key)) for key in ("num_attention_heads", "num_key_value_heads")}
     if wrong := {key: number for key, number in heads.items() if number % count}:
         raise ModelError(f"{name} has {wrong}, which the mesh's tp = {count} does not divide")

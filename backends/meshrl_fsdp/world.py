@@ -65,7 +65,7 @@ def grid_of(axes: Mapping[str, int], config: FsdpConfig) -> Tensor:
     """The numbers of a mesh's ranks, int64[replicate, shard, tp]. ConfigError where its axes do not fit."""
     unknown = {axis: size for axis, size in axes.items() if axis not in ("dp", "tp") and size > 1}
     if unknown:
-        raise ConfigError(f"the backend 'fsdp' knows the axes dp and tp, and its mesh has {unknown}")
+        raise ConfigError(f"the backend 'fsdp' supports the axes dp and tp, but its mesh has {unknown}")
     dp, tp = axes.get("dp", 1), axes.get("tp", 1)
     if dp % config.replicate:
         raise ConfigError(f"fsdp.replicate = {config.replicate} does not divide the {dp} ranks of the axis dp")

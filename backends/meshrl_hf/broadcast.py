@@ -174,8 +174,8 @@ class Sender:
         """
         if not are_processes(rank):
             raise ConfigError(
-                "policy.broadcast_sync sends weights from process to process, and the local engine gives threads: set "
-                "run.engine = 'processes', or leave it out"
+                "policy.broadcast_sync sends weights between processes, but ranks of the local engine are threads: "
+                "set run.engine = 'processes', or remove broadcast_sync"
             )
         meet(rank)
         self.place: Final = place()
@@ -225,7 +225,7 @@ class Sender:
                 number += 1
                 self._send(passing, buckets)
         except Exception as error:  # noqa: BLE001 -- the policy's first rank is gone, and readers find that out themselves
-            log.warning("weights are not sent any more", error=str(error))
+            log.warning("weights are no longer sent", error=str(error))
 
     def _send(self, passing: Passing, buckets: "Sequence[tuple[Layout, Sequence[Tensor]]]") -> None:
         """Broadcast all buckets; what goes wrong its readers see too, and ask again."""
@@ -242,7 +242,7 @@ class Sender:
             for each in under_way:
                 each.wait()
         except RuntimeError as error:
-            log.warning("weights did not reach all who read them", readers=len(passing.members), error=str(error))
+            log.warning("weights did not reach all readers", readers=len(passing.members), error=str(error))
             self._groups.drop(passing.group)
 
 
@@ -260,7 +260,7 @@ class _Passes:
         deadline = None
         while not self._ended and (not asked or len(asked) < max(each.together for each in asked)):
             if not _comes(self._store, f"{self._key}/asked", deadline):
-                log.warning("weights are sent without a reader that has not asked", there=len(asked))
+                log.warning("weights are sent without a reader that has not asked for them", there=len(asked))
                 break
             if said := self._store.queue_pop(f"{self._key}/asked"):
                 asked.append(Asked(*json.loads(said)))

@@ -18,9 +18,8 @@ class HuggingFaceChat:
         """`variables`: those of the chat template. ModelError where the tokenizer has none."""
         if not known.tokenizer.chat_template:
             raise ModelError(
-                f"agents converse in the chat template, and the tokenizer of "
-                f"{known.tokenizer.name_or_path or 'this model'} has none: use an instruction-tuned model, or set "
-                "chat_template in its tokenizer_config.json"
+                f"agents need a chat template, and the tokenizer of {known.tokenizer.name_or_path or 'this model'} "
+                "has none: use an instruction-tuned model, or set chat_template in its tokenizer_config.json"
             )
         self.ends = known.ends
         self.max_tokens = known.max_tokens

@@ -63,7 +63,7 @@ def _replaced(folder: str) -> Generator[Path]:
     """A place beside the folder, which is written and then renamed. An older model there is replaced."""
     target = Path(folder).expanduser()
     if target.exists() and not _replaceable(target):
-        raise ModelError(f"cannot save to {target}: it holds other files and no config.json; give a folder of its own")
+        raise ModelError(f"cannot save to {target}: it has other files and no config.json. Choose a separate folder")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
         fresh = Path(beside, "new")

@@ -44,7 +44,7 @@ def encode_messages(words: Words, batch: Batch) -> Batch:
         learned = (_mask(piece, part[1], words.ends) for part, piece in zip(parts, pieces, strict=True))
         masks.append([each for mask in learned for each in mask])
         if not any(masks[-1]):
-            raise DataError(f"row {row}: its dialogue has no turn of the assistant's to learn: drop the row")
+            raise DataError(f"row {row}: its dialogue has no assistant's turn to learn: drop the row")
         words.check_lengths(len(tokens[-1]), f"row {row}")
     return batch.assign(tokens=Ragged.of(tokens, np.int32), loss_mask=Ragged.of(masks, np.bool_))
 
@@ -102,5 +102,5 @@ def _dialogue(messages: object, row: int) -> Sequence[Message]:
 
 def _learned(which: object, row: int) -> Learn:
     if which not in get_args(Learn):
-        raise DataError(f'row {row}: `learn` is {which!r}: it is "all" or "last"')
+        raise DataError(f'row {row}: `learn` is {which!r}: use "all" or "last"')
     return cast("Learn", which)

@@ -42,7 +42,7 @@ def folder_of(model: str) -> Path:
     if not (path / "config.json").exists():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"; for GGUF name the file, as in {path / ggufs[0]}" if ggufs else ""
-        raise ModelError(f"model {model!r}: the folder has no config.json, so it is no Hugging Face model{hint}")
+        raise ModelError(f"model {model!r}: the folder has no config.json, so it is not a Hugging Face model{hint}")
     return path
 
 

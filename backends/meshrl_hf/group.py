@@ -71,8 +71,8 @@ def join(rank: Rank, device: torch.device, backend: str) -> None:
         return
     if not are_processes(rank):
         raise ConfigError(
-            f"the backend '{backend}' needs a process for each of {rank.size} ranks, and the local engine gives "
-            "threads: set run.engine = 'processes', or take a mesh of one rank"
+            f"the backend '{backend}' needs a process for each of {rank.size} ranks, but ranks of the local engine "
+            "are threads: set run.engine = 'processes', or use a mesh of one rank"
         )
     here = place()
     if _joined is not None and _joined.place == here:

@@ -143,7 +143,7 @@ def chosen(asked: "Attention", device: torch.device) -> Kernel | None:
     if asked == "sdpa" or (asked == "auto" and device.type != "cuda"):
         return None
     if device.type != "cuda":
-        raise ConfigError(f'attention = "{asked}" is for GPUs, and this rank has none: leave it out')
+        raise ConfigError(f'attention = "{asked}" is for GPUs, and this rank has none: remove it')
     here = _here(torch.cuda.get_device_capability(device))
     if asked == "auto":
         kernel = next((each for each in here.values() if isinstance(each, Kernel)), None)

@@ -113,7 +113,7 @@ class LiveWeights(Weights):
         live = cast("Sequence[LiveWeights]", parts)
         versions = [part.version for part in live]
         if len(set(versions)) > 1:
-            raise DataError(f"the ranks have weights of the versions {versions}: they have not made the same updates")
+            raise DataError(f"the ranks have weights of the versions {versions}: they made different updates")
         offers = [part._offer for part in live]  # noqa: SLF001 -- of its own class
         sources = tuple(source for offer in offers for source in offer.sources)
         return cls.offered(versions[0], live[0].probe, offers[0]._replace(sources=sources))
@@ -180,7 +180,7 @@ class LiveWeights(Weights):
                     break
                 except RuntimeError as error:
                     failed = str(error).partition("\n")[0]
-                    log.warning("weights did not come whole", version=self.version, attempt=attempt, error=failed)
+                    log.warning("weights arrived incomplete", version=self.version, attempt=attempt, error=failed)
                     _stores.pop(self._offer.place, None)
             else:
                 raise DataLost(f"{len(self._offer.sources)} ranks of the policy", failed, self._what)

@@ -86,7 +86,7 @@ def part_of(config: ModelConfig, model: LanguageModel) -> Part:
         )
     if isinstance(config, ReferenceConfig):
         return Part(model, partial(predicted, model))
-    raise ConfigError(f"a {type(config).__name__} is the table of no role whose memory is known")
+    raise ConfigError(f"a {type(config).__name__} is not the table of a role whose memory is known")
 
 
 def knobs(config: ModelConfig) -> list[str]:
@@ -184,8 +184,8 @@ def figures(config: ModelConfig, work: Work, budget: int, lay_out: Callable[[Lan
             rehearsed.append(_rehearse(model, lay_out(model), fresh))
         except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
             raise ModelError(
-                f"{type(model.network).__name__} takes another amount of memory for other values ({error.func}), as "
-                "mixtures of experts do: how much is not known before a run"
+                f"{type(model.network).__name__} takes a different amount of memory for other values ({error.func}), "
+                "as mixtures of experts do: its memory is unknown before a run"
             ) from error
     last = rehearsed[-1]
     if len(rehearsed) > 1:

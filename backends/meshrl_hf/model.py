@@ -100,8 +100,8 @@ class LanguageModel(Words):
         if len(wrong):
             row = int(np.searchsorted(tokens.offsets, wrong[0], side="right")) - 1
             raise DataError(
-                f"row {row} has the token {ids[wrong[0]]} and the model knows 0 to {known - 1}: take the "
-                "model's own tokenizer"
+                f"row {row} has the token {ids[wrong[0]]} and the model knows 0 to {known - 1}: use the model's own "
+                "tokenizer"
             )
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -167,7 +167,7 @@ def ready(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: Te
     if tokenizer.vocab_size > embeddings:  # added tokens beyond may stand there unused
         raise ModelError(
             f"the tokenizer of {tokenizer.name_or_path} has {tokenizer.vocab_size} tokens and the model {embeddings}: "
-            "they are not of one model"
+            "they do not belong together"
         )
     if network.device.type != "meta":  # one without values is checked when it has them
         check_packing(model)

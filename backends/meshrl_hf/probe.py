@@ -50,14 +50,14 @@ def check(weights: Weights, found: float, dtype: str) -> None:
     if weights.probe is not None and not np.isfinite(weights.probe.logprobs).all():
         raise ModelError(
             f"the weights of version {weights.version} give log-probs that are not finite in the policy itself: "
-            "training has broken the model. Go on from a checkpoint, with a lower policy.optimizer.lr"
+            "training has broken the model. Resume from a checkpoint, with a lower policy.optimizer.lr"
         )
     if not found <= TOLERANCE[dtype]:
         raise ModelError(
             f"the weights of version {weights.version} arrived, and yet the sampler's log-probs are {found:.3g} from "
-            f"the policy's on average, on tokens given to both (at most {TOLERANCE[dtype]:g} in {dtype}): this model's "
-            "weights do not reach all of the sampler's layers, and nothing that it draws may be trusted. Take another "
-            "sampler.backend"
+            f"the policy's on average, on tokens given to both (at most {TOLERANCE[dtype]:g} in {dtype}): this "
+            "model's weights do not reach all of the sampler's layers, and its completions cannot be trusted. Use "
+            "another sampler.backend"
         )
 
 

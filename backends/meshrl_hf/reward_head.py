@@ -27,15 +27,15 @@ class ScoreModel:
         head = getattr(network, "score", None)
         if not isinstance(head, nn.Linear):
             raise ModelError(
-                f"model {config.model!r} is a {type(network).__name__}, whose head is no linear layer named `score`: "
-                "take a decoder with such a head, LlamaForSequenceClassification or Qwen3ForSequenceClassification, "
-                "for example"
+                f"model {config.model!r} is a {type(network).__name__}, whose head is not a linear layer named "
+                "`score`: choose a decoder with such a head, LlamaForSequenceClassification or "
+                "Qwen3ForSequenceClassification, for example"
             )
         if head.out_features != 1:
             labels = ", ".join(map(str, (network.config.id2label or {}).values()))
             raise ModelError(
-                f"model {config.model!r} has {head.out_features} labels ({labels}): a reward model has one, whose "
-                "score is the reward"
+                f"model {config.model!r} has {head.out_features} labels ({labels}): a reward model must have one, "
+                "whose score is the reward"
             )
         self.model = model
         self.head = head

@@ -106,7 +106,7 @@ def _texts(steps: Sequence[object]) -> list[list[str]]:
     """The steps of each row."""
     for row, own in enumerate(steps):
         if not isinstance(own, Sequence) or isinstance(own, str) or not all(isinstance(each, str) for each in own):
-            raise DataError(f"`steps` of row {row} is {own!r}: give a list of texts, one a step")
+            raise DataError(f"`steps` of row {row} is {own!r}: give a list of texts, one for each step")
     return [[str(each) for each in cast("Sequence[object]", own)] for own in steps]
 
 

@@ -154,7 +154,7 @@ class Rollouts:
         limits = np.broadcast_to(np.asarray(own, np.int64), len(rows))
         if len(limits) and limits.min() < 1:
             row = int(limits.argmin())
-            raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion has at least 1 token")
+            raise DataError(f"`max_tokens` of row {row} is {limits[row]}: a completion needs at least 1 token")
         if self._answered:
             limits = np.minimum(limits, self._words.max_tokens - starts)
         totals = np.maximum(starts + limits, lengths)
@@ -196,7 +196,7 @@ def _prefixes(rows: Batch) -> tuple[list[list[int]], Ints, Ints]:
     empty = np.flatnonzero(rows.tokens.lengths == 0)
     if len(empty):
         raise DataError(
-            f"row {empty[0]} cannot be continued: its `tokens` are none; give its prompt's tokens, or drop the columns "
+            f"row {empty[0]} cannot be continued: it has no `tokens`. Give its prompt's tokens, or drop the columns "
             f"{', '.join(_PREFIX)} to start all rows from their prompts"
         )
     different: dict[bytes, int] = {}

@@ -77,8 +77,8 @@ class Routers:
                 own = _weights(router, logits, chosen)
             if own.shape != weights.shape or not torch.allclose(own.float(), weights.float(), rtol=1e-2, atol=1e-3):
                 raise ModelError(
-                    f"{type(router).__name__} weighs experts in a way of its own, so that nothing can follow its "
-                    "choice: leave sampler.record_experts out"
+                    f"{type(router).__name__} weighs experts in its own way, so its choice cannot be repeated: remove "
+                    "sampler.record_experts"
                 )
             self._known[number] = True
         if self.routes.given is None:
@@ -99,8 +99,8 @@ def routed(routers: Routers | None) -> tuple[int, int]:
     """In how many layers a model routes, and to how many experts each token. ConfigError where it does in none."""
     if routers is None:
         raise ConfigError(
-            "sampler.record_experts is set, and the model is no mixture of experts, or has routers that are not known "
-            "here: leave it out"
+            "sampler.record_experts is set, but the model is not a mixture of experts, or has unknown routers: remove "
+            "it"
         )
     return routers.shape
 

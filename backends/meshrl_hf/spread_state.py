@@ -71,8 +71,8 @@ class SpreadState(ABC):
             self._ranks.agree(lambda: self._take(boxes, _kinds(numbers.steps)))
         except ModelError as error:
             raise ModelError(
-                f"{error}. The {self._role} has taken a part of it, and is of no use now: restore it again, or spawn "
-                "it anew"
+                f"{error}. The {self._role} has loaded a part of it and cannot be used: restore it again, or spawn it "
+                "again"
             ) from error
 
     @property

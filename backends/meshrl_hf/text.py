@@ -35,7 +35,7 @@ class Words:
         if longest > self.max_tokens:
             raise DataError(
                 f"{what} has {longest} tokens and the model takes at most {self.max_tokens}: shorten the row, or "
-                "take a model made for longer texts"
+                "choose a model for longer texts"
             )
 
 
@@ -62,7 +62,7 @@ def character_tokenizer(characters: str, max_tokens: int, chat_template: str | N
     twice = sorted({character for character in characters if characters.count(character) > 1})
     if twice or not characters:
         wrong = f"has {''.join(twice)!r} twice" if twice else "is empty"
-        raise ConfigError(f"model.characters {wrong}: give each character that a text may have once")
+        raise ConfigError(f"model.characters {wrong}: list each character that a text may have exactly once")
     vocabulary = {token: index for index, token in enumerate(("<pad>", "<eos>", *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -191,8 +191,8 @@ def _check_names(loss: Loss, metrics: Iterable[str]) -> None:
     """DataError where a loss tells what the step tells: before it, so that who tries again does not learn twice."""
     if taken := sorted(_OWN.intersection(metrics)):
         raise DataError(
-            f"{type(loss).__name__} names a metric `{'`, `'.join(taken)}`, which every update tells of itself: give it "
-            f"another name than {', '.join(sorted(_OWN))}"
+            f"{type(loss).__name__} names a metric `{'`, `'.join(taken)}`, which every update reports: choose a name "
+            f"other than {', '.join(sorted(_OWN))}"
         )
 
 

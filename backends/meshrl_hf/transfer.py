@@ -55,7 +55,7 @@ def check_forms(own: Mapping[str, Form], given: Mapping[str, Form], version: int
     lacking, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if lacking or strange:
         raise ModelError(
-            f"weights of version {version} are of another model: {_some('missing', lacking)}"
+            f"weights of version {version} belong to another model: {_some('missing', lacking)}"
             f"{'; ' if lacking and strange else ''}{_some('unknown here', strange)}. Give the policy and "
             "this role the same `model`"
         )

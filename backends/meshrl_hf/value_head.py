@@ -76,5 +76,5 @@ def _restore(head: nn.Linear, file: Path) -> None:
     found = {name: list(tensor.shape) for name, tensor in sorted(saved.items())}
     wanted = {"bias": [1], "weight": [1, head.in_features]}
     if found != wanted:
-        raise ModelError(f"{file} is no value head of this model: it holds {found}, and not {wanted}. {remedy}")
+        raise ModelError(f"{file} is not a value head of this model: it has {found}, and not {wanted}. {remedy}")
     head.load_state_dict(saved)

@@ -116,7 +116,7 @@ class Client:
         except httpx.HTTPError as error:
             raise NoAnswerError(f"{type(error).__name__}: {error}".removesuffix(": ")) from None
         except httpx.InvalidURL as error:
-            raise ModelError(f"{self.url} is no address: {error}") from None
+            raise ModelError(f"{self.url} is not a valid address: {error}") from None
         status, text = answer.status_code, answer.text[:_TOLD].strip()
         if status in _TRANSIENT:
             raise NoAnswerError(f"status {status}: {text}".removesuffix(": "), _seconds(answer), status)
@@ -130,7 +130,7 @@ class Client:
         try:
             return msgspec.json.decode(answer.content)
         except msgspec.DecodeError:  # a proxy's page, or half of an answer
-            raise NoAnswerError(f"what came is no JSON: {text}") from None
+            raise NoAnswerError(f"the answer is not JSON: {text}") from None
 
 
 def _seconds(answer: httpx.Response) -> float:

@@ -29,15 +29,15 @@ class Folders:
             self._own.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(
-                f"sampler.http.weights: {self._own} cannot be made: {error.strerror}: name a folder that this rank may "
-                "write, and the servers see under the same name"
+                f"sampler.http.weights: {self._own} cannot be created: {error.strerror}: name a folder that this rank "
+                "may write, and that the servers see under the same path"
             ) from None
 
     def of_model(self) -> str:
         """A folder of the weights that the model's own has. ConfigError where these are no safetensors."""
         files = sorted(self._model.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"{self._model} has no safetensors, of which servers could be given the first weights")
+            raise ConfigError(f"{self._model} has no safetensors, which the servers need for their first weights")
         return self._write("model", _in_files(files))
 
     def of(self, name: str, places: Places) -> str:

@@ -62,19 +62,19 @@ class Found:
         coldest, hottest = self.dialect.temperatures
         if sampling.temperature and not coldest <= sampling.temperature <= hottest:
             raise DataError(
-                f"{self.dialect.title} cannot draw at the temperature {sampling.temperature:g}: give 0, or "
+                f"{self.dialect.title} cannot sample at temperature {sampling.temperature:g}: give 0, or "
                 f"{coldest:g} to {hottest:g}"
             )
         if not self.tempered and sampling.temperature not in (0, 1):
             raise DataError(
-                f"{url} tells log-probs at temperature 1, and rows are to be drawn at {sampling.temperature:g}: start "
+                f"{url} returns log-probs at temperature 1, but rows are sampled at {sampling.temperature:g}: start "
                 "vLLM with --logprobs-mode processed_logprobs, or give temperature = 1"
             )
         asked = [f"{key} = {value:g}" for key, value, off in _restrictions(sampling) if value != off]
         if asked and not self.whole:
             raise DataError(
-                f"{url} tells log-probs of what {' and '.join(asked)} leave, and a trainer's are of the whole "
-                "distribution: leave them out, or start vLLM with --logprobs-mode raw_logprobs and give temperature = 1"
+                f"{url} tells log-probs of what {' and '.join(asked)} leave, but a trainer's are of the whole "
+                "distribution: remove them, or start vLLM with --logprobs-mode raw_logprobs and give temperature = 1"
             )
         if len(asked) > 1 and not self.dialect.restricts_twice:
             raise DataError(
@@ -108,8 +108,8 @@ async def find(client: Client, asked: str | None) -> Found:
     dialect = DIALECTS.get(str(card.get("owned_by")))
     if dialect is None:
         raise ModelError(
-            f"{client.url} says that {card.get('owned_by')!r} owns its model: it is neither vLLM's server nor "
-            "SGLang's, and no other tells the token ids and log-probs that rows are trained on"
+            f"{client.url} says that {card.get('owned_by')!r} owns its model: it is neither a vLLM nor an SGLang "
+            "server, and other servers do not return the token ids and log-probs that training needs"
         )
     tempered, whole = await _told(client, dialect, model)
     return Found(
@@ -179,7 +179,7 @@ def _find_all(options: HttpConfig, key: str | None) -> Sequence[Found]:
             try:
                 return await find(client, options.model)
             except NoAnswerError as error:
-                raise BackendError(f"no answer of {url}: {error}. Is a server there?") from None
+                raise BackendError(f"no answer from {url}: {error}. Is a server running there?") from None
             except BackendError:
                 raise
             except MeshrlError as error:

@@ -155,11 +155,11 @@ class Pool:
         piece = await server.dialect.draw(server.client, server.found.model, ask)
         if self._given and piece.tag not in (None, self._tag):
             raise ModelError(
-                f"{server.url} has drawn with the weights {piece.tag!r}, and was given {self._tag!r}: another gives it "
-                "weights too. A server belongs to one sampler"
+                f"{server.url} has drawn with the weights {piece.tag!r}, and was given {self._tag!r}: another program "
+                "gives it weights too. A server must belong to one sampler"
             )
         if not piece.tokens and not row.told and not self._held:
-            raise NoAnswerError("it ends what it is asked for before it has begun")
+            raise NoAnswerError("it ends requests before it has begun them")
         server.answered()
         return piece
 
@@ -290,7 +290,9 @@ class Pool:
         dialect, client = server.dialect, server.client
         if self._given and await dialect.tag(client) != self._tag:
             if server.gifts == self._gifts:
-                log.warning(f"{server.url} has other weights than it was given, as after a new start: given again")
+                log.warning(
+                    f"{server.url} has other weights than it was given, as after a restart: weights are sent again"
+                )
             await self._update(server)
             read = [dialect.read(client, server.found.model, tokens, f"{self._tag}-probe") for tokens in self._probe]
             values = [value for row in await asyncio.gather(*read) for value in row]
@@ -318,8 +320,8 @@ class Pool:
             if isinstance(error, NoAnswerError) and error.status != 500:
                 raise
             raise ModelError(
-                f"{server.url} does not take the weights in {self._given}: {error}. Does it see that folder under this "
-                "name? sampler.http.weights is to name one that ranks and servers share"
+                f"{server.url} does not take the weights in {self._given}: {error}. Does it see that folder under "
+                "this path? sampler.http.weights must name a folder that ranks and servers share"
             ) from None
 
     def _missed(self, server: Server, error: NoAnswerError) -> None:
@@ -355,6 +357,6 @@ def silent(servers: Sequence[Server], patience: float) -> EngineDied:
     """No server has answered for long."""
     told = "; ".join(each.told() for each in servers)
     return EngineDied(
-        f"no answer of {told} (sampler.http.patience = {patience:g}): start it, or name others in sampler.http.urls, "
-        "and respawn the sampler"
+        f"no answer from {told} (sampler.http.patience = {patience:g}): start a server, or name others in "
+        "sampler.http.urls, and respawn the sampler"
     )

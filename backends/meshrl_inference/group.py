@@ -55,7 +55,7 @@ def gather_gpus(rank: Rank) -> list[str]:
         if rank.size > size(rank):
             raise ConfigError(
                 f"{rank.size // size(rank)} engines of {size(rank)} ranks each, which are threads of one process, "
-                "cannot know which GPUs are theirs: set run.engine = 'ray', or take one engine"
+                "cannot have separate GPUs: set run.engine = 'ray', or use one engine"
             )
         return []
     store = meet(rank)
@@ -72,13 +72,13 @@ def together(places: Mapping[int, Place]) -> list[str]:
     if len({place.machine for place in places.values()}) > 1:
         raise ConfigError(
             f"an engine needs its {len(places)} ranks along tp on one machine, and {told}: "
-            'take a smaller tp, or lay the mesh out with tp as its last axis and placement = "pack"'
+            'use a smaller tp, or arrange the mesh with tp as its last axis and placement = "pack"'
         )
     gpus = [gpu for place in places.values() for gpu in place.gpus]
     if gpus and (len(set(gpus)) < len(gpus) or not all(place.gpus for place in places.values())):
         has = "; ".join(f"rank {index} has {', '.join(place.gpus) or 'none'}" for index, place in places.items())
         raise ConfigError(
-            f"an engine of {len(places)} ranks along tp needs a GPU of its own for each, and {has}: set gpus = 1 for "
+            f"an engine of {len(places)} ranks along tp needs a separate GPU for each, and {has}: set gpus = 1 for "
             "the sampler's mesh"
         )
     return gpus

@@ -25,7 +25,7 @@ def held(config: SamplerConfig, work: Work) -> Memory:
     """
     options = chosen_options(config)
     if not isinstance(options, EngineOptions):
-        raise ConfigError(f"the table of the backend {config.backend!r} has other options than an engine's")
+        raise ConfigError(f"the table of the backend {config.backend!r} does not have an engine's options")
     shape = config_of(config)
     tp = work.axes.get("tp", 1)
     itemsize = cast("torch.dtype", getattr(torch, config.dtype)).itemsize

@@ -71,11 +71,11 @@ class EngineSampler(Sampler):
     def __init__(self, config: SamplerConfig) -> None:
         rank = current_rank()
         if config.lora is not None:
-            raise ConfigError(f'the backend {self.kind.backend!r} takes whole weights: set policy.lora.sync = "merged"')
+            raise ConfigError(f'the backend {self.kind.backend!r} needs whole weights: set policy.lora.sync = "merged"')
         if config.record_experts:
             raise ConfigError(
-                f"the backend {self.kind.backend!r} does not tell the experts of tokens: leave sampler.record_experts "
-                'out, or take sampler.backend = "torch"'
+                f"the backend {self.kind.backend!r} does not report the experts of tokens: remove "
+                'sampler.record_experts, or use sampler.backend = "torch"'
             )
         if unknown := {axis: size for axis, size in rank.shape.items() if axis not in self.axes and size > 1}:
             known = " and ".join(self.axes)
@@ -187,9 +187,8 @@ class EngineSampler(Sampler):
     async def replay(self, record: Batch) -> None:
         """DataError: when a row is decoded hangs on the machine's time."""
         raise DataError(
-            f"the {self.kind.title} sampler cannot repeat a record of {len(record)} places: its engine decodes by its "
-            "own time. "
-            'Replay with sampler.backend = "torch"'
+            f"the {self.kind.title} sampler cannot repeat a record of {len(record)} places: its engine chooses the "
+            'time of each step itself. Replay with sampler.backend = "torch"'
         )
 
     async def abort(self) -> None:
@@ -211,7 +210,7 @@ class EngineSampler(Sampler):
                 row = request.rows[request.prefix == number][0]
                 raise DataError(
                     f"row {row} has tokens from {least} to {most}, and the model knows those from 0 to "
-                    f"{self._engine.tokens - 1}: give it rows of its own tokenizer"
+                    f"{self._engine.tokens - 1}: give it rows of the model's tokenizer"
                 )
 
     def _begin(self, request: Request, sampling: Sampling) -> Call:
@@ -255,7 +254,7 @@ class EngineSampler(Sampler):
             arriving = self._arriving.popleft()
             arriving.fail(
                 ModelError(
-                    f"weights of version {arriving.weights.version} were not taken, and the engine goes on with "
+                    f"weights of version {arriving.weights.version} were not loaded, and the engine continues with "
                     f"version {self._version}: {answer.text}"
                 )
             )
@@ -312,7 +311,7 @@ def check_temperature(title: str, temperatures: tuple[float, float], sampling: S
     coldest, hottest = temperatures
     if sampling.temperature and not coldest <= sampling.temperature <= hottest:
         raise DataError(
-            f"{title} cannot draw at the temperature {sampling.temperature:g}: give 0, or {coldest:g} to {hottest:g}"
+            f"{title} cannot sample at temperature {sampling.temperature:g}: give 0, or {coldest:g} to {hottest:g}"
         )
 
 

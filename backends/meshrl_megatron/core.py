@@ -22,7 +22,7 @@ PROVED: Final = "0.16.1"
 
 if (found := version("megatron-core")) != PROVED:
     raise BackendError(
-        f"megatron-core {found} is installed, and meshrl_megatron is proved with {PROVED}: pip install "
+        f"megatron-core {found} is installed, but meshrl_megatron is tested with {PROVED}: pip install "
         f"megatron-core=={PROVED}"
     )
 cpu.install()

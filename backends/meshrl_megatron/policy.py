@@ -15,7 +15,7 @@ class MegatronPolicy(Spread, TrainedPolicy):
 
     def __init__(self, config: PolicyConfig) -> None:
         if config.lora is not None:
-            raise ConfigError("the backend 'megatron' has no adapters: take backend = \"fsdp\", or leave lora out")
+            raise ConfigError("the backend 'megatron' has no adapters: use backend = \"fsdp\", or remove lora")
         super().__init__(config, Pipelined(config, "logprobs"))
 
     @staticmethod
@@ -24,6 +24,6 @@ class MegatronPolicy(Spread, TrainedPolicy):
         check_readable(model, batch)
         if COLUMN in batch:
             raise DataError(
-                f"`{COLUMN}` tells the experts that a sampler chose, which the backend 'megatron' does not follow: "
-                'leave sampler.record_experts out, or take backend = "fsdp"'
+                f"`{COLUMN}` has the experts that a sampler chose, which the backend 'megatron' cannot use: "
+                'remove sampler.record_experts, or use backend = "fsdp"'
             )

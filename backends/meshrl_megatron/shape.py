@@ -46,7 +46,8 @@ class Decoder(Shape):
         kind = str(config.model_type)
         if kind not in _KNOWN:
             raise ModelError(
-                f"the backend 'megatron' knows models of the types {', '.join(_KNOWN)}, and this one is {kind!r}: take "
+                f"the backend 'megatron' supports models of the types {', '.join(_KNOWN)}, but this one is {kind!r}: "
+                "take "
                 'backend = "torch" or "fsdp"'
             )
         bias, norm = _KNOWN[kind]
@@ -92,9 +93,7 @@ class Decoder(Shape):
             if count % tp:
                 raise ConfigError(f"the model has {count} {what}, which the mesh's tp = {tp} does not divide")
         if layout.experts > 1 and not self.experts:
-            raise ConfigError(
-                f"megatron.experts = {layout.experts}, and the model has no experts to divide: leave it out"
-            )
+            raise ConfigError(f"megatron.experts = {layout.experts}, but the model has no experts to divide: remove it")
         if self.experts % (layout.experts * tp):
             raise ConfigError(
                 f"the model has {self.experts} experts in each layer, which do not divide among {layout.experts * tp} "

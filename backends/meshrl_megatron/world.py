@@ -28,7 +28,7 @@ class World(RankGroup):
         """Meet the other ranks. ConfigError where the mesh's axes are unknown, or `experts` does not divide dp."""
         unknown = {axis: size for axis, size in rank.shape.items() if axis not in AXES and size > 1}
         if unknown:
-            raise ConfigError(f"the backend 'megatron' knows the axes {', '.join(AXES)}, and its mesh has {unknown}")
+            raise ConfigError(f"the backend 'megatron' supports the axes {', '.join(AXES)}, but its mesh has {unknown}")
         shape = {axis: size for axis, size in rank.shape.items() if axis in AXES} or {"dp": 1}
         if shape.get("dp", 1) % experts:
             raise ConfigError(

@@ -145,7 +145,7 @@ class SglangEngine:
 
         flushed = self._loop.run_until_complete(self._manager.flush_cache(timeout_s=_IDLE))  # waits for rows that left
         if not flushed.success:
-            raise RuntimeError(f"SGLang cannot sleep: rows that were left are in its schedulers after {_IDLE:g} s")
+            raise RuntimeError(f"SGLang cannot sleep: rows are still in its schedulers after {_IDLE:g} s")
         self._loop.run_until_complete(self._manager.release_memory_occupation(io.ReleaseMemoryOccupationReqInput()))
 
     def wake(self, names: list[str]) -> None:

@@ -39,7 +39,7 @@ class Draw:
         if len(broken):
             raise ModelError(
                 f"row {rows[broken[0]]} has logits that are not finite, by weights of version {version}: training has "
-                "broken the model, or its folder holds such weights. Go on from a checkpoint, with a lower "
+                "broken the model, or its folder has such weights. Resume from a checkpoint, with a lower "
                 "policy.optimizer.lr"
             )
         if self.sampling.temperature == 0:

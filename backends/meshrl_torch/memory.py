@@ -36,7 +36,7 @@ def held(config: ModelConfig, work: Work) -> Memory:
     trains = isinstance(config, PolicyConfig | CriticConfig | RewardTrainingConfig)
     if trains and prod(work.axes.values()) > 1:
         raise ConfigError(
-            f"the backend 'torch' trains on one rank, and the mesh {config.mesh!r} has {dict(work.axes)}: take "
+            f"the backend 'torch' trains on one rank, but the mesh {config.mesh!r} has {dict(work.axes)}: take "
             'backend = "fsdp", or one rank'
         )
     budget = int(getattr(config, "micro_batch_tokens", 1))

@@ -70,4 +70,4 @@ def check_alone(role: str, mesh: str) -> None:
     """ContractError where the mesh of this name in the run's table has several ranks. Gives torch its threads."""
     rank = own_rank()
     if rank.size > 1:
-        raise ContractError(f"{role} trains on one rank, and its mesh has {rank.size}: set run.meshes.{mesh}.ranks = 1")
+        raise ContractError(f"{role} trains on one rank, but its mesh has {rank.size}: set run.meshes.{mesh}.ranks = 1")

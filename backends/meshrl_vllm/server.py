@@ -177,8 +177,8 @@ def _check_address(config: ServerConfig) -> None:
     """ConfigError where nothing can listen there, or others would reach the endpoints for new weights."""
     if config.follow and config.host not in _OWN:
         raise ConfigError(
-            f"--follow with --host {config.host}: whoever reaches a server that takes new weights may change them. "
-            f"Follow on {_OWN[0]}, and let a proxy or a tunnel hand on /v1 alone"
+            f"--follow with --host {config.host}: anybody who reaches a server that takes new weights can change "
+            f"them. Follow on {_OWN[0]}, and let a proxy or a tunnel forward only /v1"
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -189,5 +189,5 @@ def _check_address(config: ServerConfig) -> None:
             tried.bind(address)
     except OSError as error:
         raise ConfigError(
-            f"--host {config.host} --port {config.port}: cannot be used: {error.strerror}. Give another"
+            f"--host {config.host} --port {config.port}: cannot be used: {error.strerror}. Choose another"
         ) from error

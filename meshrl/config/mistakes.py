@@ -191,7 +191,7 @@ def _unknown(schema: type[Config], table: Mapping[str, object], place: _Place) -
     has = f"{dotted(above) or 'the file'} has {', '.join(known)}"
     elsewhere = [each for each in paths if each[-1] == path[-1]]
     if path in elsewhere:  # in another form of the table
-        return f"no such key beside the others; with these {has}"
+        return f"no such key together with the others; with these {has}"
     return f"no such key; did you mean {dotted(elsewhere[0])}?" if elsewhere else f"no such key; {has}"
 
 

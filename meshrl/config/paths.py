@@ -94,8 +94,10 @@ class _Walk:
         sought, beside = root / found[1], other / found[1]
         if not _is_there(sought):
             if _is_there(beside):
-                told = f"{dotted(path)} = {shown(text)}: there is no {sought}, and {beside} is there"
-                start = "on the command line start where you stand" if is_ours else "in a file start at its folder"
+                told = f"{dotted(path)} = {shown(text)}: there is no {sought}, but there is {beside}"
+                start = (
+                    "on the command line start at the current folder" if is_ours else "in a file start at its folder"
+                )
                 self.mistakes.append((path, f"{told}: paths {start}: write {os.path.relpath(beside, root)}"))
             elif mark.name and re.fullmatch(mark.name, found[1]):
                 return text

@@ -52,11 +52,11 @@ def put_over(table: Table, overrides: Sequence[str]) -> None:
             raise ConfigError(f"command line: {shortened(override)}: {_TOO_DEEP}")
 
 
-_TOO_DEEP: Final = f"lists and tables stand in each other more than {DEEPEST} deep: make it flatter"
+_TOO_DEEP: Final = f"lists and tables are nested more than {DEEPEST} deep: make it flatter"
 
 
 def too_deep(value: object) -> bool:
-    """Whether lists and tables stand in each other more than `DEEPEST` deep."""
+    """Whether lists and tables are nested more than `DEEPEST` deep."""
     below = [(0, value)]
     while below:
         depth, value = below.pop()
@@ -72,7 +72,7 @@ def _put(table: Table, override: str) -> None:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise ConfigError(
-            f"command line: {override!r} is no override; write key.sub=value, as in policy.optimizer.lr=1e-4"
+            f"command line: {override!r} is not an override: write key.sub=value, such as policy.optimizer.lr=1e-4"
         )
     here = table
     for depth, part in enumerate(parts[:-1], start=1):
@@ -83,7 +83,7 @@ def _put(table: Table, override: str) -> None:
                 return
             raise ConfigError(
                 f"command line: {override}: {dotted(parts[:depth])} is {shown(below)} in the file, "
-                f"which has no key {parts[depth]!r}; give the whole of it, as in {dotted(parts[:depth])}=..."
+                f"which has no key {parts[depth]!r}; give the whole value, as in {dotted(parts[:depth])}=..."
             )
         here = below
     here[parts[-1]] = _value(text.strip())

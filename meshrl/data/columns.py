@@ -31,7 +31,7 @@ def taken(name: str, column: ColumnLike) -> Column:
         result = column
     elif isinstance(column, np.ndarray):
         if column.ndim == 0:
-            raise DataError(f"column `{name}` is one number, {column}: give an array of one value a row")
+            raise DataError(f"column `{name}` is one number, {column}: give an array with one value for each row")
         result = frozen(column, f"column `{name}`")
     elif isinstance(column, (list, tuple)):
         if np.ndarray in set(map(type, column)):
@@ -161,7 +161,7 @@ def concat(name: str, parts: Sequence[Column]) -> Column:
     kinds = {(value.dtype, value.shape[1:]) for value in values}
     if len(values) != len(parts) or len(kinds) > 1:
         raise DataError(
-            f"column `{name}` differs between parts: {', '.join(map(describe, parts))}; each must return the "
+            f"column `{name}` differs between parts: {', '.join(map(describe, parts))}; all parts must return the "
             "same kind, dtype and trailing dims"
         )
     return Ragged.concat(ragged, name) if ragged else sealed(np.concatenate(arrays))

@@ -47,7 +47,7 @@ def joined(name: str, sources: Iterable[Source | None]) -> Source | None:
     if len(roles) > 1:
         raise DataError(
             f"column `{name}` was computed by the {' in one part and by the '.join(roles)} in another: log-probs of "
-            "different models are different quantities; keep them in columns of their own names"
+            "different models are different quantities: keep them in columns with different names"
         )
     oldest = [source.oldest for source in known if source.oldest is not None]
     newest = [source.newest for source in known if source.newest is not None]

@@ -25,7 +25,7 @@ def check_dtype(array: Array, what: str) -> None:
     """Raise `DataError` unless an array holds numbers or booleans."""
     if array.dtype.kind not in "biufc" and array.dtype not in _NARROW:
         raise DataError(
-            f"{what} has dtype {array.dtype}, which meshrl does not carry: give numbers or booleans as an "
+            f"{what} has dtype {array.dtype}, which meshrl does not support: give numbers or booleans as an "
             "array, and text or other Python values as a tuple or list"
         )
 

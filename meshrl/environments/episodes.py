@@ -90,7 +90,7 @@ class Episodes(Sampler):
         """Rows with an environment each; those that have one go on. Episodes beside training are -1, -2, ..."""
         if "episode" in rows and all(name in rows for name in _RUNNING):
             if len(np.unique(rows.row("episode"))) != len(rows):
-                raise DataError("an episode cannot go on twice: continue aborted rows with n = 1")
+                raise DataError("an episode cannot be continued twice: continue aborted rows with n = 1")
             return rows
         if beside:
             numbers = -1 - self._beside - np.arange(len(rows), dtype=np.int64)

@@ -35,7 +35,7 @@ def pass_at_k(correct: ArrayLike, n: int, k: int) -> NDArray[np.float64]:
     """
     counts = np.asarray(correct, np.int64)
     if not 1 <= k <= n:
-        raise DataError(f"pass@{k} of {n} completions a prompt: k must be from 1 to {n}; draw more, or lower k")
+        raise DataError(f"pass@{k} of {n} completions for each prompt: k must be from 1 to {n}; draw more, or lower k")
     if counts.size and (counts.min() < 0 or counts.max() > n):
         raise DataError(f"pass@{k}: counts from {counts.min()} to {counts.max()} of {n} completions: from 0 to {n}")
     number = np.arange(1, n + 1, dtype=np.float64)
@@ -51,7 +51,7 @@ def wilson(right: int, of: int) -> Estimate:
     DataError where there are no trials.
     """
     if of < 1:
-        raise DataError(f"the share of {right} in {of} trials: there must be one trial at least")
+        raise DataError(f"the share of {right} in {of} trials: there must be at least one trial")
     share, spread = right / of, _Z**2 / of
     middle = (share + spread / 2) / (1 + spread)
     half = _Z * float(np.sqrt(share * (1 - share) / of + spread / (4 * of))) / (1 + spread)
@@ -66,7 +66,7 @@ def bootstrap(values: ArrayLike, seed: int) -> Estimate:
     """
     given = np.asarray(values, np.float64)
     if not given.size:
-        raise DataError("bootstrap: no prompt was measured: give one value at least")
+        raise DataError("bootstrap: no prompt was measured: give at least one value")
     random = np.random.default_rng(seed)
     means = [given[random.integers(len(given), size=len(given))].mean() for _ in range(_RESAMPLES)]
     low, high = np.quantile(means, [0.025, 0.975])

@@ -109,8 +109,8 @@ def evaluate_during(
         return
     if not len(prompts):
         raise DataError(
-            f"there are no prompts to evaluate by every {config.every} steps: hold some out (task.held_out), or leave "
-            "[evaluation] out"
+            f"there are no prompts for an evaluation every {config.every} steps: hold some out (task.held_out), or "
+            "leave [evaluation] out"
         )
     some = prompts.select(np.arange(min(len(prompts), config.rows or len(prompts))))
     drawn = BesideSampling(

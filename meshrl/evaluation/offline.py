@@ -62,7 +62,7 @@ class Question(Config):
     def _draws(cls, temperature: float | None) -> float | None:
         if temperature == 0:
             raise ValueError(
-                "is greedy, and one greedy completion of each prompt is judged anyway: leave it out, or give the "
+                "is greedy, but a greedy completion of each prompt is evaluated anyway: leave it out, or set the "
                 "temperature of the others"
             )
         return temperature
@@ -157,8 +157,8 @@ def _prompts(file: Path, table: Table, question: Question) -> tuple[Batch, str]:
     held_out = task.held_out if config.held_out else task.train
     if question.task is None and not config.held_out:
         raise DataError(
-            f"{file}: the run trains on all of its prompts (task.held_out = 0), so there is nothing to judge it by: "
-            "name a task, as in `meshrl eval RUN other.jsonl`"
+            f"{file}: the run trains on all of its prompts (task.held_out = 0), so there is nothing to evaluate it "
+            "on: name a task, as in `meshrl eval RUN other.jsonl`"
         )
     return held_out.select(np.arange(min(len(held_out), question.rows or len(held_out)))), source
 

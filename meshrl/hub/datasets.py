@@ -18,7 +18,9 @@ def dataset_rows(text: str, options: Mapping[str, object], rows: int | None = No
         import datasets  # noqa: PLC0415 -- an extra, and slow to import
         from datasets.exceptions import DatasetNotFoundError  # noqa: PLC0415
     except ImportError as error:
-        raise DataError(f"dataset {text!r}: the hub's data need datasets: pip install 'meshrl[tasks]'") from error
+        raise DataError(
+            f"dataset {text!r}: datasets of the hub need the package datasets: pip install 'meshrl[tasks]'"
+        ) from error
     load = cast("Callable[..., Iterable[Mapping[str, object]]]", datasets.load_dataset)
     with explained(text, "dataset"):
         try:

@@ -68,8 +68,8 @@ def download(text: str) -> Path:
         folder = Path(hub.snapshot_download(name, revision=revision, allow_patterns=_FILES))
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"model {text!r} has no safetensors, and no other files of weights are read: take one that has, or convert "
-            "it with transformers' save_pretrained"
+            f"model {text!r} has no safetensors, and other weight files are not read: choose a model that has them, "
+            "or convert it with transformers' save_pretrained"
         )
     return folder
 

@@ -49,7 +49,7 @@ def ray_job(
     if (size := sum(len(text.encode()) for text in files.values())) > _ROOM:
         raise ConfigError(
             f"the configuration and the Python files beside it have {size:,} bytes, and a ConfigMap holds {_ROOM:,}: "
-            "put what is large into the image or on a volume"
+            "put large files into the image or on a volume"
         )
     about = {"name": named, **({"namespace": pods.namespace} if pods.namespace else {})}
     settings = {"name": f"{named}-config", **({"namespace": pods.namespace} if pods.namespace else {})}

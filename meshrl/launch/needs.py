@@ -90,4 +90,4 @@ def check_enough(needs: Sequence[Need], nodes: int, gpus: int, cpus: int | None)
     """Raise `ConfigError` where so many nodes have no room for all of them."""
     if (wanted := nodes_for(needs, gpus, cpus)) > nodes:
         asked = ", ".join(f"{need.mesh}: {need.ranks} ranks with {need.each} each" for need in needs)
-        raise ConfigError(f"the meshes need {wanted} nodes of this size, and {nodes} are asked for ({asked})")
+        raise ConfigError(f"the meshes need {wanted} nodes of this size, but only {nodes} are asked for ({asked})")

@@ -69,7 +69,7 @@ def slurm_script(name: str, arguments: Sequence[str], needs: Sequence[Need], opt
     check_enough(needs, nodes, gpus, options.cpus_per_node)
     for line in options.lines:
         if not line.startswith("-") or "\n" in line:
-            raise ConfigError(f"{line!r} is no option of sbatch: write it as --partition=gpu")
+            raise ConfigError(f"{line!r} is not an option of sbatch: write it as --partition=gpu")
     asked = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={name}-%j.log"]
     asked += [f"--gpus-per-node={gpus}"] if gpus else []
     asked += [f"--cpus-per-task={options.cpus_per_node}"] if options.cpus_per_node else ["--exclusive"]
@@ -87,7 +87,7 @@ def submit(script: Path) -> str:
     """Hand a script to SLURM; what it answers. Raises `ConfigError` where there is no SLURM, and for its refusal."""
     program = shutil.which("sbatch")
     if program is None:
-        raise ConfigError(f"there is no sbatch on this machine: hand {script} in where there is one")
+        raise ConfigError(f"there is no sbatch on this machine: submit {script} on one that has it")
     done = subprocess.run([program, str(script)], capture_output=True, text=True, check=False)  # noqa: S603 -- the user's
     if done.returncode:
         raise ConfigError(f"sbatch refused {script}: {done.stderr.strip() or done.stdout.strip()}")

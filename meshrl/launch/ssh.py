@@ -80,7 +80,7 @@ class SshCluster:
         `ssh`: a command that is given a host and a line of shell; `python`: on the hosts.
         """
         if not hosts or len(set(hosts)) < len(hosts):
-            raise ConfigError(f"hosts = {', '.join(hosts) or 'none'}: name each host once, and one at least")
+            raise ConfigError(f"hosts = {', '.join(hosts) or 'none'}: name at least one host, and each only once")
         self._ssh = shlex.split(ssh)
         self._port = port
         self._python = python

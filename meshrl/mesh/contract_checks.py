@@ -19,7 +19,7 @@ def check_may_shrink(cls: type, shape: Mapping[str, int], least: int) -> None:
         written = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         raise ContractError(
             f"{cls.__name__} cannot be spawned on a mesh of {written} whose ranks may come and go (least = {least}): "
-            "that takes the axis dp alone, and an actor whose ranks do not wait for each other"
+            "such a mesh needs the axis dp only, and an actor whose ranks do not wait for each other"
         )
 
 

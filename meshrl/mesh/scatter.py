@@ -34,9 +34,9 @@ def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = No
         rows = next(iter(counts.values()))
         if len(owners) != rows or (rows and not 0 <= owners.min() <= owners.max() < parts):
             raise ContractError(
-                f"rows cannot be divided so: {len(owners)} owners from {owners.min(initial=0)} to "
-                f"{owners.max(initial=0)} are given for {rows} rows and {parts} parts; give each row a part's number, "
-                f"0 to {parts - 1}"
+                f"rows cannot be divided in this way: {len(owners)} owners from {owners.min(initial=0)} to "
+                f"{owners.max(initial=0)} are given for {rows} rows and {parts} parts: give each row the number of a "
+                f"part, 0 to {parts - 1}"
             )
         return plan_of(owners, parts)
     for value in values.values():
@@ -155,14 +155,15 @@ def _check_alike(parts: Sequence[object]) -> None:
     """`ContractError` where some ranks returned None, other keys, or lists of other lengths."""
     none = [rank for rank, part in enumerate(parts) if part is None]
     if none and len(none) < len(parts):
-        raise ContractError(f"parts {none} are None and the others are not: return an empty Batch where there is none")
+        raise ContractError(f"parts {none} are None and the others are not: return an empty Batch instead of None")
     keys = [sorted(part) for part in parts if isinstance(part, Mapping)]
     if any(each != keys[0] for each in keys):
         raise ContractError(f"ranks returned dicts with different keys, {keys}: return the same keys from each")
     lengths = [len(part) for part in parts if isinstance(part, list | tuple)]
     if len(set(lengths)) > 1:
         raise ContractError(
-            f"ranks returned lists of {lengths} values, which are joined one by one: return as many from each rank"
+            f"ranks returned lists of {lengths} values, which are joined one by one: return the same number from each "
+            "rank"
         )
 
 

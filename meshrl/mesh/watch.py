@@ -41,8 +41,8 @@ class Waiting:
             if not limit.expired():
                 raise
             raise CallTimeout(
-                f"{self.where} has not answered within timeout = {timeout:g} s: {self.ranks} may be running still. "
-                "Look what that process does, or raise the role's timeout if so long is as it should be"
+                f"{self.where} has not answered within timeout = {timeout:g} s: {self.ranks} may still be running. "
+                "Find out what that process does, or raise the role's timeout if this is normal"
             ) from error
         finally:
             _open.discard(self)

@@ -69,8 +69,8 @@ class Room:
         missing, which = self.least
         where = " of each GPU" if self.devices.kind == "gpus" else ""
         return (
-            f"nothing fits into memory: {missing:.1f} GiB more{where} are needed by what needs least, {which}: give "
-            f"more {self.devices.kind} or --memory, or see with `meshrl memory` what would save"
+            f"nothing fits into memory: {missing:.1f} GiB more{where} are missing for the smallest candidate, "
+            f"{which}: give more {self.devices.kind} or --memory, or ask `meshrl memory` what would save memory"
         )
 
     def _plan(self, candidate: Candidate, variant: int) -> MemoryPlan:

@@ -113,7 +113,9 @@ def make_plan(config: str, given: Sequence[str], wanted: Wanted) -> Plan:
     for an algorithm without a policy or a sampler; DataError where a record lacks what the script asks for.
     """
     if wanted.memory is not None and not 0 < wanted.memory < inf:
-        raise ConfigError(f"--memory is {wanted.memory:g} GiB: give what each GPU has, or with --cpus the machine")
+        raise ConfigError(
+            f"--memory is {wanted.memory:g} GiB: give the memory of each GPU, or of the machine with --cpus"
+        )
     if wanted.rollout == wanted.train == 0:
         raise ConfigError(
             "--rollout and --train are both 0: every setting would take 0 s a step, and none is the best. Give the "
@@ -150,7 +152,9 @@ def _loading(config: str, given: Sequence[str]) -> Load:
     """ConfigError where what is given is a plan's to choose."""
     for key in map(_key, given):
         if key in _CHOSEN or key.startswith("run.meshes"):
-            raise ConfigError(f"{key}: a plan chooses it: leave it out, or see with `meshrl simulate` what it gives")
+            raise ConfigError(
+                f"{key}: the plan chooses this key: leave it out, or try the value with `meshrl simulate`"
+            )
     source = find_config(config)
     return lambda further: load_job(source, [*given, *further], RunConfig)
 

@@ -153,7 +153,7 @@ def _uneven(group: Group) -> list[str]:
     ends = {run.name: int(rewards.steps[-1]) for run in group.runs if (rewards := Curves(run.metrics).get("reward"))}
     if len(set(ends.values())) > 1:
         told = ", ".join(f"{name} at {end}" for name, end in ends.items())
-        notes.append(f"Runs of one group end at other steps ({told}): the steps that all have count.")
+        notes.append(f"Runs of a group end at different steps ({told}): only steps that all of them have count.")
     return notes
 
 
@@ -262,7 +262,7 @@ def _held_out(group: Group, notes: list[str]) -> Mapping[str, _HeldOut]:
         return {}
     for run, own in kept:
         if own != prompts:
-            why = "held out other prompts than the first run of its group" if own else "has no held_out.jsonl"
+            why = "held out different prompts than the first run of its group" if own else "has no held_out.jsonl"
             notes.append(f"{run.folder} {why}: its held-out rewards are left out.")
     found: dict[str, _HeldOut] = {}
     for kind, name in _HELD_OUT.items():
@@ -312,9 +312,9 @@ def _of_held_out(
             values = first.of(both), second.of(both)
             found.append(_difference(name, groups, values, seed, f"{len(both)} prompts", paired=True))
         elif both or not (first.places and second.places):
-            notes.append(f"{name}: {names} have {len(both)} prompts in common, and at least {_LEAST} are tested.")
+            notes.append(f"{name}: {names} have {len(both)} prompts in common, and the test needs at least {_LEAST}.")
         else:
-            notes.append(f"{name}: {names} held out other prompts, which are not compared.")
+            notes.append(f"{name}: {names} held out different prompts, which are not compared.")
     return found
 
 
@@ -325,12 +325,12 @@ def _of_the_end(groups: tuple[Group, Group], seed: int, notes: list[str]) -> lis
         short = " and ".join(
             f"{len(each)} of {group.name}" for each, group in zip((steps, others), groups, strict=True)
         )
-        notes.append(f"Rewards of steps are not tested: there are {short}, and at least {_LEAST} are.")
+        notes.append(f"Rewards of steps are not tested: there are {short}, and the test needs at least {_LEAST}.")
         return []
     same = np.array_equal(steps, others)
     if not same:
         ends = f"{groups[0].name} at {steps[-1]}, {groups[1].name} at {others[-1]}"
-        notes.append(f"Groups end at other steps ({ends}): each is compared by its own last steps.")
+        notes.append(f"Groups end at different steps ({ends}): each is compared by its own last steps.")
     over = f"the batches of {' and '.join(str(each) for each in sorted({len(steps), len(others)}))} steps"
     name = f"reward in the last {len(steps)} steps" if same else "reward in the last steps of each"
     return [_difference(name, groups, (rewards, theirs), seed, over, paired=same)]

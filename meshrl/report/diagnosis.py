@@ -73,7 +73,7 @@ def diagnose(record: Record) -> Sequence[Finding]:
 def _no_number(story: Story) -> str:
     for name in ("loss", "grad_norm", "reward"):
         if without := story.steps.without_number(name):
-            return f"`{name}` is no finite number in {len(without)} steps, first in step {without[0]}"
+            return f"`{name}` is not a finite number in {len(without)} steps, first in step {without[0]}"
     return ""
 
 
@@ -81,7 +81,7 @@ def _reward_errors(story: Story) -> str:
     errors, rows = story.steps.get("reward_errors"), story.steps.get("rows")
     if errors is None or rows is None or (share := errors.values.sum() / max(1.0, rows.values.sum())) <= 0.05:
         return ""
-    return f"the reward raised on {share:.0%} of the rows, which count as rewards of 0"
+    return f"the reward function raised an error on {share:.0%} of the rows, which count as rewards of 0"
 
 
 def _collapse(story: Story) -> str:
@@ -118,7 +118,7 @@ def _entropy(story: Story) -> str:
     entropy = story.steps.get("entropy")
     if entropy is None or story.steps.get("reward") is None or story.is_solved() or entropy.last >= 0.1 * entropy.first:
         return ""
-    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats a token, and the task is not solved"
+    return f"`entropy` fell from {entropy.first:.3g} to {entropy.last:.3g} nats for a token, but the task is not solved"
 
 
 def _no_signal(story: Story) -> str:
@@ -172,12 +172,12 @@ _SIGNS: Final[Sequence[tuple[str, Callable[[Story], str], str]]] = (
         _no_number,
         "lower `policy.optimizer.lr`, set `policy.optimizer.max_grad_norm`, and look for rewards that are not finite",
     ),
-    ("reward errors", _reward_errors, "read `reward_error` in samples.jsonl, and mend the reward function"),
+    ("reward errors", _reward_errors, "read `reward_error` in samples.jsonl, and fix the reward function"),
     ("collapse", _collapse, "lower `policy.optimizer.lr`, add `loss.kl`, or go back to the checkpoint before the fall"),
     (
         "reward hacking",
         _hacking,
-        "read the samples with the highest rewards, mend what they exploit, and stop at the best held-out step",
+        "read the samples with the highest rewards, fix what they exploit, and stop at the best held-out step",
     ),
     (
         "entropy collapse",
@@ -187,7 +187,7 @@ _SIGNS: Final[Sequence[tuple[str, Callable[[Story], str], str]]] = (
     (
         "groups without signal",
         _no_signal,
-        "take prompts that are solved now and then, draw more completions of each, or filter groups (dapo)",
+        "choose prompts that are solved now and then, sample more completions of each, or filter groups (dapo)",
     ),
     ("clipped tokens", _clipped, "lower `policy.optimizer.lr`, `epochs` or `minibatches`"),
     (
@@ -195,7 +195,11 @@ _SIGNS: Final[Sequence[tuple[str, Callable[[Story], str], str]]] = (
         _apart,
         "give both sides the same dtype and attention, and for a mixture of experts set `sampler.record_experts`",
     ),
-    ("stale rows", _stale, "lower `ahead`, give the trainer fewer updates a batch, or a lower `policy.optimizer.lr`"),
-    ("length growth", _length, "punish what is cut (dapo's overlong reward), or raise `sampling.max_tokens`"),
+    ("stale rows", _stale, "lower `ahead`, make fewer updates for each batch, or lower `policy.optimizer.lr`"),
+    (
+        "length growth",
+        _length,
+        "penalise completions that are cut (dapo's overlong reward), or raise `sampling.max_tokens`",
+    ),
 )
 """Name, what finds it (the evidence, empty where it is not there), and what to try first."""

@@ -44,15 +44,15 @@ class Difference:
         first, second = self.values
         if self.value == self.low == self.high == 0:
             return f"{self.measure}: the same in {self.other} and in {self.base}, {first:.3g}"
-        seeds = "other seeds are not in it"
+        seeds = "variation between seeds is not included"
         if min(self.seeds) > 1:
             seeds = f"{self.seeds[0]} and {self.seeds[1]} seeds are in it"
         way = "higher" if self.value > 0 else "lower"
         found = f"{self.measure}: {abs(self.value):.3g} {way} in {self.other} than in {self.base}"
         if self.low == self.high:
             return (
-                f"{found} ({second:.3g} and {first:.3g}), and as much over each of {self.over}: nothing varies, so "
-                f"there is no interval; {seeds}"
+                f"{found} ({second:.3g} and {first:.3g}), the same for each of {self.over}: nothing varies, so there "
+                f"is no interval; {seeds}"
             )
         explains = "more than chance over {} explains" if self.is_seen else "chance over {} explains as much"
         return (

@@ -47,17 +47,19 @@ def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
     """
     for run in runs:
         if not run.metrics:
-            raise ConfigError(f"{run.folder} has no metrics.jsonl with a step: leave it out, or let it make one")
+            raise ConfigError(
+                f"{run.folder} has no step in its metrics.jsonl: leave it out, or wait for its first step"
+            )
         if not run.table:
-            raise ConfigError(f"{run.folder} has no config.toml that can be read, which says what is different in it")
+            raise ConfigError(f"{run.folder} has no readable config.toml, which is needed to compare settings")
     folders = [run.folder.resolve() for run in runs]
     if again := [str(run.folder) for run in runs if folders.count(run.folder.resolve()) > 1]:
-        raise ConfigError(f"{again[0]} is given twice: each run is compared once")
+        raise ConfigError(f"{again[0]} is given twice: name each run once")
     if len(runs) < 2:
         alone = (
             f"{runs[0].folder} is one: name another, or see it alone by `meshrl report`" if runs else "none is given"
         )
-        raise ConfigError(f"two runs or more are compared, and {alone}")
+        raise ConfigError(f"a comparison needs at least two runs, and {alone}")
     settings = [_settings(run.table) for run in runs]
     for run, own in zip(runs[1:], settings[1:], strict=True):
         for key in _TASK:

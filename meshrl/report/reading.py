@@ -66,7 +66,9 @@ def find_run(name: str) -> Path:
     folders = [folder for folder in places if folder.is_dir()]
     found = [folder for folder in folders if any((folder / file).is_file() for file in _WRITTEN)]
     if len({folder.resolve() for folder in found}) > 1:
-        raise ConfigError(f"{name} may be ./{name} or {runs / name}, which are folders of two runs: write which")
+        raise ConfigError(
+            f"{name} may be ./{name} or {runs / name}, and both are folders of runs: write the path of one"
+        )
     if found:
         return found[0]
     known = sorted(path.name for path in runs.glob("[!.]*") if path.is_dir() and path not in folders)

@@ -37,7 +37,7 @@ def reasoning_gym(prompt: str, completion: str, row: Row) -> float:  # noqa: ARG
     """Return the score of the row's reasoning_gym dataset for the completion, from 0 to 1."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict) or "source_dataset" not in metadata:
-        raise ValueError("the row is not of reasoning_gym: it has no metadata.source_dataset")
+        raise ValueError("the row does not come from reasoning_gym: it has no metadata.source_dataset")
     return _scorer(str(metadata["source_dataset"]))(completion.strip(), row)
 
 

@@ -89,7 +89,7 @@ class RewardConfig(RoleConfig):
     def _calls_a_function(cls, backend: str) -> str:
         if _holds_a_model(backend):
             raise ValueError(
-                "a reward of this backend holds a model: give `model`, its folder, and leave `function` out; "
+                "a reward of this backend needs a model: give `model`, its folder, and leave `function` out; "
                 '"function" calls a Python function'
             )
         return backend
@@ -103,7 +103,7 @@ class RewardConfig(RoleConfig):
     def _lists_have_names(cls, table: object) -> object:
         functions = table.get("functions") if isinstance(table, dict) else None
         if isinstance(table, dict) and isinstance(table.get("function"), list | tuple):
-            raise ValueError("`function` is one reward: several are `functions`, which is a list or a table")
+            raise ValueError("`function` is a single reward: use `functions`, a list or a table, for several")
         if not isinstance(table, dict) or not isinstance(functions, list | tuple):
             return table
         names = [named(each).rpartition(":")[2].rpartition(".")[2] for each in functions]
@@ -119,14 +119,14 @@ class RewardConfig(RoleConfig):
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
         if self.functions and "function" in self.model_fields_set:
-            raise ValueError("`function` is one reward and `functions` are several: leave one of them out")
+            raise ValueError("`function` is one reward and `functions` are several: remove one of them")
         for name in self.functions:
             if not re.fullmatch(r"\w+", name) or name == "error":
-                raise ValueError(f"functions.{name}: a name is of letters, digits and _, and is not `error`")
+                raise ValueError(f"functions.{name}: a name may have letters, digits and _, and must not be `error`")
         for name, weight in self.weights.items():
             if name not in self.functions:
                 has = did_you_mean(name, self.functions) or f"there are {', '.join(self.functions) or 'none'}"
-                raise ValueError(f"weights.{name}: no reward of `functions` has this name; {has}")
+                raise ValueError(f"weights.{name}: no function in `functions` has this name; {has}")
             if not math.isfinite(weight):
                 raise ValueError(f"weights.{name}: must be finite, not {weight}")
         return self
@@ -319,8 +319,8 @@ def load_function(function: str | Callable[..., object]) -> RewardFunction:
     name = function
     if "<" in name.rpartition(":")[2]:
         raise ConfigError(
-            f"reward function {name!r} lived in the memory of the program that ran it, as lambdas and inner functions "
-            "do: put it into a file, and give file.py:name"
+            f"reward function {name!r} existed only in the memory of its program, like lambdas and inner functions: "
+            "put it into a file, and name it as file.py:name"
         )
     if name in _SHIPPED:
         if name == "reasoning_gym" and importlib.util.find_spec(name) is None:

@@ -120,7 +120,7 @@ def enforced() -> Enforced:
     }
     if not all(lacking.values()):
         without = "; ".join(what for what, there in lacking.items() if not there)
-        log.warning(f"the sandbox for a model's code has to do without {without}")
+        log.warning(f"the sandbox for a model's code must do without {without}")
     return found
 
 
@@ -139,9 +139,9 @@ def check_safe() -> None:
     """ConfigError where nothing keeps a model's code from the memory of the process that judges it."""
     if not enforced().safe:
         raise ConfigError(
-            "code_tests runs what a model wrote, and this system offers no Landlock, no seccomp and no other user to "
-            "keep it from the files and processes of whoever runs it: judge on Linux, or in a container of its own, or "
-            "set reward.unsafe = true"
+            "code_tests runs what a model wrote, and this system has no Landlock, no seccomp and no other user to "
+            "keep it away from your files and processes: run it on Linux or in a separate container, or set "
+            "reward.unsafe = true"
         )
 
 

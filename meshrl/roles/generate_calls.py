@@ -143,7 +143,7 @@ class GenerateCalls:
         """
         if self._arrived or self._interruptions:
             raise DataError(
-                f"a record can be replayed from the beginning only: this sampler has had {self._arrived} calls of "
+                f"a record can only be replayed from the beginning: this sampler has had {self._arrived} calls of "
                 f"`generate` and {self._interruptions} of `load` and `abort`; spawn a new one"
             )
         mine = record.select(record.row("rank") == current_rank().index)
@@ -154,7 +154,7 @@ class GenerateCalls:
         lacking = [number for number, calls_of in enumerate(places) if not calls_of]
         if lacking:
             raise DataError(
-                f"the record has nothing of load {lacking[0]} on rank {current_rank().index}: give all of it"
+                f"the record has no entry for load {lacking[0]} on rank {current_rank().index}: give all of it"
             )
         self._record = places
 
@@ -214,7 +214,7 @@ class GenerateCalls:
                 rank = current_rank().index
                 raise DataError(
                     f"the record does not fit this run: load {self._interruptions} on rank {rank} came when call "
-                    f"{number} of `generate` had made {steps} steps, and now that call ended before; replay a record "
+                    f"{number} of `generate` had made {steps} steps, but now that call ended earlier: replay a record "
                     "with the configuration, the seeds and the code that it was made with"
                 )
         return all(call.steps in (-1, _place(places, number)) for number, call in self._running.items())

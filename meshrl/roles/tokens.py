@@ -32,8 +32,8 @@ def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:
     """
     if policy.model == teacher.model:
         raise ConfigError(
-            f"the teacher's model, {_named(teacher.model)}, is the policy's own, from which there is nothing to learn: "
-            "name the folder of a better one"
+            f"the teacher's model, {_named(teacher.model)}, is the policy's model, so there is nothing to learn from "
+            "it: name the folder of a better model"
         )
     one, other = _vocabulary(policy.model), _vocabulary(teacher.model)
     if one is None or other is None:
@@ -43,10 +43,9 @@ def check_teacher(policy: PolicyConfig, teacher: ModelConfig) -> None:
         token = apart[0] if apart else next(token for token in other if token not in one)
         raise ConfigError(
             f"the teacher's model, {_named(teacher.model)}, has other tokens than the policy's, "
-            f"{_named(policy.model)}: "
-            f"{token!r} is token {one.get(token, 'none')} of the policy and {other.get(token, 'none')} of the teacher "
-            f"({len(one)} and {len(other)} tokens, {len(apart)} of the policy's differ). A teacher is given the "
-            "policy's tokens, so take one of the same family"
+            f"{_named(policy.model)}: {token!r} is token {one.get(token, 'none')} of the policy and "
+            f"{other.get(token, 'none')} of the teacher ({len(one)} and {len(other)} tokens, {len(apart)} of the "
+            "policy's differ). A teacher reads the policy's tokens, so choose a model of the same family"
         )
 
 
@@ -67,5 +66,5 @@ def _vocabulary(model: str | NewModel) -> Mapping[str, int] | None:
         numbered = pieces if isinstance(pieces, dict) else {piece[0]: number for number, piece in enumerate(pieces)}
         added = {token["content"]: token["id"] for token in table.get("added_tokens", ())}
     except (ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{file}: is no tokenizer that can be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{file}: is not a readable tokenizer: {type(error).__name__}: {error}") from error
     return {**cast("dict[str, int]", numbered), **added}

@@ -27,7 +27,7 @@ class PromptQueue:
         while not self._next and (batch := self._pull()) is not None:
             if "groups" not in batch:
                 raise DataError(
-                    "a stream of rollouts needs prompts with `groups`, another number for each: take them from "
+                    "a stream of rollouts needs prompts with `groups`, a different number for each: take them from "
                     "`Task.batches`, or assign them"
                 )
             if not len(batch):

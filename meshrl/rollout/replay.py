@@ -120,15 +120,14 @@ class DecisionLog:
         if lost := labels & self._delivered:
             raise DataError(
                 f"`keep` drops group {min(lost)}, which the run whose schedule is replayed trained on: its rewards or "
-                f"what `keep` wants of them were others. {_REMEDY}"
+                f"the rule of `keep` were different. {_REMEDY}"
             )
 
     def break_off(self, why: str) -> None:
         """Nobody can follow from here on. DataError where this run follows another: it cannot, either."""
         if self._decided:
             raise DataError(
-                f"the schedule that is replayed cannot be followed any more: {why}. Replay it again, with a sampler "
-                "that lasts"
+                f"the replayed schedule cannot be followed any more: {why}. Replay it again, with a sampler that lasts"
             )
         if self._write is not None and not self._is_broken:
             self._write(Broken(self._number, why))
@@ -161,7 +160,7 @@ class Schedule:
         before = [each for each in self._replayed or () if isinstance(each, Opened)][number : number + 1]
         if self._replayed is not None and before != [opened]:
             raise DataError(
-                "the schedule that is replayed is of another stream of rollouts: "
+                "the replayed schedule belongs to another stream of rollouts: "
                 f"{_differing(before[0], opened) if before else 'there it was never opened'}. {_REMEDY}"
             )
         for each in self._replayed or ():
@@ -182,8 +181,8 @@ class Schedule:
         before = [each for each in entries if isinstance(each, Loop)][number : number + 1]
         if before and not _fits(before[0], loop, entries, number):
             raise DataError(
-                "the schedule that is replayed is of another loop, and the sampler might wait for weights that never "
-                f"come: {_differing(before[0], loop)}. {_REMEDY}"
+                "the replayed schedule belongs to another loop, and the sampler might wait for weights that never "
+                "come: {_differing(before[0], loop)}. {_REMEDY}"
             )
         self.write(loop)
 

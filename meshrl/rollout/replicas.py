@@ -138,7 +138,7 @@ class Replicas:
         alone = len(self._away.keys() | {number}) == len(self.each)
         unknown = self._weights is None and alone  # nobody knows the weights that it had
         if self._least and not unknown and (died(error) or number in self._away):
-            log.warning("a replica of the sampler is away, and its rows are drawn again elsewhere", error=str(error))
+            log.warning("a replica of the sampler is away, and its rows are sampled again elsewhere", error=str(error))
             return
         if died(error) and unknown:
             raise error
@@ -147,7 +147,7 @@ class Replicas:
     def unread(self, error: Exception) -> None:
         """Rows have come that cannot be fetched. Raises the error where that is not to be survived."""
         if self._least:
-            log.warning("rows are out of reach, and are drawn again", error=str(error))
+            log.warning("rows are out of reach, and are sampled again", error=str(error))
         else:
             self._retry(error)
 
@@ -155,7 +155,7 @@ class Replicas:
         if not self._retries:
             raise error
         self._retries -= 1
-        log.warning("rollouts were lost and are drawn again", retries_left=self._retries, error=str(error))
+        log.warning("rollouts were lost and are sampled again", retries_left=self._retries, error=str(error))
 
     async def _return(self, number: int) -> None:
         """Make a replica again, however long that takes, and take it in."""
@@ -192,7 +192,7 @@ class Replicas:
         del self._away[number]
         take_in(self.each[number])
         self._changed(f"replica {number} of its sampler came while it ran", None)
-        log.info("a replica of the sampler is there", replica=number, of=len(self.each))
+        log.info("a replica of the sampler is available", replica=number, of=len(self.each))
         self._tell()
         self._condition.notify_all()
 

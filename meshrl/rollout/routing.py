@@ -94,7 +94,7 @@ class Router:
             if label not in given:
                 raise DataError(
                     f"the sampler yielded a row of group {label}, and its call has {', '.join(map(str, given))}: make "
-                    "rollouts from the rows of the prompts, with repeat, select and assign"
+                    "rollouts from the rows of the prompts, by repeat, select and assign"
                 )
             share = given[label]
             share.rows -= 1

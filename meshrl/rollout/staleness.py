@@ -105,7 +105,7 @@ class StalenessLedger:
         if self._published and weights < self._published[-1]:
             raise DataError(
                 f"weights of version {weights} were published after those of version {self._published[-1]}: versions "
-                "may not fall, or the age of a token would mean nothing"
+                "must not fall, because the age of a token would be wrong"
             )
 
     def publish(self, weights: int) -> None:
@@ -120,7 +120,9 @@ class StalenessLedger:
     def draw(self, label: int) -> None:
         """A group is being generated."""
         if label in self.groups:
-            raise DataError(f"group {label} was drawn again while it was under way: each prompt needs its own `groups`")
+            raise DataError(
+                f"group {label} was drawn again while it was in progress: give each prompt its own number in `groups`"
+            )
         self._begun = True
         self.groups[label] = Group(self.version)
 

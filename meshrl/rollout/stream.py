@@ -87,10 +87,10 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
       others continue. On a mesh with `least`, deaths do not count.
     """
     if ahead < 0:
-        raise DataError(f"ahead = {ahead}: the bound is a number of versions, from 0")
+        raise DataError(f"ahead = {ahead}: the bound is a number of versions, at least 0")
     for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
-            raise DataError(f"{name} = {value!r}: it is one of {', '.join(map(repr, known))}")
+            raise DataError(f"{name} = {value!r}: use one of {', '.join(map(repr, known))}")
     source = PromptQueue(prompts, data_cursor.get())
     ledger = StalenessLedger(source.size, ahead, late)
     return Rollouts(_Plan(sampler, sampling, swap, retries, score, keep), source, ledger)
@@ -156,7 +156,7 @@ class Rollouts:
     async def __anext__(self) -> Batch:
         """Return the next batch. The stream ends with the prompts, and the last batch may be smaller."""
         if self not in Rollouts.live:
-            raise DataError("a stream of rollouts is used inside its `async with` alone")
+            raise DataError("a stream of rollouts can only be used inside its `async with`")
         if not self._begun:
             self._begun = True
             await self._decisions.begin()
@@ -247,7 +247,7 @@ class Rollouts:
     def _take(self) -> list[int]:
         if old := self.ledger.too_old():
             if self.ledger.late == "wait":
-                log.warning("groups are too old and are dropped: publish once a batch", groups=len(old))
+                log.warning("groups are too old and are dropped: publish once for each batch", groups=len(old))
             self._drop(old, "stale")
             self._condition.notify_all()
         if self._decisions.is_free:
@@ -373,8 +373,8 @@ class Rollouts:
         self._filtered += len(unwanted)
         if self._filtered > _MOST_FILTERED * self.ledger.size:
             raise DataError(
-                f"`keep` dropped {self._filtered} groups since the last batch, which needs {self.ledger.size}: what it "
-                "keeps does not come any more. Stop there, or take prompts that are neither solved nor hopeless"
+                f"`keep` dropped {self._filtered} groups since the last batch, which needs {self.ledger.size}: groups "
+                "to keep no longer occur. Stop here, or choose prompts that are neither solved nor hopeless"
             )
         return unwanted
 

@@ -40,7 +40,7 @@ async def newest_source(run: Path, policy: PolicyConfig, scratch: Path) -> tuple
     found = await newest_folder(run, policy, scratch)
     if found is None and models_of(policy.backend) == "ignored" and summary_of(run):
         raise ConfigError(
-            f"{run} has neither a model nor a checkpoint, though it has ended: its policy was a fake, which leaves no "
+            f"{run} has neither a model nor a checkpoint, though it has ended: its policy was a fake, which writes no "
             "model: run it with a model"
         )
     if found is None:
@@ -59,19 +59,19 @@ async def merge_adapters(run: Path, folder: Path) -> Path:
     file = run / "config.toml"
     policy = validate(PolicyConfig, table_of(load_toml(file), "policy"), file)
     if policy.lora is None:
-        raise ConfigError(f"{run} has trained no adapters: its model is whole as it is, in {run / 'model'}")
+        raise ConfigError(f"{run} has trained no adapters: its whole model is in {run / 'model'}")
     _check_free(folder)
     with tempfile.TemporaryDirectory(prefix=".merge-", dir=run) as scratch:
         source, whole = await newest_source(run, policy, Path(scratch))
         if whole == source.path:
-            raise ConfigError(f"{whole} is a whole model: there are no adapters in it to merge")
+            raise ConfigError(f"{whole} is a whole model without adapters to merge")
         shutil.move(whole, folder)
     return source.path
 
 
 def _check_free(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder} is there already: give another place with --out, or remove it")
+        raise ConfigError(f"{folder} exists already: choose another place with --out, or remove it")
 
 
 def table_of(table: Mapping[str, object], name: str) -> Table:
@@ -152,5 +152,5 @@ def _state(checkpoint: Path) -> Path:
     """Where the first policy's state is."""
     states = list(checkpoint.glob("*-policy"))
     if not states:
-        raise ModelError(f"{checkpoint} holds no policy: there is nothing to serve")
+        raise ModelError(f"{checkpoint} has no policy to serve")
     return min(states, key=lambda state: int(state.name.split("-")[0]))

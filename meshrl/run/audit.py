@@ -73,8 +73,8 @@ def audit_run(folder: Path) -> Audit:
     status = _decoded(summary, summary.read_bytes(), _Summary).status if summary.is_file() else "not ended"
     if not (folder / _GROUPS).is_file():
         raise DataError(
-            f"{folder} has no {_GROUPS}, so nothing says what its steps trained on: it is the run of a version before, "
-            "or the file was removed. Bring it back, or run it again"
+            f"{folder} has no {_GROUPS}, so nothing says what its steps trained on: the run is of an earlier version, "
+            "or the file was removed. Restore it, or run it again"
         )
     accounts = list(_lines(folder / _GROUPS, StepAccount, may_be_cut=status == "not ended"))
     metrics = list(_lines(folder / _METRICS, MetricsLine, may_be_cut=status == "not ended"))
@@ -96,8 +96,8 @@ def audit_run(folder: Path) -> Audit:
         )
     if steps.numbers[0] != 0:
         raise DataError(
-            f"{folder / _GROUPS} begins with step {steps.numbers[0]}: the steps before it were of a version that wrote "
-            "none, or were removed. Bring them back, or run it again"
+            f"{folder / _GROUPS} begins with step {steps.numbers[0]}: earlier steps are of a version that wrote none, "
+            "or were removed. Restore them, or run it again"
         )
     return Audit(
         folder,
@@ -131,7 +131,7 @@ def _decoded(where: object, content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (ValueError, RecursionError) as error:  # of msgspec and of UTF-8
-        raise DataError(f"{where}: is not what a run wrote: {error}. Bring the file back, or run it again") from error
+        raise DataError(f"{where}: is not as a run wrote it: {error}. Restore the file, or run it again") from error
 
 
 def _ahead(folder: Path) -> int | None:
@@ -140,5 +140,5 @@ def _ahead(folder: Path) -> int | None:
     try:
         ahead = tomllib.loads(file.read_text("utf-8")).get("ahead")
     except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read, so nothing says what was configured: {error}") from error
+        raise DataError(f"{file}: cannot be read, so the configuration is unknown: {error}") from error
     return ahead if isinstance(ahead, int) else None

@@ -94,10 +94,10 @@ class PromptAudit:
         said = set(in_ranges(account.under_way))
         for group in sorted(self.open - said):
             self.missing.add(group)
-            self.breaches.append(f"{where}: group {group} was drawn, and is neither trained, dropped nor under way")
+            self.breaches.append(f"{where}: group {group} was drawn, but is neither trained, dropped nor in progress")
         for group in sorted(said - self.open):
             had = f"trained in {self.trained[group]}" if group in self.trained else "never drawn, or dropped"
-            self.breaches.append(f"{where}: group {group} is said to be under way, and was {had}")
+            self.breaches.append(f"{where}: group {group} is recorded as in progress, but was {had}")
         self.open = said
         self.dealt |= {deal: max(end, self.dealt.get(deal, 0)) for deal, end in enumerate(account.dealt)}
 
@@ -109,9 +109,7 @@ class PromptAudit:
             self.held_back += sum(end - first for first, end in lost)
         else:
             self.lost = lost
-            self.breaches += [
-                f"{_named(first, end)} dealt, and no step says that it trained on them" for first, end in lost
-            ]
+            self.breaches += [f"{_named(first, end)} drawn, but no step has trained on them" for first, end in lost]
         self.open |= self.again
 
     @property
@@ -125,7 +123,7 @@ class PromptAudit:
         why = ", ".join(f"{count:,} {_WHY.get(why, why)}" for why, count in counts)
         told = [f"{len(self.taken):,} drawn", f"{len(self.trained):,} trained"]
         told += [f"{len(self.dropped):,} dropped" + (f" ({why})" if why else "")]
-        told += [f"{len(self.open):,} under way"] if self.open else []
+        told += [f"{len(self.open):,} in progress"] if self.open else []
         told += [f"{self.held_back:,} held back by the script"] if self.held_back else []
         missing = sum(end - first for first, end in self.missing_ranges)
         told += [f"{len(self.twice):,} twice, {missing:,} missing"]
@@ -145,8 +143,8 @@ class PromptAudit:
             self.again.remove(group)
             self.missing.add(group)
             self.breaches.append(
-                f"{where}: group {group} was under way at the checkpoint that the run went on from, and is not drawn "
-                "again before new ones"
+                f"{where}: group {group} was in progress at the checkpoint of the resumed run, but is not drawn again "
+                "before new ones"
             )
         self.taken.update(groups)
         self.open.update(groups)
@@ -154,7 +152,7 @@ class PromptAudit:
     def _settle(self, groups: Sequence[int], where: str, what: str) -> None:
         for group in groups:
             if group not in self.taken:
-                self.breaches.append(f"{where}: group {group} is {what}, and was never drawn")
+                self.breaches.append(f"{where}: group {group} is {what}, but was never drawn")
             self.open.discard(group)
 
     def _train(self, groups: Sequence[int], where: str) -> None:
@@ -162,7 +160,7 @@ class PromptAudit:
             before = self.trained.get(group) or (f"dropped as {self.dropped[group]}" if group in self.dropped else "")
             if before:
                 self.twice.add(group)
-                self.breaches.append(f"{where}: group {group} is trained, and was before: {before}")
+                self.breaches.append(f"{where}: group {group} is trained again: {before}")
             self.trained[group] = where
 
     def _drop(self, groups: Sequence[int], where: str, why: str) -> None:
@@ -170,7 +168,7 @@ class PromptAudit:
             if group in self.trained:
                 self.twice.add(group)
                 self.breaches.append(
-                    f"{where}: group {group} is dropped as {why}, and was trained: {self.trained[group]}"
+                    f"{where}: group {group} is dropped as {why}, but was trained: {self.trained[group]}"
                 )
             self.dropped[group] = why
 
@@ -246,8 +244,8 @@ class VersionAudit:
         self.count += 1
         if happening.stream not in self.streams:
             self.falls.append(
-                f"{where}: version {happening.version} is published to stream {happening.stream}, which "
-                "was never opened"
+                f"{where}: version {happening.version} is published to stream {happening.stream}, which was never "
+                "opened"
             )
         elif happening.counts:
             self.streams[happening.stream].published.append(happening.version)
@@ -255,7 +253,7 @@ class VersionAudit:
     def _deliver(self, happening: Happening, where: str) -> None:
         stream = self.streams.get(happening.stream)
         if stream is None:
-            self.too_old.append(f"{where}: stream {happening.stream} delivers, and was never opened")
+            self.too_old.append(f"{where}: stream {happening.stream} delivers, but was never opened")
             return
         # What was published before the delivery and after the oldest token: less than the trainer knew of at most.
         age = len(stream.published) - bisect_right(stream.published, happening.version)
@@ -268,8 +266,8 @@ class VersionAudit:
             )
         elif age > happening.staleness:
             self.too_old.append(
-                f"{where}: a staleness of {happening.staleness} is told, and by what was published since version "
-                f"{happening.version} it is {age}"
+                f"{where}: a staleness of {happening.staleness} is recorded, but by the versions published since "
+                f"version {happening.version} it is {age}"
             )
 
 
@@ -298,7 +296,7 @@ class StepAudit:
         for line in metrics:
             if line.step not in coming:  # which takes all up to it
                 self.breaches.append(
-                    f"step {line.step} comes after {before} in metrics.jsonl: no step of that turn is left"
+                    f"step {line.step} comes after {before} in metrics.jsonl: no step is left for that place"
                 )
                 return
             before = f"step {line.step}"

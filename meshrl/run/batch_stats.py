@@ -59,8 +59,8 @@ async def statistics(batch: Batch, *, worked: bool = False) -> dict[str, float]:
         errors = [error for error in batch.objects("reward_error") if error is not None]
         if errors and len(errors) == len(batch) and not (worked and "conversation_count" in batch):
             raise DataError(
-                f"the reward raised on each of the {len(batch)} rows of a step, so that nothing can be learned from "
-                f"them: {errors[0]}. A warning above says where"
+                f"the reward raised on each of the {len(batch)} rows of a step, so nothing can be learned from them: "
+                f"{errors[0]}. A warning above says where"
             )
         found["reward_errors"] = float(len(errors))
     return found

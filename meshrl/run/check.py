@@ -133,9 +133,9 @@ def find_doubts(config: Config) -> list[str]:
         return []
     restricts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
     return [
-        f"sampling.{key} = {getattr(sampling, key):g} with {type(loss).__name__}: rows are drawn from part of the "
-        "distribution, and the log-probs and ratios that the loss reads are of the whole: the loss does not know of "
-        f"the difference; sampling.{key} = {Sampling.model_fields[key].default:g} leaves none (docs/overlap.md)"
+        f"sampling.{key} = {getattr(sampling, key):g} with {type(loss).__name__}: rows are sampled from a part of the "
+        "distribution, but the loss reads log-probs and ratios of the whole distribution, and ignores the "
+        f"difference: sampling.{key} = {Sampling.model_fields[key].default:g} avoids this (docs/overlap.md)"
         for key, there in restricts.items()
         if there
     ]
@@ -170,7 +170,7 @@ def _tried_reward(config: Config) -> tuple[list[str], list[str]]:
         elif answer and is_own(function) and tried[1][1] is None and tried[1][0] <= 0:
             doubts.append(
                 f"{key}: the task's own answer scores {tried[1][0]:g}: the first row's, {shortened(answer)}, as the "
-                "completion. All is well where completions are to have another form"
+                "completion. This is fine if completions should have another form"
             )
     return mistakes, doubts
 
@@ -192,12 +192,12 @@ def _mistakes_of_rows(config: Config) -> Iterator[str]:
 def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
     samplers = [(path, table) for path, table in tables_of(config) if isinstance(table, SamplerConfig)]
     if not samplers:
-        yield "evaluation: the algorithm has no sampler, whose completions it would judge: leave it out"
+        yield "evaluation: the algorithm has no sampler to evaluate: remove this table"
     for path, table in samplers:
         if not wait and (key := chosen_options(table).lends_memory):
             yield (
-                f"evaluation: {dotted((*path, table.backend, key))} gives the sampler's memory to what trains, which "
-                "would train while it is evaluated: set evaluation.wait = true"
+                f"evaluation: {dotted((*path, table.backend, key))} gives the sampler's memory to training, which "
+                "would continue during an evaluation: set evaluation.wait = true"
             )
 
 

@@ -38,7 +38,7 @@ def check_chat(config: ModelConfig, *, converses: bool) -> None:
     model = "a new model" if isinstance(config.model, NewModel) else config.model
     if converses:
         raise ModelError(
-            f"agents converse in the chat template, and {model} has none: use an instruction-tuned model, or set "
+            f"agents need a chat template, and {model} has none: use an instruction-tuned model, or set "
             "model.chat_template of a new one"
         )
     raise ModelError(f"chat = true, but {model} has no chat template: use an instruction-tuned model, or chat = false")
@@ -56,8 +56,8 @@ def check_dtype(config: SamplerConfig, policy: PolicyConfig) -> None:
     """ConfigError where a sampler computes in another dtype than the weights have that it is sent."""
     if config.dtype != policy.dtype:
         raise ConfigError(
-            f'dtype = "{config.dtype}", and the policy publishes {policy.dtype}, which a sampler takes as it is: leave '
-            f'sampler.dtype out, and it is the policy\'s, or set policy.dtype = "{config.dtype}"'
+            f'dtype = "{config.dtype}", but the policy publishes {policy.dtype}, which a sampler loads unchanged: '
+            f'remove sampler.dtype to use the policy\'s, or set policy.dtype = "{config.dtype}"'
         )
 
 
@@ -65,8 +65,8 @@ def check_takes(config: SamplerConfig) -> None:
     """ConfigError where a sampler takes no weights, and there is a policy that publishes some."""
     if key := chosen_options(config).keeps_weights:
         raise ConfigError(
-            f"{config.backend}.{key} is not set, so this sampler keeps the weights that it has, and the policy "
-            f"publishes new ones: set sampler.{config.backend}.{key}, or draw without a policy"
+            f"{config.backend}.{key} is not set, so this sampler keeps its weights, but the policy publishes new "
+            f"ones: set sampler.{config.backend}.{key}, or sample without a policy"
         )
 
 
@@ -76,7 +76,7 @@ def check_room(config: ModelConfig, sampling: Sampling) -> None:
     if longest is not None and sampling.max_tokens >= longest:
         raise ConfigError(
             f"sampling.max_tokens = {sampling.max_tokens}: the model takes at most {longest} tokens, prompt and "
-            "completion together: lower it, or take a model made for longer texts"
+            "completion together: lower it, or choose a model for longer texts"
         )
 
 
@@ -120,4 +120,4 @@ def check_model(model: str) -> None:
         hint = f"; `meshrl run {writer}` writes it" if writer else ""
         raise ModelError(f"model {model!r}: there is no folder {path.resolve()}{hint}")
     elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise ModelError(f"model {model!r}: {path.resolve()} holds no config.json, so it is no model's folder")
+        raise ModelError(f"model {model!r}: {path.resolve()} has no config.json, so it is not the folder of a model")

@@ -58,7 +58,9 @@ def unseen(task: TaskConfig) -> str | None:
     most = _most(task)
     if _is_file(task) and next(islice(read_rows(task), most, None), None) is None:
         return None
-    return "of the task's rows, " + ("the first was looked at" if most == 1 else f"the first {most:,} were looked at")
+    return "of the task's rows, " + (
+        "only the first was checked" if most == 1 else f"only the first {most:,} were checked"
+    )
 
 
 def _most(task: TaskConfig) -> int:
@@ -79,8 +81,8 @@ def _left(task: TaskConfig, *, evaluates: bool) -> Iterator[str]:
         return
     if evaluates and not len(held_out):
         yield (
-            f"{task.source}: [evaluation] judges held-out prompts, and none is held out of these rows: set "
-            "task.held_out, give more rows, or leave [evaluation] out"
+            f"{task.source}: [evaluation] needs held-out prompts, and these rows have none: set task.held_out, give "
+            "more rows, or remove [evaluation]"
         )
 
 

@@ -79,7 +79,7 @@ class Checkpoints:
             if not (self._from / place).is_dir():
                 raise ConfigError(
                     f"the script spawns {place}, which {self._from} lacks: it has {', '.join(self._saved_places())}. "
-                    "Go on with the script and the roles that it was written with, or start a run of another name"
+                    "Resume with the script and the roles of the checkpoint, or start a run with another name"
                 )
             await actor.restore(str(self._from / place))
         self._actors[place] = actor
@@ -89,7 +89,7 @@ class Checkpoints:
         if lacking := [place for place in self._saved_places() if place not in self._actors]:
             raise ConfigError(
                 f"{self._from} has {', '.join(lacking)}, which the script has not spawned before its loop: its state "
-                "would be lost. Go on with the script and the roles that it was written with"
+                "would be lost. Resume with the script and the roles of the checkpoint"
             )
 
     async def write(self, saved: Saved, *, wait: bool) -> None:
@@ -223,11 +223,13 @@ def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
             continue
         for path, why in damaged:
             aside = path.rename(path.with_name(f"{_DAMAGED}{path.name}-{secrets.token_hex(4)}"))
-            log.warning(f"a checkpoint is damaged, and is now {aside}; going on from {found}", error=str(why))
+            log.warning(f"a checkpoint is damaged, and is now {aside}; resuming from {found}", error=str(why))
         return found, saved
     if damaged:
         path, why = damaged[0]
-        raise DataError(f"{why}. There is no checkpoint before it: bring it back, or remove {path} to begin anew")
+        raise DataError(
+            f"{why}. There is no earlier checkpoint: restore it, or remove {path} to start from the beginning"
+        )
     return None, None
 
 
@@ -242,9 +244,9 @@ def _read(folder: Path) -> Saved:
     found = fingerprints(folder)
     del found[_RUN]
     if (saved.fingerprints or sign) and sign != fingerprint(content).encode():
-        raise DataError(f"{file} is not what was written: its fingerprint is another")
+        raise DataError(f"{file} is not as it was written: its fingerprint differs")
     if saved.done != int(folder.name.removeprefix("step-")):
-        raise DataError(f"{file} is of a checkpoint after {saved.done} steps: the folder was given another name")
+        raise DataError(f"{file} is of a checkpoint after {saved.done} steps: the folder was renamed")
     if sign:
         check_fingerprints(folder, saved.fingerprints, found)
     return saved

@@ -68,7 +68,7 @@ class Control:
             if checkpoint:
                 await checkpoint()
             shutil.rmtree(self._folder, ignore_errors=True)  # the next part forgets what is left
-            log.info("stopped, as was asked")
+            log.info("stopped on request")
             raise KeyboardInterrupt
 
     async def _keep(self, checkpoint: Callable[[], Awaitable[None]] | None) -> None:
@@ -79,11 +79,11 @@ class Control:
         if checkpoint:
             await checkpoint()
         else:
-            log.warning("a checkpoint was asked for, and the run keeps none: run.checkpoint_every is not set")
+            log.warning("a checkpoint was requested, but the run writes none: run.checkpoint_every is not set")
         try:
             file.unlink(missing_ok=True)
         except OSError as error:
-            log.warning(f"{file} is done and cannot be removed ({error}): touch it to ask again")
+            log.warning(f"{file} was carried out but cannot be removed ({error}): touch it to request it again")
 
     def _is_asked(self, command: Command) -> bool:
         return _asked_at(self._folder / command) not in {0, self._done.get(command)}

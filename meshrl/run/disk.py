@@ -23,13 +23,13 @@ def of_the_disk(error: BaseException, folder: Path) -> DataError | None:
     if error.errno in _FULL:
         what, do = "the disk is full", "make room there"
     elif error.errno == errno.EIO:
-        what, do = "the disk failed", "see what the system's log says of it"
+        what, do = "the disk failed", "look into the system's log"
     elif error.errno in _CLOSED and _is_in(error.filename, folder):
-        what, do = "it may not be written", "let this user write there, or set run.folder to another place"
+        what, do = "writing is not allowed", "let this user write there, or set run.folder to another place"
     else:
         return None
     newest = newest_checkpoint(folder)
-    kept = f"; the newest whole checkpoint is {newest.name}, with which run.resume=true goes on" if newest else ""
+    kept = f"; the newest whole checkpoint is {newest.name}, and run.resume=true continues from it" if newest else ""
     return DataError(f"{folder}: {what} ({error}): {do}{kept}")
 
 

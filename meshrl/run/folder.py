@@ -36,7 +36,7 @@ def take(folder: Path, begun: Path) -> None:
         number += 1
     folder.rename(aside)
     begun.rename(folder)
-    log.info(f"{folder} was there already: the earlier one is now {aside}")
+    log.info(f"{folder} existed already: the earlier run is now in {aside}")
 
 
 def was_cut_short(folder: Path) -> bool:
@@ -53,8 +53,8 @@ def told_anew(folder: Path, checkpoint_every: int | None) -> str | None:
     """What a run with `resume` is told that finds no checkpoint; nothing where it is the first, and will write some."""
     if checkpoint_every is not None and not (folder.is_dir() and any(folder.iterdir())):
         return None
-    hint = "" if checkpoint_every else "; with run.checkpoint_every = 50 a later one could go on"
-    return f"run.resume = true, and there is no checkpoint in {folder}: the run begins anew{hint}"
+    hint = "" if checkpoint_every else "; set run.checkpoint_every = 50 to resume later runs"
+    return f"run.resume = true, but there is no checkpoint in {folder}: the run starts from the beginning{hint}"
 
 
 def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
@@ -66,9 +66,9 @@ def rescheduled(folder: Path, resolved: Mapping[str, object]) -> Iterator[str]:
             ends = was.get("total_steps"), now.get("total_steps")
             if ends[0] != ends[1] and "constant" not in (was.get("schedule"), now.get("schedule")):
                 yield (
-                    f"{role}.optimizer.total_steps was {ends[0]} and is {ends[1]}: the learning rate has fallen toward "
-                    f"0 at {ends[0]}, and goes on as if it had fallen toward {ends[1]} from the beginning. The numbers "
-                    f"are not those of a run that began so; to have these, set total_steps = {ends[1]} when it begins"
+                    f"{role}.optimizer.total_steps was {ends[0]} and is {ends[1]}: the learning rate has fallen "
+                    f"toward 0 at {ends[0]}, and continues as if it had fallen toward {ends[1]} from the beginning. A "
+                    f"run that starts with total_steps = {ends[1]} gives other numbers"
                 )
 
 
@@ -81,8 +81,8 @@ def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> Non
     """Cut files that grow to the bytes that they had; what is kept of the events is a file of its own."""
     if unknown := sorted(sizes.keys() - set(growing)):
         raise DataError(
-            f"the checkpoint of {folder} names the files {', '.join(unknown)}, and a run cuts {', '.join(growing)} "
-            "alone: it was damaged or changed. Remove it, to go on from the checkpoint before it"
+            f"the checkpoint of {folder} names the files {', '.join(unknown)}, but a run only cuts "
+            f"{', '.join(growing)}: it was damaged or changed. Remove it to resume from the checkpoint before it"
         )
     if not sizes:  # nothing of the attempt before counts
         for file in (folder / EVENTS, *folder.glob("events.out.tfevents.*")):
@@ -90,12 +90,12 @@ def cut(folder: Path, sizes: Mapping[str, int], growing: Collection[str]) -> Non
     for name in growing:
         file, size = folder / name, sizes.get(name, 0)
         if file.is_symlink():
-            raise DataError(f"{file} is a link, which a run does not follow: put the file itself there")
+            raise DataError(f"{file} is a link, which a run does not follow: replace it by the file itself")
         there = file.stat().st_size if file.exists() else 0
         if there < size:
             raise DataError(
-                f"{file} has {there} bytes, and had {size} when the checkpoint was written that the run goes on from: "
-                "bring it back, or start a run of another name"
+                f"{file} has {there} bytes, and had {size} when the checkpoint of the resumed run was written: "
+                "restore it, or start a run with another name"
             )
         if there > size:
             os.truncate(file, size)

@@ -69,11 +69,11 @@ class Fork:
 
     def _not_begun(self, error: OSError) -> DataError:
         if self.folder.exists():
-            return DataError(f"{self.folder} is there by now: give the new run another name by --name")
+            return DataError(f"{self.folder} exists by now: give the new run another name with --name")
         if self.checkpoint and not self.checkpoint.exists():
             return DataError(
-                f"{self.checkpoint} was removed while it was copied, as {self.earlier} goes on: fork again, from a "
-                "checkpoint that is left, or have the run keep more by run.checkpoints_kept"
+                f"{self.checkpoint} was removed while it was copied, because {self.earlier} continues: fork again "
+                "from a checkpoint that is left, or keep more with run.checkpoints_kept"
             )
         return DataError(f"{self.checkpoint} cannot be copied to {self.folder}: {error}")
 
@@ -96,30 +96,28 @@ def plan_fork(earlier: Path, step: int, name: str | None, overrides: Sequence[st
     there already, or its name is a path; and where the overrides name what makes it a fork.
     """
     if name is not None and (name in {"", ".."} or Path(name).name != name):
-        raise ConfigError(
-            f"--name {name!r}: a fork goes beside the run it comes from: write a name, as in --name slower"
-        )
+        raise ConfigError(f"--name {name!r}: a fork is next to its earlier run: write a name, such as --name slower")
     for override in overrides:
         if (key := _parted(override)[0]) in _OWN:
-            raise ConfigError(f"{override}: {key} is the fork's own to set; --name gives the new run its name")
+            raise ConfigError(f"{override}: {key} is set by the fork itself. Name the new run with --name")
     table = _configuration(earlier)
     run = table_of(table, "run")
     total = table.get("steps")
     if not isinstance(total, int):
-        raise ConfigError(f"{earlier / 'config.toml'} has no `steps`: a fork counts the steps of a run by them")
+        raise ConfigError(f"{earlier / 'config.toml'} has no `steps`, which a fork needs to count a run's steps")
     if step > total:
-        raise ConfigError(f"--step {step}: {earlier} has steps = {total}, and forks at one of them, or at the end")
+        raise ConfigError(f"--step {step}: {earlier} has steps = {total}, so fork at a step from 1 to {total}")
     folder = Path(str(run.get("folder", "runs"))) / (name or f"{earlier.resolve().name}-at-{step}")
     if folder.exists():
-        raise ConfigError(f"{folder} is there already: remove it, or give the new run another name by --name")
+        raise ConfigError(f"{folder} exists already: remove it, or give the new run another name with --name")
     if run.get("replay"):
         raise ConfigError(f"{earlier} repeats the schedule of {run['replay']}: fork that run")
     checkpoint = checkpoint_until(earlier, step)
     begins = steps_of(checkpoint) if checkpoint else 0
     if table.get("ahead") and begins < step:
         log.warning(
-            f"ahead = {table['ahead']}: steps {begins} to {step - 1} are repeated, and come out otherwise than they "
-            "did, since rollouts and training meet at other moments; with ahead = 0 they are the same to the bit"
+            f"ahead = {table['ahead']}: steps {begins} to {step - 1} are repeated, and may give other results, "
+            "because rollouts and training overlap differently. With ahead = 0 the results are the same bit by bit"
         )
     seed = next((value for key, value in map(_parted, overrides) if key == "run.seed"), None)
     if seed == str(run.get("seed", 0)):

@@ -19,7 +19,9 @@ def fingerprints(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
     for path in files:
         if path.is_symlink() or not path.is_file():
-            raise DataError(f"{path} is a link or no file, and a checkpoint has files alone: copy what it points to")
+            raise DataError(
+                f"{path} is not a plain file, and a checkpoint has only plain files: copy the file that it points to"
+            )
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(
             zip((path.relative_to(folder).as_posix() for path in files), pool.map(_of_file, files), strict=True)
@@ -30,13 +32,13 @@ def check_fingerprints(folder: Path, written: Mapping[str, str], found: Mapping[
     """DataError where the files of a folder are not those that were written."""
     for name in sorted(written.keys() | found.keys()):
         if name not in found:
-            raise DataError(f"{folder / name} is not there, and was written with this checkpoint")
+            raise DataError(f"{folder / name} is missing, but was written with this checkpoint")
         if name not in written:
             raise DataError(f"{folder / name} was not written with this checkpoint")
         if written[name] != found[name]:
             raise DataError(
-                f"{folder / name} is not what was written with this checkpoint: its fingerprint is {found[name]}, and "
-                f"was {written[name]}"
+                f"{folder / name} differs from what was written with this checkpoint: its fingerprint is "
+                f"{found[name]}, and was {written[name]}"
             )
 
 

@@ -140,7 +140,7 @@ def load_script(path: Path) -> Script:
     taken = sorted({"run", "algorithm"} & schema.model_fields.keys())
     if taken:
         raise ConfigError(
-            f"algorithm {path}: {schema.__name__}.{taken[0]}: the key {taken[0]!r} is meshrl's own; rename it"
+            f"algorithm {path}: {schema.__name__}.{taken[0]}: the key {taken[0]!r} is reserved by meshrl: rename it"
         )
     return Script(path, cast("Function", function), schema)
 

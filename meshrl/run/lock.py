@@ -63,8 +63,8 @@ class FolderLock:
             os.pwrite(self._descriptors[0], self._own, 0)
         except OSError as error:
             raise ConfigError(
-                f"{self._file} cannot be written: {error.strerror}: a run keeps its files there. Set run.folder to "
-                "where you may write, or make room"
+                f"{self._file} cannot be written: {error.strerror}: the run's files belong there. Set run.folder to a "
+                "place where you may write, or make room"
             ) from error
         stopped = threading.Event()
         beats = threading.Thread(target=_beat, args=(self._descriptors[0], stopped), name="meshrl-lease", daemon=True)
@@ -88,14 +88,14 @@ class FolderLock:
         owner = _read(self._file)
         if owner != self._own:
             raise DataError(
-                f"{self._folder} was taken over by {_told(owner)}: this run writes nothing there any more. Either it "
-                f"was stopped for more than {_LEASE:g} s, or both began at once on a file system that tells hosts of "
-                "no locks; give each its own run.name"
+                f"{self._folder} was taken over by {_told(owner)}: this run no longer writes there. Either it was "
+                f"suspended for more than {_LEASE:g} s, or both started at once on a file system without locks "
+                "between hosts. Give each its own run.name"
             )
         if any(not _is_at(self._folder, held) for held in self._descriptors[1:]):
             raise DataError(
-                f"{self._folder} was moved, removed or replaced while the run wrote it: this run writes nothing there "
-                "any more. Put the folder back, and start the run again with run.resume=true"
+                f"{self._folder} was moved, removed or replaced during the run: this run no longer writes there. "
+                "Restore the folder, and start the run again with run.resume=true"
             )
 
     def _locked(self, own: Owner) -> int:
@@ -118,7 +118,7 @@ class FolderLock:
 
     def _outwait(self, before: Owner) -> None:
         """Watch an owner of whom no lock tells, until it lets go or its lease ends. ConfigError where it lives."""
-        log.info(f"{self._folder}: {before} has not let go of it: watching for {_LEASE:g} s whether it still runs")
+        log.info(f"{self._folder}: {before} has not released it: watching for {_LEASE:g} s whether it still runs")
         touched, end = _touched(self._file), time.monotonic() + _LEASE
         while touched is not None:
             is_last = time.monotonic() >= end  # before a look: this process may be stopped at any moment, too

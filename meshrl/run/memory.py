@@ -191,13 +191,13 @@ def meshes_of(run: RunConfig, named: Sequence[str], gpus: int | None) -> dict[st
     if len(meshes) != 1:
         told = " ".join(f"run.meshes.{name}.ranks=N" for name in meshes)
         raise ConfigError(
-            f"--gpus {gpus}: the roles are on {len(meshes)} meshes ({', '.join(meshes)}): say how many each has, with "
-            f"{told} in place of it"
+            f"--gpus {gpus}: the roles are on {len(meshes)} meshes ({', '.join(meshes)}): set the number of each with "
+            f"{told} instead"
         )
     ((name, mesh),) = meshes.items()
     others = prod(size for axis, size in mesh.axes.items() if axis != "dp")
     if gpus % others:
-        raise ConfigError(f"--gpus {gpus}: the axes {mesh.axes} of the mesh {name!r} take a multiple of {others}")
+        raise ConfigError(f"--gpus {gpus}: the axes {mesh.axes} of the mesh {name!r} need a multiple of {others}")
     axes = {**mesh.axes, "dp": gpus // others} if mesh.axes else {}
     return {name: mesh.model_copy(update={"ranks": gpus, "axes": axes, "gpus": 1.0})}
 
@@ -216,9 +216,9 @@ def doubts_of_memory(config: Config, run: RunConfig) -> list[str]:
         said = run.meshes[each.mesh].gib is not None
         _, call = each.peak(host=not each.has_gpu)
         told = f"run.meshes.{each.mesh}: a rank needs about {each.needed / GIB:.1f} GiB{f' in {call}' if call else ''}"
-        look = "`meshrl memory` says what takes it, and what would save"
+        look = "`meshrl memory` shows what needs it, and what would save memory"
         if each.headroom is not None and each.headroom < 0:
-            has = f"has gib = {each.gib:g}" if said else f"is taken to have {each.gib:g}, as no gib says otherwise"
+            has = f"has gib = {each.gib:g}" if said else f"is taken to have {each.gib:g}, because no gib is set"
             found.append(f"{told}, and {has}: {look}")
         elif said and each.headroom is None:
             found.append(f"{told}, without that of {', '.join(each.unknown)}, which is unknown: {_why(each)}")
@@ -283,7 +283,7 @@ def _held(role: str, table: ModelConfig, work: Work) -> Held:
     except Exception as error:  # noqa: BLE001 -- an estimate must not end a run: a model's code may do anything in a rehearsal
         return Held(role, table.backend, None, f"its rehearsal failed: {described(error)}")
     if memory is None:
-        return Held(role, table.backend, None, f"the backend {table.backend!r} does not tell it")
+        return Held(role, table.backend, None, f"the backend {table.backend!r} does not report it")
     return Held(role, table.backend, memory)
 
 
@@ -307,11 +307,11 @@ class _Rows:
         prompt = asked.prompt or (task.longest if isinstance(task, TaskConfig) else None)
         if prompt is None:
             prompt = _PROMPT
-            assumed.append(f"prompts of {prompt} tokens: task.longest, or --prompt, says otherwise")
+            assumed.append(f"prompts of {prompt} tokens: change it with task.longest or --prompt")
         completion = asked.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
         if completion is None:
             completion = _COMPLETION
-            assumed.append(f"completions of {completion} tokens: --completion says otherwise")
+            assumed.append(f"completions of {completion} tokens: change it with --completion")
         n = int(getattr(sampling, "n", 1))
         rows = int(getattr(config, "prompts", None) or getattr(config, "rows", None) or 1) * n
         return cls(prompt, completion, rows, -(-rows // int(getattr(config, "minibatches", 1))), n, assumed)

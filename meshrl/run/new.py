@@ -50,7 +50,7 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
         texts[_REWARD] = _FUNCTION
     there = [str(folder / name) for name in texts if (folder / name).exists()]
     if there:
-        raise ConfigError(f"{', '.join(there)}: already there, and not overwritten; choose another folder")
+        raise ConfigError(f"{', '.join(there)}: exists already and is not overwritten: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")

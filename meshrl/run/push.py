@@ -27,7 +27,7 @@ async def push(run: Path, name: str, *, public: bool = False) -> str:
     table = load_toml(run / "config.toml")
     policy = validate(PolicyConfig, table_of(table, "policy"), run / "config.toml")
     if (found := Repository.of(name)) is None or found.revision:
-        raise ConfigError(f"{name!r} is no name on the hub: write ORG/NAME")
+        raise ConfigError(f"{name!r} is not a name on the hub: write ORG/NAME")
     with tempfile.TemporaryDirectory(prefix="meshrl-push-") as scratch:
         source, folder = await newest_model(run, policy, Path(scratch))
         staged = Path(scratch, "staged")

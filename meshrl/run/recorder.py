@@ -258,7 +258,7 @@ class Recorder:
                 numbers = msgspec.json.decode(line, type=dict[str, float | None])
             except (ValueError, RecursionError) as error:  # of msgspec and of UTF-8
                 raise DataError(
-                    f"{file}, line {number}, is not what a run wrote: {error}. Bring the file back, or start a run of "
+                    f"{file}, line {number}, is not as a run wrote it: {error}. Restore the file, or start a run with "
                     "another name"
                 ) from error
             self._count({name: float("nan") if value is None else value for name, value in numbers.items()})

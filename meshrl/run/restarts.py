@@ -34,7 +34,7 @@ async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: 
                 raise
             number, fault = number + 1, described(error)
         log.warning(
-            f"a machine failed: the run is begun again for time {number} of {config.restarts} (run.restarts)",
+            f"a machine failed: the run is restarted, number {number} of {config.restarts} (run.restarts)",
             error=fault,
         )
         if _has_its_folder(run):  # else there is only an earlier run's to go on with

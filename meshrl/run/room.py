@@ -30,7 +30,7 @@ async def with_room(reserve: Callable[[], Awaitable[Mesh]], name: str, seconds: 
                 if loop.time() - said >= _WORD:
                     said = loop.time()
                     log.warning(
-                        f"a machine failed, and without it there is no room for the mesh {name!r}: waiting "
+                        f"a machine failed, and the others have no room for the mesh {name!r}: waiting "
                         f"{end - said:.0f} s more (run.restart_wait)",
                         missing=missing,
                     )
@@ -38,6 +38,6 @@ async def with_room(reserve: Callable[[], Awaitable[Mesh]], name: str, seconds: 
     except TimeoutError:
         raise NoRoom(
             f"a machine failed, and the mesh {name!r} found no room in the {seconds:g} s of run.restart_wait: "
-            f"{missing or 'what it asks for is taken'}. Bring the machine back and go on with run.resume = true, or "
+            f"{missing or 'what it asks for is taken'}. Restore the machine and resume with run.resume = true, or "
             "wait longer"
         ) from None

@@ -179,7 +179,7 @@ class Run:
         loop, or other steps at which weights are published for an evaluation.
         """
         if count < 0:
-            raise DataError(f"run.steps({count}): a loop has 0 steps or more")
+            raise DataError(f"run.steps({count}): the number of steps must be at least 0")
         loop, first = next(self._loops), 0
         if self._schedule:
             self._schedule.loop(Loop(count, self._beside.prepared_every))

@@ -86,5 +86,5 @@ def _server(sampler: str) -> str:
     """The backend that serves: the sampler's, or one that can."""
     able = backends_with("Server")
     if not able:
-        raise BackendError("no backend that is installed can serve a model: install one with the role Server")
+        raise BackendError("no installed backend can serve a model: install one with the role Server")
     return sampler if sampler in able else able[0]

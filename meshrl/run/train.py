@@ -123,7 +123,7 @@ def _table(
     }
     taken = {"task.source", "policy.model", *(("reward.function", "reward.functions") if reward else ())}
     if said := sorted(taken & {".".join(path[:2]) for path in settings}):
-        raise ConfigError(f"{_SOURCE}: {said[0]} is given as an argument: leave it out of the settings")
+        raise ConfigError(f"{_SOURCE}: {said[0]} is an argument of train: remove it from the settings")
     defaults = {"algorithm": "grpo", "run.name": "train", "task.held_out": "all"}
     given = {tuple(key.split(".")): value for key, value in (defaults | arguments).items()} | dict(settings)
     table: Table = {}

@@ -198,16 +198,18 @@ def sources(config: Config, folders: Sequence[Path], rollout: float | None, trai
     """
     if folders:
         if rollout is not None or train is not None:
-            raise ConfigError("--from says how long the calls take: leave --rollout and --train out")
+            raise ConfigError("--from already gives the durations of calls: remove --rollout and --train")
         return [Record.read(folder) for folder in folders]
     if rollout is None or train is None:
         raise ConfigError(
-            "how long do the calls take? Give --from RUN, the folder of a run of this configuration, or guess: "
-            "--rollout SECONDS and --train SECONDS, for the batch of a step"
+            "the durations of calls are unknown: give --from RUN, the folder of a run of this configuration, or "
+            "estimates with --rollout SECONDS and --train SECONDS, for the batch of a step"
         )
     for name, seconds in (("--rollout", rollout), ("--train", train)):
         if not 0 <= seconds < inf:
-            raise ConfigError(f"{name} is {seconds:g} s: a call takes 0 s or more; give the seconds of a step's batch")
+            raise ConfigError(
+                f"{name} is {seconds:g} s: a call takes at least 0 s. Give the seconds for a step's batch"
+            )
     return [Record.guessed(Pace.guessed(rollout, train, _rows(config)))]
 
 

@@ -26,5 +26,7 @@ def read_state(folder: str, role: str) -> State:
     """What `write` wrote. DataError where it is of another role."""
     state = msgspec.json.decode(Path(folder, "state.json").read_bytes(), type=State)
     if state.role != role:
-        raise DataError(f"{folder} holds the state of a {state.role}, not of a {role}: restore each role from its own")
+        raise DataError(
+            f"{folder} holds the state of a {state.role}, not of a {role}: restore each role from its own folder"
+        )
     return state

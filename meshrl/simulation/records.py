@@ -84,9 +84,7 @@ class Record:
         notes: list[str] = []
         events = read_events(folder / "events.jsonl", notes)
         if not events:
-            raise DataError(
-                f"{folder}: there is nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}"
-            )
+            raise DataError(f"{folder}: nothing to simulate from: {' '.join(notes) or 'events.jsonl is empty.'}")
         source = folder / "config.toml"
         if not source.is_file():
             raise DataError(f"{folder}: there is no config.toml, which tells how many completions a prompt had")

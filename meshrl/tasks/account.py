@@ -77,4 +77,4 @@ def _check(ranges: Ranges) -> None:
     """So that a damaged file is an error, and not a loop without end."""
     for first, end in ranges:
         if not 0 <= first < end <= first + _MOST:
-            raise ValueError(f"[{first}, {end}] is no range of prompts of a step")
+            raise ValueError(f"[{first}, {end}] is not a range of prompts of a step")

@@ -98,8 +98,8 @@ class DataCursor:
         if self._before and number < len(self._before.deals) and deal != self._before.deals[number]:
             raise DataError(
                 f"the run goes on with {deal}, and its checkpoint was written with {self._before.deals[number]}: it "
-                "would train on prompts twice and leave others out. Go on with the same task and run.seed, or start a "
-                "run of another name"
+                "would train on prompts twice and leave others out. Resume with the same task and run.seed, or start "
+                "a run with another name"
             )
         self._deals.append(deal)
         self._next.append(number * APART)

@@ -30,7 +30,9 @@ def short_enough(config: TaskConfig, rows: Mapping[str, T], *, quiet: bool = Fal
             f"{config.source}: each of its {len(rows)} prompts has more than task.longest = {config.longest} tokens"
         )
     if (gone := len(rows) - len(left)) and not quiet:
-        log.info(f"{config.source}: {gone} of {len(rows)} prompts are left out: of more than {config.longest} tokens")
+        log.info(
+            f"{config.source}: {gone} of {len(rows)} prompts are left out: they have more than {config.longest} tokens"
+        )
     return left
 
 
@@ -39,7 +41,7 @@ def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
     counts = count_tokens(config.reader, prompts) if config.reader else None
     if counts is None:
         raise ConfigError(
-            f"task.longest = {config.longest}: there is no tokenizer here to count by: give the folder of a model, or "
-            "leave task.longest out"
+            f"task.longest = {config.longest}: there is no tokenizer to count tokens with: give the folder of a "
+            "model, or remove task.longest"
         )
     return counts

@@ -47,7 +47,7 @@ def read_rows(config: TaskConfig, rows: int | None = None) -> Iterable[tuple[str
     if path.is_dir():
         files = sorted(each.name for each in path.iterdir() if each.suffix in readers)
         hint = f"name a file in it, such as {path / files[0]}" if files else "it has no .jsonl or .parquet file"
-        raise DataError(f"task source {config.source!r}: is a folder, and rows are read from one file: {hint}")
+        raise DataError(f"task source {config.source!r}: is a folder, but rows are read from one file: {hint}")
     if path.suffix not in readers:
         raise DataError(
             f"task source {config.source!r}: must be FILE.jsonl, FILE.parquet, hf:ORG/NAME, {NAME}, "
@@ -119,7 +119,7 @@ def _json_row(line: bytes, where: str) -> Row:
     except RecursionError:
         deep = True
     if deep:
-        raise DataError(f"{where}: lists and tables stand in each other more than {DEEPEST} deep: make the row flatter")
+        raise DataError(f"{where}: lists and tables are nested more than {DEEPEST} deep: flatten the row")
     if not isinstance(row, dict):
         raise DataError(f'{where}: a row must be an object such as {{"question": ...}}, not {_kind(row)}')
     return cast("Row", row)
@@ -162,7 +162,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
                     number += 1
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: of texts that are no UTF-8, too
         raise DataError(
-            f"{path}: not a parquet file that can be read from row {number} on: {error}. Make or download it again"
+            f"{path}: cannot be read as a parquet file from row {number} on: {error}. Make or download it again"
         ) from error
 
 

@@ -26,8 +26,8 @@ def least_margins(batch: Batch, key: str) -> NDArray[np.float32]:
     for number, value in enumerate(found):
         if not _is_number(value) or not 0 <= cast("float", value) < np.inf:
             raise DataError(
-                f"row {number} has {key} = {value!r}: a pair's least margin is a number from 0; name its key with "
-                "`margin`"
+                f"row {number} has {key} = {value!r}: the least margin of a pair is a number, at least 0. Name its "
+                "key with `margin`"
             )
     return np.array(found, np.float32)
 
@@ -60,11 +60,11 @@ def _steps(number: int, row: Row, key: str) -> tuple[str, ...]:
     texts = row.get(key)
     if not isinstance(texts, Sequence) or isinstance(texts, str) or not texts:
         raise DataError(
-            f"row {number} has {key} = {shortened(texts)}: give a list of texts, one a step; "
-            "say its key by `completion`"
+            f"row {number} has {key} = {shortened(texts)}: give a list of texts, one for each step. Name its key with "
+            "`completion`"
         )
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"row {number} has {key} = {shortened(texts)}: each step is a text")
+        raise DataError(f"row {number} has {key} = {shortened(texts)}: each step must be a text")
     return tuple(str(text) for text in texts)
 
 

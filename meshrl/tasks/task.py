@@ -79,7 +79,7 @@ class Task:
         if len(apart) < wanted:
             raise DataError(
                 f"{config.source}: held_out = {wanted}, but held_out_fraction = "
-                f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} "
+                f"{config.held_out_fraction} of its {len(rows)} different prompts reserves only {len(apart)} "
                 "apart; lower held_out or raise held_out_fraction"
             )
         train = [prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction]

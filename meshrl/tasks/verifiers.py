@@ -77,8 +77,8 @@ def load_agent(env_id: str, options: _Options) -> "Callable[[object, Mapping[str
     environment, source = _load(env_id, options), f"{NAME}:{env_id}"
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"{source}: its rubric judges the rollouts of a prompt together, and an episode is judged alone here: take "
-            "its reward functions of one rollout"
+            f"{source}: its rubric judges the rollouts of a prompt together, but meshrl judges each episode alone: "
+            "use its reward functions for single rollouts"
         )
     clients = cast("_Clients", import_module(f"{NAME}.clients"))
 

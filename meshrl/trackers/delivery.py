@@ -136,7 +136,7 @@ class _Queue:
 
     def _give_up(self, why: str) -> None:
         self._broken = True
-        log.warning(f"the tracker {self._name} gets nothing more of this run, whose folder has everything: {why}")
+        log.warning(f"the tracker {self._name} receives nothing more of this run, whose folder has everything: {why}")
 
 
 def _report(folder: Path) -> Path | None:

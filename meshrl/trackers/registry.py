@@ -41,7 +41,7 @@ def _class(name: str) -> type[Tracker]:
         found = load_name("tracker", name, SHIPPED, _is_tracker)
     if isinstance(found, type) and issubclass(found, Tracker):
         return found
-    raise ConfigError(f"tracker {name!r} is no class that inherits from meshrl.Tracker")
+    raise ConfigError(f"tracker {name!r} is not a class that inherits from meshrl.Tracker")
 
 
 def _is_tracker(value: object) -> bool:

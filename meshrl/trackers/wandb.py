@@ -17,7 +17,7 @@ class Wandb(Tracker):
         self._wandb = import_module("wandb")
         # A question on the terminal in the middle of a run would be answered by nobody.
         if self._wandb.setup().settings.mode == "online" and not self._wandb.login(prompt=False):
-            raise ConfigError("'wandb' knows no API key: type `wandb login`, or set WANDB_MODE=offline")
+            raise ConfigError("'wandb' has no API key: run `wandb login`, or set WANDB_MODE=offline")
 
     def begin(self, run: TrackedRun) -> None:
         """Open the run there, or go on with it."""

@@ -17,7 +17,7 @@ def run_to_watch(name: str | None) -> tuple[Path, str]:
     if name is None:
         newest = max(_RUNS.glob("[!.]*"), key=_changed, default=_RUNS)
         if not _changed(newest):
-            raise ConfigError(f"there are no runs under {_RUNS.resolve()}: name the one that will begin, or a folder")
+            raise ConfigError(f"there are no runs under {_RUNS.resolve()}: name the run that will start, or a folder")
         return newest, f"the newest run is {newest}"
     try:
         return find_run(name), ""
@@ -26,7 +26,7 @@ def run_to_watch(name: str | None) -> tuple[Path, str]:
         folder = Path(name) if is_path else _RUNS / name
         if _changed(folder):
             raise
-        return folder, f"{error}; waiting for {folder} to begin"
+        return folder, f"{error}; waiting for {folder} to start"
 
 
 def _changed(folder: Path) -> float:

@@ -123,7 +123,7 @@ class Watcher:
     def ask(self, command: Command) -> None:
         """Ask something of the run; ConfigError where none is under way."""
         if not self._live.is_under_way():
-            raise ConfigError(f"no run is under way in {self._live.folder}: it has ended, was killed, or did not begin")
+            raise ConfigError(f"no run is active in {self._live.folder}: it has ended, was killed, or did not start")
         ask(self._live.folder, command)
 
     async def _follow(self) -> None:
@@ -224,7 +224,7 @@ def _listening(port: int | None) -> socket.socket:
     except OSError as error:
         if port is None:
             return socket.create_server((HOST, 0), backlog=64)
-        raise ConfigError(f"port {port} of {HOST}: {error.strerror}: take another one with --port") from error
+        raise ConfigError(f"port {port} of {HOST}: {error.strerror}: choose another one with --port") from error
 
 
 def _app(watcher: Watcher) -> Starlette:

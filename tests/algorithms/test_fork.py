@@ -112,11 +112,11 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(capsys: pyt
     there, before = sorted(Path("runs").iterdir()), content(Path("runs/earlier"))
     for arguments, told in (
         (["--step", "9"], "runs/earlier has steps = 8"),
-        (["--step", "5", "--name", "earlier"], "earlier is there already"),
+        (["--step", "5", "--name", "earlier"], "earlier exists already"),
         (["--step", "5", "stepz=1"], "did you mean steps?"),
-        (["--step", "5", "run.name=mine"], "--name gives the new run its name"),
-        (["--step", "5", "run . name=mine"], "--name gives the new run its name"),
-        (["--step", "5", 'run={name="mine"}'], "--name gives the new run its name"),
+        (["--step", "5", "run.name=mine"], "Name the new run with --name"),
+        (["--step", "5", "run . name=mine"], "Name the new run with --name"),
+        (["--step", "5", 'run={name="mine"}'], "Name the new run with --name"),
         *((["--step", "5", "--name", name], "write a name") for name in ("a/earlier", "../y", "..", ".", "", "/y")),
     ):
         assert meshrl("fork", "earlier", *arguments) != 0

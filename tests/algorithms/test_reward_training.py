@@ -134,7 +134,7 @@ def test_rows_give_margins_steps_and_labels() -> None:
     assert least_margins(of(by=0.5), "by").tolist() == [0.5]
     assert least_margins(of(), "").tolist() == [0]
     for wrong in ("much", -1, None, True, float("nan")):
-        with pytest.raises(DataError, match="a pair's least margin is a number from 0"):
+        with pytest.raises(DataError, match="the least margin of a pair is a number, at least 0"):
             least_margins(of(by=wrong), "by")
     told = labelled_steps(of(parts=["b", "a"], right=[True, 0.25]), "parts", "right")
     assert told.objects("steps") == (("b", "a"),)
@@ -142,7 +142,7 @@ def test_rows_give_margins_steps_and_labels() -> None:
     for parts, right, wrong in (
         ("ba", [1], "give a list of texts"),
         ([], [], "give a list of texts"),
-        ([1], [1], "each step is a text"),
+        ([1], [1], "each step must be a text"),
         (["b"], [1, 0], "1 steps and right"),
         (["b"], [2], "has the label 2"),
         (["b"], ["good"], "has the label 'good'"),

@@ -188,10 +188,10 @@ def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
         check(MODEL, str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="'e' is token none of the policy and 7 of the teacher"):
         check(str(tmp_path / "same"), str(tmp_path / "more"))
-    with pytest.raises(ConfigError, match=re.escape("is the policy's own, from which there is nothing to learn")):
+    with pytest.raises(ConfigError, match=re.escape("is the policy's model, so there is nothing to learn from it")):
         check(MODEL, MODEL)
     (tmp_path / "same" / "tokenizer.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: is no tokenizer that can be read: TypeError"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a readable tokenizer: TypeError"):
         check(MODEL, str(tmp_path / "same"))
 
 

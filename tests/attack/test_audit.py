@@ -162,14 +162,14 @@ def test_a_run_of_two_loops_that_went_on_keeps_its_promises(tmp_path: Path, unti
 def test_prompts_lost_at_a_checkpoint_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IntervalSet, "without", lambda self, _: self)  # what is under way counts as used
     play(tmp_path, ahead=2, until=4.5, resume=True)
-    assert "was under way at the checkpoint that the run went on from, and is not drawn again" in breaches(
+    assert "was in progress at the checkpoint of the resumed run, but is not drawn again" in breaches(
         play(tmp_path, ahead=2, resume=True)
     )
 
 
 def test_prompts_that_a_stream_loses_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataCursor, "drop", lambda *_: None)
-    assert "group 6 was drawn, and is neither trained, dropped nor under way" in breaches(play(tmp_path, ahead=2))
+    assert "group 6 was drawn, but is neither trained, dropped nor in progress" in breaches(play(tmp_path, ahead=2))
 
 
 def test_what_a_step_trained_is_bounded_in_size(tmp_path: Path) -> None:
@@ -180,29 +180,29 @@ def test_what_a_step_trained_is_bounded_in_size(tmp_path: Path) -> None:
 def test_a_group_that_is_trained_twice_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=None)
     forged(folder, lambda lines: of(lines, 5, "train")["groups"].append([9, 10]))
-    assert breaches(folder) == "step 5: group 9 is trained, and was before: step 2"
+    assert breaches(folder) == "step 5: group 9 is trained again: step 2"
     assert audit_run(folder).twice == [9]
 
 
 def test_a_group_that_a_stream_gave_twice_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=1)
     forged(folder, lambda lines: of(lines, 5, "deliver")["groups"].append(of(lines, 2, "deliver")["groups"][0]))
-    assert "is trained, and was before: step 2" in breaches(folder)
+    assert "is trained again: step 2" in breaches(folder)
 
 
 def test_a_group_that_is_dropped_and_trained_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=0)
     forged(folder, lambda lines: lines[-1]["happened"].append({"what": "drop", "groups": [[0, 1]], "why": "stale"}))
-    assert "group 0 is dropped as stale, and was trained: step 0" in breaches(folder)
+    assert "group 0 is dropped as stale, but was trained: step 0" in breaches(folder)
 
 
 def test_a_group_that_is_left_out_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path / "stream", ahead=1)
     forged(folder, lambda lines: of(lines, 3, "deliver").update(groups=[[13, 14]]))
-    assert "step 3: group 14 was drawn, and is neither trained, dropped nor under way" in breaches(folder)
+    assert "step 3: group 14 was drawn, but is neither trained, dropped nor in progress" in breaches(folder)
     folder = play(tmp_path / "loop", ahead=None)
     forged(folder, lambda lines: of(lines, 3, "train").update(groups=[[12, 14]]))
-    assert breaches(folder) == "groups 14 to 15 were dealt, and no step says that it trained on them"
+    assert breaches(folder) == "groups 14 to 15 were drawn, but no step has trained on them"
     assert audit_run(folder).missing == [(14, 16)]
 
 
@@ -224,7 +224,9 @@ def test_a_staleness_above_the_bound_is_found(tmp_path: Path) -> None:
     assert "the oldest token is 4 versions behind, and ahead = 1" in breaches(sampled)
     less = play(tmp_path / "less", ahead=1)
     forged(less, lambda lines: of(lines, 4, "deliver").update(staleness=0))
-    assert "step 4: a staleness of 0 is told, and by what was published since version 3 it is 1" in breaches(less)
+    assert "step 4: a staleness of 0 is recorded, but by the versions published since version 3 it is 1" in breaches(
+        less
+    )
     recorded = play(tmp_path / "recorded", ahead=1)
     forged(recorded, lambda lines: lines[5].update(staleness_max=3.0), "metrics.jsonl")
     assert breaches(recorded) == "step 5: metrics.jsonl has staleness_max = 3, and ahead = 1"
@@ -246,12 +248,12 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
     groups = folder / "groups.jsonl"
     content = groups.read_bytes()
     for damaged, words in {
-        content.replace(b'"deliver"', b'"deliwer"', 1): r"groups.jsonl, line 1: is not what a run wrote: Invalid enum",
-        content.replace(b'"staleness"', b'"stalenesz"', 1): "line 2: is not what a run wrote: Object contains unknown",
-        content[:-5]: r"line 9: is not what a run wrote: Input data was truncated",
-        content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is no range of prompts",
-        b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is no range of prompts",
-        b"\xff\n": "line 1: is not what a run wrote",
+        content.replace(b'"deliver"', b'"deliwer"', 1): r"groups.jsonl, line 1: is not as a run wrote it: Invalid enum",
+        content.replace(b'"staleness"', b'"stalenesz"', 1): "line 2: is not as a run wrote it: Object contains unknown",
+        content[:-5]: r"line 9: is not as a run wrote it: Input data was truncated",
+        content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is not a range of prompts",
+        b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is not a range of prompts",
+        b"\xff\n": "line 1: is not as a run wrote it",
         b"": "0 steps and 0 prompts that were trained on, so there is nothing to judge",
         content.partition(b"\n")[2]: "begins with step 1",
     }.items():
@@ -259,7 +261,7 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=words):
             audit_run(folder)
     groups.unlink()
-    with pytest.raises(DataError, match="nothing says what its steps trained on: it is the run of a version before"):
+    with pytest.raises(DataError, match="nothing says what its steps trained on: the run is of an earlier version"):
         audit_run(folder)
 
 

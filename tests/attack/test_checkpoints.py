@@ -62,7 +62,7 @@ async def test_each_bit_counts(tmp_path: Path) -> None:
             changed = bytearray(whole)
             changed[place // 8] ^= 1 << place % 8
             file.write_bytes(changed)
-            with pytest.raises(DataError, match="bring it back, or remove"):
+            with pytest.raises(DataError, match="restore it, or remove"):
                 Checkpoints(folder.parent, 2, resume=True)
         for cut in (b"", whole[:-1], whole + b"\n"):
             file.write_bytes(cut)
@@ -81,8 +81,8 @@ async def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> 
     with capture_logs() as logs:
         assert await train(tmp_path) == [2, 3, 4, 5]
     told = next(line for line in logs if "is damaged" in line["event"])
-    assert f"going on from {folder}/step-000002" in told["event"]
-    assert "is not what was written with this checkpoint" in told["error"]
+    assert f"resuming from {folder}/step-000002" in told["event"]
+    assert "differs from what was written with this checkpoint" in told["error"]
     lines = (tmp_path / "mine/metrics.jsonl").read_bytes().splitlines()
     assert [msgspec.json.decode(line)["step"] for line in lines] == list(range(STEPS))
     assert len([path for path in folder.iterdir() if path.name.startswith("damaged-step-000003")]) == 1
@@ -104,7 +104,7 @@ async def test_links_and_other_files_are_refused(tmp_path: Path, what: str) -> N
             state.unlink()
         case _:
             (folder / "step-000002").rename(folder / "step-000004")
-    with pytest.raises(DataError, match=r"is a link or|was not written with|is not there|given another name"):
+    with pytest.raises(DataError, match=r"is not a plain file|was not written with|is missing|was renamed"):
         await train(tmp_path)
 
 
@@ -142,7 +142,7 @@ async def test_wrong_bytes_in_the_metrics_are_an_error_in_words(tmp_path: Path, 
     metrics = folder.parent / "metrics.jsonl"
     size = metrics.stat().st_size
     metrics.write_bytes((line + metrics.read_bytes())[:size])
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1, is not what a run wrote"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1, is not as a run wrote it"):
         await train(tmp_path)
 
 

@@ -72,7 +72,7 @@ async def test_the_error_says_what_the_disk_did_and_what_is_left(tmp_path: Path,
                 whole = sorted(path.name for path in (folder / "mine/checkpoints").glob("step-*"))
                 told.append(str(error))
                 if whole and what in told[-1]:
-                    assert f"the newest whole checkpoint is {whole[-1]}, with which run.resume=true" in told[-1]
+                    assert f"the newest whole checkpoint is {whole[-1]}, and run.resume=true" in told[-1]
     assert len(told) > STEPS
     assert all(what in each or "the end of the run could not be written" in each for each in told)
     assert any("step-000002" in each for each in told)
@@ -82,5 +82,7 @@ async def test_a_folder_that_may_not_be_written_is_told_of(tmp_path: Path) -> No
     with FaultyFiles(tmp_path, 0, "EROFS").installed(), pytest.raises(DataError, match="Read-only file system"):
         await train(tmp_path)
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"file/.mine.lock cannot be written: .*Set run.folder to where you may"):
+    with pytest.raises(
+        ConfigError, match=r"file/.mine.lock cannot be written: .*Set run.folder to a place where you may"
+    ):
         await train(tmp_path / "file")

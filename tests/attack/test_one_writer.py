@@ -105,7 +105,7 @@ def test_a_run_of_another_host_is_refused_that_no_lock_tells_of(tmp_path: Path) 
         with capture_logs() as logged, pytest.raises(ConfigError, match=rf"written by process {process.pid} on "):
             Run(config(tmp_path, resume=True))
         assert files(tmp_path) == before
-        assert "has not let go of it: watching for 30 s whether it still runs" in logged[0]["event"]
+        assert "has not released it: watching for 30 s whether it still runs" in logged[0]["event"]
         process.communicate("\n\n", timeout=60)
         assert process.returncode == 0
 
@@ -186,7 +186,7 @@ async def test_a_run_whose_folder_another_host_took_writes_no_more(tmp_path: Pat
             (tmp_path / ".mine.lock").write_bytes(other)
             await run.record(Metrics.of(loss=(2.0, 1.0)))
 
-    with pytest.raises(DataError, match=r"mine was taken over by process 7 on elsewhere: this run writes nothing"):
+    with pytest.raises(DataError, match=r"mine was taken over by process 7 on elsewhere: this run no longer writes"):
         await train()
     assert (tmp_path / "mine/metrics.jsonl").read_bytes().count(b"\n") == 1
     assert not (tmp_path / "mine/summary.json").exists()
@@ -203,7 +203,7 @@ async def test_a_run_whose_folder_was_moved_writes_nowhere_else(tmp_path: Path, 
                 (tmp_path / "mine").mkdir()
             await run.record(Metrics.of(loss=(2.0, 1.0)))
 
-    with pytest.raises(DataError, match=r"mine was moved, removed or replaced while the run wrote it"):
+    with pytest.raises(DataError, match=r"mine was moved, removed or replaced during the run"):
         await train()
     assert (tmp_path / "elsewhere/metrics.jsonl").read_bytes().count(b"\n") == 1
     assert not list((tmp_path / "mine").glob("*"))

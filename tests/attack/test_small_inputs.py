@@ -35,8 +35,8 @@ def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(tmp_path: Path) -> None:
     [
         (b'{"question": "\xff", "answer": "b"}', "byte 15 is 0xff, which is not UTF-8: save the file as UTF-8"),
         (b'{"\xff": 1}', "byte 3 is 0xff, which is not UTF-8"),
-        (b'{"question": ' + b"[" * 100_000, "lists and tables stand in each other more than 100 deep"),
-        (b'{"question": ' + b"[" * 100 + b"]" * 100 + b', "answer": "b"}', "more than 100 deep: make the row flatter"),
+        (b'{"question": ' + b"[" * 100_000, "lists and tables are nested more than 100 deep"),
+        (b'{"question": ' + b"[" * 100 + b"]" * 100 + b', "answer": "b"}', "more than 100 deep: flatten the row"),
         (b'{"question": NaN}', "not JSON"),
     ],
     ids=["value", "key", "deepest", "deep", "nan"],
@@ -56,7 +56,7 @@ def test_a_row_may_be_as_deep_as_it_may(tmp_path: Path) -> None:
     ("text", "says"),
     [
         (b'steps = 1\nname = "\xff"\n', "not valid TOML: line 2 has the byte 0xff, which is not UTF-8"),
-        (b"a = " + b"[" * 100_000, "lists and tables stand in each other more than 100 deep"),
+        (b"a = " + b"[" * 100_000, "lists and tables are nested more than 100 deep"),
         (b".".join([b"a"] * 200) + b" = 1\n", "more than 100 deep: make it flatter"),
         (b"a = " + b"9" * 5000, "not valid TOML"),
     ],
@@ -108,7 +108,7 @@ def test_a_parquet_file_that_is_damaged_anywhere_is_told_in_words(tmp_path: Path
         except DataError as error:
             refused.append(str(error))
         path.write_bytes(whole[:place])
-        with pytest.raises(DataError, match=r"rows\.parquet: not a parquet file that can be read from row 0 on: "):
+        with pytest.raises(DataError, match=r"rows\.parquet: cannot be read as a parquet file from row 0 on: "):
             load(path)
     assert len(refused) > 20
     assert all("rows.parquet: " in each for each in refused)

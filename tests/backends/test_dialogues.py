@@ -86,8 +86,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters() ->
 @pytest.mark.parametrize(
     ("row", "learn", "message"),
     [
-        (messages("U:ab"), "all", "row 0: its dialogue has no turn of the assistant's to learn"),
-        (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': it is "all" or "last"'),
+        (messages("U:ab"), "all", "row 0: its dialogue has no assistant's turn to learn"),
+        (messages("U:ab", "A:b"), "first", 'row 0: `learn` is \'first\': use "all" or "last"'),
         ("U:ab", "all", "row 0: `messages` is 'U:ab': give a list of"),
         ([{"role": "user"}], "all", r"row 0: message 0 is \{'role': 'user'\}: give"),
         ([{"role": "tool", "content": "a"}, *messages("A:b")], "all", "row 0: the chat template refuses it: "),

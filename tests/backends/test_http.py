@@ -177,7 +177,7 @@ def test_what_may_be_answered_the_next_time_is_asked_again(server: Vllm, wrong: 
 def test_a_server_that_does_not_come_back_ends_the_sampler_with_what_it_said(server: Vllm) -> None:
     sampler = HttpSampler(config(server.url, patience=0.5))
     server.instead = lambda _body, _number: (503, {"error": "never again"})
-    with pytest.raises(EngineDied, match=r"no answer of http://127.*never again.*patience = 0.5"):
+    with pytest.raises(EngineDied, match=r"no answer from http://127.*never again.*patience = 0.5"):
         asyncio.run(rollout(sampler, PROMPTS, GREEDY))
     with pytest.raises(EngineDied, match="respawn the sampler"):
         asyncio.run(rollout(sampler, PROMPTS, GREEDY))
@@ -198,7 +198,8 @@ def test_rows_go_to_the_servers_that_answer(server: Vllm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"), [("token_ids", "tells no token ids"), ("logprobs", "tells no log-probs")]
+    ("missing", "words"),
+    [("token_ids", "tells no token ids of its tokens"), ("logprobs", "tells no log-probs of its tokens")],
 )
 def test_a_server_that_does_not_tell_what_is_trained_on_is_refused(server: Vllm, missing: str, words: str) -> None:
     choice = {"token_ids": [3], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
@@ -219,12 +220,12 @@ def test_one_log_prob_that_a_server_reads_otherwise_says_nothing_of_how_it_draws
         return (200, {"choices": [odd]}) if heated == [number] else None
 
     server.instead = rounded
-    with pytest.raises(DataError, match=r"at temperature 1, and rows are to be drawn at 0.5"):
+    with pytest.raises(DataError, match=r"at temperature 1, but rows are sampled at 0.5"):
         drawn(config(server.url), Sampling(temperature=0.5))
 
 
 def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
-    with pytest.raises(DataError, match=r"at temperature 1, and rows are to be drawn at 0.5"):  # -1 at 2 and at 1
+    with pytest.raises(DataError, match=r"at temperature 1, but rows are sampled at 0.5"):  # -1 at 2 and at 1
         drawn(config(server.url), Sampling(temperature=0.5))
     server.instead = lambda body, _number: (
         (200, {"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "length"}]})
@@ -233,7 +234,7 @@ def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
     )
     with pytest.raises(DataError, match=r"log-probs of what top_p = 0.5 leave"):
         drawn(config(server.url), Sampling(top_p=0.5))
-    with pytest.raises(DataError, match="cannot draw at the temperature 3"):
+    with pytest.raises(DataError, match="cannot sample at temperature 3"):
         drawn(config(server.url), Sampling(temperature=3))
 
 
@@ -241,7 +242,7 @@ def test_what_a_server_does_not_draw_by_is_refused(server: Vllm) -> None:
     ("options", "card", "words"),
     [
         ({"model": "other"}, {}, "serves 'it', and not sampler.http.model = 'other'"),
-        ({}, {"owned_by": "llamacpp"}, "neither vLLM's server nor SGLang's"),
+        ({}, {"owned_by": "llamacpp"}, "neither a vLLM nor an SGLang server"),
         ({"weights": "shared"}, {}, "VLLM_SERVER_DEV_MODE=1"),
     ],
     ids=["model", "kind", "weights"],
@@ -257,7 +258,7 @@ def test_a_server_that_cannot_be_used_is_told_before_a_run(
 
 
 def test_no_server_is_told() -> None:
-    with pytest.raises(BackendError, match=r"no answer of http://127.0.0.1:9: .*Is a server there"):
+    with pytest.raises(BackendError, match=r"no answer from http://127.0.0.1:9: .*Is a server running there"):
         check_servers(config("http://127.0.0.1:9"))
     with pytest.raises(BackendError, match="names no server"):
         check_servers(config())
@@ -350,7 +351,7 @@ def test_a_server_that_takes_requests_and_never_answers_ends_the_sampler(
 
     server.instead = stopped
     try:
-        with pytest.raises(EngineDied, match=r"no answer of .*patience = 0\.5"):
+        with pytest.raises(EngineDied, match=r"no answer from .*patience = 0\.5"):
             asyncio.run(rollout(sampler, PROMPTS, GREEDY))
     finally:
         server.answers.set()
@@ -381,7 +382,7 @@ async def test_agents_before_a_server_that_fails_and_comes_back(server: Vllm) ->
         assert told.choices[0].message.content == "bbbb"
         messages += [told.choices[0].message, {"role": "user", "content": "d"}]
         server.instead = lambda _body, _number: (503, {"error": "never again"})
-        with pytest.raises(InternalServerError, match="the sampler failed: EngineDied: no answer of http"):
+        with pytest.raises(InternalServerError, match="the sampler failed: EngineDied: no answer from http"):
             await agent.chat.completions.create(model="policy", messages=messages)
     sampler.close()
     (learnt,) = gateway.close(session).loss_mask

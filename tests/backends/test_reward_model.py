@@ -229,7 +229,7 @@ def refuse(folder: str, match: str) -> None:
 def test_folders_that_hold_no_judge(llama: str, tmp_path: Path) -> None:
     labels: dict[str, Any] = {**SHAPE, "num_labels": 3}
     three = save(tmp_path / "three", LlamaConfig(**labels))
-    refuse(three, r"three' has 3 labels \(LABEL_0, LABEL_1, LABEL_2\): a reward model has one")
+    refuse(three, r"three' has 3 labels \(LABEL_0, LABEL_1, LABEL_2\): a reward model must have one")
     causal = save(tmp_path / "causal", LlamaConfig(**SHAPE), AutoModelForCausalLM)
     refuse(causal, "is a LlamaForCausalLM, not a sequence classifier: it has no head that gives a score")
     (tmp_path / "causal" / "config.json").write_text(

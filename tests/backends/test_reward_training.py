@@ -255,7 +255,7 @@ async def test_what_a_reward_model_refuses(policy_folder: str, tmp_path: Path) -
     with pytest.raises(ModelError, match="is the state of a reward model, not of a policy"):
         await TorchPolicy(PolicyConfig(model=policy_folder)).restore(folder)
     rank_context.set(Rank(size=2, threads=1))
-    with pytest.raises(ContractError, match="TorchRewardModel trains on one rank, and its mesh has 2"):
+    with pytest.raises(ContractError, match="TorchRewardModel trains on one rank, but its mesh has 2"):
         TorchRewardModel(table(policy_folder))
 
 

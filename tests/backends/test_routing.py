@@ -136,9 +136,9 @@ async def test_a_row_that_goes_on_has_the_experts_of_all_that_was_read(model: st
 
 async def test_what_cannot_be_told_or_followed_is_refused(model: str) -> None:
     dense = NewModel(characters="abcdefgh>", hidden_size=16, layers=1, heads=2)
-    with pytest.raises(ConfigError, match="no mixture of experts"):
+    with pytest.raises(ConfigError, match="not a mixture of experts"):
         TorchSampler(SamplerConfig(model=dense, record_experts=True))
-    with pytest.raises(ConfigError, match="'vllm' does not tell the experts"):
+    with pytest.raises(ConfigError, match="'vllm' does not report the experts"):
         VllmSampler(SamplerConfig(model=dense, record_experts=True))
     batch = await rows(model)
     with pytest.raises(DataError, match=r"`experts` is \[\d+, 3, 2\] and the policy routes in 0 layers"):
@@ -148,7 +148,7 @@ async def test_what_cannot_be_told_or_followed_is_refused(model: str) -> None:
     with pytest.raises(DataError, match="names the expert 8, and the policy has those from 0 to 7"):
         await policy(model).update(many, ClippedLoss())
     made = TorchPolicy(PolicyConfig(model=dense))
-    with pytest.raises(DataError, match="'megatron' does not follow"):
+    with pytest.raises(DataError, match="'megatron' cannot use"):
         MegatronPolicy.check_rows(made._model, batch)
     assert "logprobs" in str(await TorchReference(ReferenceConfig(model=dense)).logprobs(batch))
 

@@ -195,5 +195,5 @@ async def test_a_row_that_cannot_be_continued() -> None:
     made = await sampler()
     rows = await collected(made, PROMPTS, Sampling())
     nothing = {name: Ragged(rows.ragged(name).values[:0], np.zeros(6, np.int64)) for name in PREFIX}
-    with pytest.raises(DataError, match="row 0 cannot be continued: its `tokens` are none"):
+    with pytest.raises(DataError, match="row 0 cannot be continued: it has no `tokens`"):
         await collected(made, rows.assign(**nothing), Sampling())

@@ -193,5 +193,5 @@ async def test_what_a_critic_cannot_learn_from() -> None:
 
 def test_several_ranks_are_refused() -> None:
     rank_context.set(Rank(index=0, size=2, axes={"dp": 0}, shape={"dp": 2}, threads=1))
-    with pytest.raises(ContractError, match="TorchCritic trains on one rank, and its mesh has 2"):
+    with pytest.raises(ContractError, match="TorchCritic trains on one rank, but its mesh has 2"):
         critic()

@@ -185,7 +185,7 @@ def larger_tokenizer(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (empty, "has no config.json, so it is no Hugging Face model"),
+        (empty, "has no config.json, so it is not a Hugging Face model"),
         (no_tokenizer, "tokenizer cannot be loaded .tokenizer.json"),
         (no_end, "has no end-of-text token"),
         (truncated, "cannot be loaded as a causal language model: SafetensorError"),
@@ -293,7 +293,7 @@ def test_heads_that_do_not_divide() -> None:
 
 async def test_save_spares_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(ModelError, match=r"holds other files and no config\.json"):
+    with pytest.raises(ModelError, match=r"has other files and no config\.json"):
         await TorchPolicy(PolicyConfig(model=MODEL)).save(str(tmp_path))
     assert (tmp_path / "thesis.tex").exists()
 

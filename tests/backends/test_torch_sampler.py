@@ -295,7 +295,7 @@ async def test_weights_that_did_not_arrive() -> None:
     others = {name: np.multiply(array, 1.5, dtype=np.float32) for name, array in weights.tensors.items()}
     with pytest.raises(ModelError, match=r"version 9 arrived, and yet the sampler's log-probs are .* from"):
         await made.load(Weights.streamed(9, others.items(), weights.probe))
-    with pytest.raises(ModelError, match="nothing that it draws may be trusted"):
+    with pytest.raises(ModelError, match="its completions cannot be trusted"):
         await rollout(made, PROMPTS, Sampling())
     await made.load(weights)
     assert (await rollout(made, PROMPTS, Sampling(temperature=0))).tokens == before.tokens

@@ -87,7 +87,7 @@ class Named(Broken):
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "lr", "rows", "tokens"])
 async def test_a_metric_of_the_updates_own_name_is_refused_before_the_step(name: str) -> None:
     trainer = policy()
-    with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update tells of itself"):
+    with pytest.raises(DataError, match=f"Named names a metric `{name}`, which every update reports"):
         await trainer.update(rollouts(), Named(name=name))
     assert (await trainer.weights()) == (await policy().weights())
 

@@ -168,7 +168,7 @@ def test_all_mistakes_of_the_file_are_told_at_once(meshrl: Meshrl, tmp_path: Pat
         (("cuont.toml",), "cuont.toml: no such file; did you mean count.toml?"),
         (("grpo/quikstart",), "grpo/quikstart: no such file or shipped configuration; did you mean grpo/quickstart?"),
         (("zzzzz",), "zzzzz: no such file or shipped configuration; the shipped ones are agent/quickstart, "),
-        (("count.toml", "steps"), "command line: 'steps' is no override; write key.sub=value"),
+        (("count.toml", "steps"), "command line: 'steps' is not an override: write key.sub=value"),
         (("count.toml", "algorithm=grop"), "no algorithm 'grop' is shipped; did you mean 'grpo'?"),
         (("count.toml", "algorithm=other.py"), "count.toml: algorithm = 'other.py': there is no file /"),
         (("count.toml", "algorithm=3"), 'algorithm is missing: write algorithm = "NAME" (of '),
@@ -192,7 +192,7 @@ def test_what_is_not_there(meshrl: Meshrl, tmp_path: Path, arguments: Sequence[s
         ("async def script(run, config: int): ...", "has no config parameter that is a Config"),
         (
             "from meshrl import Config\nclass C(Config):\n    run: int\nasync def script(run, config: C): ...",
-            "C.run: the key 'run' is meshrl's own; rename it",
+            "C.run: the key 'run' is reserved by meshrl: rename it",
         ),
         ("async def script(run, config: 'Missing'): ...", "cannot be resolved: name 'Missing' is not defined"),
         ("import no_such_module_here", "failed: ModuleNotFoundError: No module named 'no_such_module_here' ("),
@@ -232,7 +232,7 @@ def test_new_overwrites_nothing(meshrl: Meshrl, tmp_path: Path) -> None:
     (tmp_path / "grpo.py").write_text("mine", "utf-8")
     status, _, err = meshrl("new", "grpo", ".")
     assert status == 1
-    assert err == "error: grpo.py: already there, and not overwritten; choose another folder\n"
+    assert err == "error: grpo.py: exists already and is not overwritten: choose another folder\n"
     assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
     status, _, err = meshrl("new", "grop", ".")
     assert (status, err) == (1, "error: no algorithm 'grop' is shipped; did you mean 'grpo'?\n")
@@ -335,7 +335,7 @@ def test_check_of_a_role_of_ones_own() -> None:
 
 def test_where_a_model_may_be(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(ModelError, match=r"holds no config\.json, so it is no model's folder"):
+    with pytest.raises(ModelError, match=r"has no config\.json, so it is not the folder of a model"):
         check_model(str(tmp_path / "model"))
     (tmp_path / "model" / "config.json").touch()
     check_model(str(tmp_path / "model"))

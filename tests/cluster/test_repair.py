@@ -95,7 +95,7 @@ def test_a_run_goes_on_where_the_policys_host_is_cut_off(three: Cluster, folder:
     cut.cut()
     said = controller.communicate(timeout=300)[0]
     assert controller.returncode == 0, said
-    assert "the run is begun again for time 1 of 1" in said
+    assert "the run is restarted, number 1 of 1" in said
     assert f"nothing was heard of its host ({cut.address}) for {PATIENCE:g} s" in said
     summary = json.loads((folder / "runs/mine/summary.json").read_text("utf-8"))
     assert summary["restarts"] == 1

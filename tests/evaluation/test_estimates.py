@@ -51,7 +51,7 @@ def test_pass_at_k_of_many_completions_does_not_overflow() -> None:
 
 
 def test_pass_at_k_refuses_what_it_cannot_estimate() -> None:
-    with pytest.raises(DataError, match=r"pass@3 of 2 completions a prompt: k must be from 1 to 2"):
+    with pytest.raises(DataError, match=r"pass@3 of 2 completions for each prompt: k must be from 1 to 2"):
         pass_at_k([1], 2, 3)
     with pytest.raises(DataError, match=r"counts from 1 to 4 of 3 completions"):
         pass_at_k([1, 4], 3, 1)
@@ -65,7 +65,7 @@ def test_wilsons_bounds_are_where_the_score_test_just_accepts(right: int, of: in
     for bound in (found.low, found.high):
         assert (found.value - bound) ** 2 == pytest.approx(1.959963984540054**2 * bound * (1 - bound) / of, abs=1e-12)
     assert 0 <= found.low <= found.value <= found.high <= 1
-    with pytest.raises(DataError, match="there must be one trial at least"):
+    with pytest.raises(DataError, match="there must be at least one trial"):
         wilson(0, 0)
 
 
@@ -140,7 +140,7 @@ def test_eval_needs_a_model_and_prompts(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="has neither a model nor a checkpoint yet"):
         app(args=["eval", "mine"], standalone_mode=False)
     (run / "config.toml").write_text(CONFIG.replace("held_out = 3", "held_out = 0"))
-    with pytest.raises(DataError, match="so there is nothing to judge it by: name a task"):
+    with pytest.raises(DataError, match="so there is nothing to evaluate it on: name a task"):
         app(args=["eval", "mine"], standalone_mode=False)
     (run / "config.toml").write_text(CONFIG)
     with pytest.raises(ConfigError, match=r"command line: temperature = 0\.0: is greedy"):

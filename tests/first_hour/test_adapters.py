@@ -64,7 +64,7 @@ def test_adapters_are_merged_judged_and_trained_on_from(run: Path, terminal: Ter
     wanted = logits(PeftModel.from_pretrained(read(base), str(run / "model")))
     torch.testing.assert_close(logits(read(run / "merged")), wanted)
     assert (wanted - logits(read(base))).abs().max() > 0.1
-    assert terminal("merge", "mine")[2].endswith("is there already: give another place with --out, or remove it\n")
+    assert terminal("merge", "mine")[2].endswith("exists already: choose another place with --out, or remove it\n")
 
     assert terminal("eval", "mine", "--n", "2")[0] == 0
     judged = json.loads((run / "eval.json").read_text("utf-8"))
@@ -87,7 +87,7 @@ def test_what_cannot_be_merged_says_why(run: Path, terminal: Terminal, tmp_path:
     whole = run.parent / "base" / "model"
     status, _, err = terminal("merge", "base")
     assert status == 1
-    assert err == f"error: {run.parent / 'base'} has trained no adapters: its model is whole as it is, in {whole}\n"
+    assert err == f"error: {run.parent / 'base'} has trained no adapters: its whole model is in {whole}\n"
     whole.rename(tmp_path / "elsewhere")
     status, _, err = terminal("merge", "mine")
     assert status == 1

@@ -86,7 +86,7 @@ def test_an_agent(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = mine.read_text("utf-8").replace('algorithm = "grpo"\n', agent).replace(reward, "")
     mine.write_text(text, "utf-8")
     found = told(capsys, mine)
-    assert f"sampler: agents converse in the chat template, and {mine.parent}/model has none" in found
+    assert f"sampler: agents need a chat template, and {mine.parent}/model has none" in found
     assert "is called with a client and a row, and does not fit: too many positional arguments" in found
     (mine.parent / "model" / "chat_template.jinja").write_text("{}", "utf-8")
     (mine.parent / "mine.py").write_text("async def solve(client, row):\n    return 1.0\n", "utf-8")

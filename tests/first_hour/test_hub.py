@@ -168,7 +168,7 @@ def test_a_trained_model_is_put_there_with_a_card(hub: Hub, terminal: Terminal, 
 
     assert terminal("run", "mine.toml", "run.name=next", "policy.model=me/better", "steps=1")[0] == 0
     status, _, err = terminal("push", "mine", "me/better@v1")
-    assert (status, err) == (1, "error: 'me/better@v1' is no name on the hub: write ORG/NAME\n")
+    assert (status, err) == (1, "error: 'me/better@v1' is not a name on the hub: write ORG/NAME\n")
 
 
 def test_a_push_without_a_network_says_that_nothing_is_there(

@@ -84,7 +84,7 @@ async def test_a_reward_of_trl() -> None:
         return [None if message["content"] == "2" else 1.0 for (message,) in completions]
 
     assert (await score(rl.RewardConfig(function=rl.from_trl(chats, chat=True)))).rewards.tolist() == [0, 1]
-    with pytest.raises(ConfigError, match="lived in the memory of the program"):
+    with pytest.raises(ConfigError, match="existed only in the memory of its program"):
         load_function(named(lambda prompt, completion, row: 0.0))
     with pytest.raises(ValueError, match="several are `functions`"):
         rl.RewardConfig.model_validate({"function": [judge, longer]})

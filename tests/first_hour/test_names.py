@@ -32,7 +32,7 @@ def test_the_run_is_meant_where_a_project_has_its_name(mine: Path, terminal: Ter
     for arguments in (["eval", "mine"], ["serve", "mine"], ["push", "mine", "me/mine"]):
         told = " ".join(terminal(*arguments)[2].split())
         assert f"{mine} has neither a model" in told
-        assert "its policy was a fake, which leaves no model: run it with a model" in told
+        assert "its policy was a fake, which writes no model: run it with a model" in told
     assert f"{mine} has trained no adapters" in terminal("merge", "mine")[2]
 
 
@@ -40,6 +40,8 @@ def test_a_name_of_two_runs_is_told(mine: Path, terminal: Terminal, tmp_path: Pa
     shutil.copy(mine / "metrics.jsonl", tmp_path / "mine")
     status, _, err = terminal("report", "mine")
     assert status == 1
-    assert "mine may be ./mine or runs/mine, which are folders of two runs: write which" in " ".join(err.split())
+    assert "mine may be ./mine or runs/mine, and both are folders of runs: write the path of one" in " ".join(
+        err.split()
+    )
     assert terminal("report", "./mine")[1] == "wrote mine/report.html\n"
     assert terminal("report", "runs/mine")[1] == "wrote runs/mine/report.html\n"

@@ -69,5 +69,5 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     before = {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")}
     with pytest.raises(SystemExit):
         main(["new", "rloo", str(tmp_path / "mine")])
-    assert "already there, and not overwritten" in capsys.readouterr().err
+    assert "exists already and is not overwritten" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "mine").glob("*.*")} == before

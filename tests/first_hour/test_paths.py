@@ -83,13 +83,13 @@ def test_a_file_that_is_at_the_other_root_is_told(terminal: Terminal, tmp_path: 
     (tmp_path / "mine" / "models").rename(tmp_path / "models")
 
     def moved(file: str) -> str:
-        return f"there is no {tmp_path}/mine/{file}, and {tmp_path}/{file} is there"
+        return f"there is no {tmp_path}/mine/{file}, but there is {tmp_path}/{file}"
 
     status, _, err = terminal("run", "mine/mine.toml", "reward.function=reward.py:score")
     assert status == 1
     in_a_file = "paths in a file start at its folder: write"
-    typed = "paths on the command line start where you stand: write"
-    at_the_file = f"there is no {tmp_path}/reward.py, and {tmp_path}/mine/reward.py is there"
+    typed = "paths on the command line start at the current folder: write"
+    at_the_file = f"there is no {tmp_path}/reward.py, but there is {tmp_path}/mine/reward.py"
     assert [line.strip() for line in err.splitlines()] == [
         "error: 3 mistakes:",
         f"mine/mine.toml: policy.model = 'models/start': {moved('models/start')}: {in_a_file} ../models/start",
@@ -175,7 +175,7 @@ def test_what_a_run_recorded_is_judged_where_one_stands(terminal: Terminal, tmp_
 def test_a_run_goes_on_from_anywhere(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project(tmp_path / "mine")
     keeps = ("run.checkpoint_every=1", "run.resume=true")
-    warning = "run.resume = true, and there is no checkpoint in"
+    warning = "run.resume = true, but there is no checkpoint in"
     assert warning not in terminal("run", "mine/mine.toml", *keeps)[2]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -188,7 +188,7 @@ def test_a_run_goes_on_from_anywhere(terminal: Terminal, tmp_path: Path, monkeyp
 def test_a_run_that_has_no_checkpoint_to_go_on_from_says_so(terminal: Terminal, tmp_path: Path) -> None:
     project(tmp_path / "mine")
     assert terminal("run", "mine/mine.toml")[0] == 0
-    anew = "there is no checkpoint in runs/mine: the run begins anew"
-    told = f"{anew}; with run.checkpoint_every = 50 a later one could go on"
+    anew = "there is no checkpoint in runs/mine: the run starts from the beginning"
+    told = f"{anew}; set run.checkpoint_every = 50 to resume later runs"
     assert told in terminal("run", "mine/mine.toml", "run.resume=true")[2]
     assert f"{anew}\n" in terminal("run", "mine/mine.toml", "run.resume=true", "run.checkpoint_every=9")[2]

@@ -101,7 +101,7 @@ def test_a_long_file_is_looked_at_as_far_as_is_cheap(
     mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.run.check_rows._OF_A_FILE", 4)
-    assert told(terminal, "check", "mine.toml").endswith("of the task's rows, the first 4 were looked at")
+    assert told(terminal, "check", "mine.toml").endswith("of the task's rows, only the first 4 were checked")
 
 
 def test_long_rows_are_left_out_where_one_asks_for_it(mine: Path, terminal: Terminal) -> None:
@@ -110,7 +110,7 @@ def test_long_rows_are_left_out_where_one_asks_for_it(mine: Path, terminal: Term
     assert "the model takes 64 tokens, which with 8 new ones (sampling.max_tokens) leaves 56" in wrong
     assert "set task.longest = 56 to leave longer ones out" in wrong
     found = told(terminal, "run", "mine.toml", "task.longest=56")
-    assert "1 of 9 prompts are left out: of more than 56 tokens" in found
+    assert "1 of 9 prompts are left out: they have more than 56 tokens" in found
     assert (mine / "runs/mine/model").is_dir()
     assert "1 of 9 prompts are left out" in told(terminal, "run", "runs/mine/config.toml", "steps=1")
 
@@ -136,7 +136,7 @@ def test_where_nobody_counts_tokens_it_is_told_with_the_rest(
 ) -> None:
     monkeypatch.setattr("meshrl.tasks.lengths.count_tokens", lambda *_: None)
     wrong = told(terminal, "check", "mine.toml", "task.longest=20", "run.log=tensorbord")
-    assert "task: task.longest = 20: there is no tokenizer here to count by" in wrong
+    assert "task: task.longest = 20: there is no tokenizer to count tokens with" in wrong
     assert "did you mean 'tensorboard'" in wrong
 
 
@@ -155,7 +155,7 @@ def test_a_model_without_a_tokenizer(mine: Path, terminal: Terminal) -> None:
 def test_an_evaluation_of_no_prompts(mine: Path, terminal: Terminal) -> None:
     write(mine, ROWS[0])
     found = told(terminal, "check", "mine.toml", "evaluation.every=1")
-    assert "[evaluation] judges held-out prompts, and none is held out of these rows" in found
+    assert "[evaluation] needs held-out prompts, and these rows have none" in found
     assert "held_out = 5, but held_out_fraction" in told(terminal, "check", "mine.toml", "task.held_out=5")
 
 

@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str) -> None:
     code = "import sys; sys.modules['pandas'] = None; from meshrl.cli import main; main()"
     command = [sys.executable, "-c", code, "run", "grpo/quickstart", *FAKES, TELL, *EVERY, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True)
-    assert "gets nothing more" not in done.stderr
+    assert "receives nothing more" not in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_one_that_breaks_costs_the_run_nothing(terminal: Terminal, tmp_path: Pat
     (tmp_path / "mine.py").write_text(OWN.format(then="raise OSError('no network')"), "utf-8")
     done = terminal("run", "grpo/quickstart", *FAKES, "steps=3", "run.log=mine.py:Mine")
     assert done.status == 0
-    assert done.err.count("mine.py:Mine gets nothing more of this run") == 1
+    assert done.err.count("mine.py:Mine receives nothing more of this run") == 1
     assert "OSError: no network" in done.err
     assert len(rewards(tmp_path)) == 3
 
@@ -218,7 +218,7 @@ def test_those_that_hang_are_waited_for_once(
     [
         ("tensorbord", "did you mean 'tensorboard'"),
         ("mine.py:Missing", "has no 'Missing'; it has Mine"),
-        ("mine.py:told", "no class that inherits from meshrl.Tracker"),
+        ("mine.py:told", "not a class that inherits from meshrl.Tracker"),
         ("wandb", "type `wandb login`, or set WANDB_MODE=offline"),
         ("mlflow", r"'mlflow' needs the package 'mlflow': pip install 'meshrl[mlflow]'"),
     ],

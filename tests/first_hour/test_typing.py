@@ -63,14 +63,14 @@ def test_an_earlier_evaluation_is_kept(terminal: Terminal, tmp_path: Path) -> No
     assert "eval-2.json" in out
     err = terminal("eval", "quickstart", "--temperature", "0")[2]
     assert (
-        "temperature = 0.0: is greedy, and one greedy completion of each prompt is judged anyway: leave it out" in err
+        "temperature = 0.0: is greedy, but a greedy completion of each prompt is evaluated anyway: leave it out" in err
     )
 
 
 def test_a_folder_is_no_source_of_rows(terminal: Terminal, tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     err = terminal("check", "grpo/quickstart", *FAKES, "task.source=rows", "task.options={}")[2]
-    assert "task source 'rows': is a folder, and rows are read from one file: it has no .jsonl or .parquet file" in err
+    assert "task source 'rows': is a folder, but rows are read from one file: it has no .jsonl or .parquet file" in err
     (tmp_path / "rows" / "train.jsonl").touch()
     err = terminal("check", "grpo/quickstart", *FAKES, "task.source=rows", "task.options={}")[2]
     assert "name a file in it, such as rows/train.jsonl" in err

@@ -100,7 +100,7 @@ def test_a_mesh_without_gpus_asks_for_none(without_gpus: Path) -> None:
         (["--volume", "shared"], "--volume shared: write CLAIM:PATH"),
         (
             [*VOLUME, "--gpus-per-worker", "4", "--workers", "2"],
-            "the meshes need 5 nodes of this size, and 2 are asked",
+            "the meshes need 5 nodes of this size, but only 2 are asked",
         ),
         (
             [*VOLUME, "--cpus-per-worker", "2"],

@@ -58,13 +58,13 @@ def test_slurm_takes_it(config: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--nodes", "1"], "the meshes need 2 nodes of this size, and 1 are asked for"),
+        (["--nodes", "1"], "the meshes need 2 nodes of this size, but only 1 are asked for"),
         (
             ["--cpus-per-node", "2"],
             "a rank of the mesh 'train' asks for 4 CPU and 1 GPU, and a node has 2 CPU and 8 GPU",
         ),
-        (["--sbatch", "gpu"], "'gpu' is no option of sbatch"),
-        (["--sbatch", "--a\nrm"], "is no option of sbatch"),
+        (["--sbatch", "gpu"], "'gpu' is not an option of sbatch"),
+        (["--sbatch", "--a\nrm"], "is not an option of sbatch"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_written(
@@ -82,7 +82,7 @@ def test_a_machine_without_slurm_is_told(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SystemExit):
         cli.main(["launch", "slurm", str(config), "--submit"])
-    assert "there is no sbatch on this machine: hand mine.sbatch in where there is one" in capsys.readouterr().err
+    assert "there is no sbatch on this machine: submit mine.sbatch on one that has it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_what_is_missing_is_told(source: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             make_plan(source, [], cannot_be)
-    with pytest.raises(ConfigError, match="a plan chooses it"):
+    with pytest.raises(ConfigError, match="the plan chooses this key"):
         make_plan(source, ["run.meshes.main.cpus=1"], Wanted(Devices(2, "cpus"), rollout=1, train=1))
     with pytest.raises(ConfigError, match="the algorithm has no policy"):
         make_plan("reward_model/quickstart", [], Wanted(Devices(2, "cpus"), rollout=1, train=1))

@@ -143,7 +143,7 @@ async def test_a_mesh_that_is_stopped_while_its_actors_are_made_again_gets_no_ne
     again = asyncio.create_task(respawn(rows))
     await asyncio.sleep(0.1)  # it waits for calls that do not end
     await mesh.stop()
-    with pytest.raises(MeshStopped, match="cannot be made again on rank 0: its mesh is stopped"):
+    with pytest.raises(MeshStopped, match="cannot be respawned on rank 0: its mesh is stopped"):
         await again
     with pytest.raises(MeshStopped):
         await lingering

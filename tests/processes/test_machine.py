@@ -57,7 +57,7 @@ async def test_each_rank_sees_its_own_gpus_which_are_given_back(engine: ProcessE
     whole = await Mesh.reserve(engine, 2, Resources(cpus=0, gpus=2))
     assert await gpus_of(whole) == [["0", "1"], ["2", "3"]]
     with pytest.raises(
-        ConfigError, match=r"1 ranks with 0\.5 GPUs each, and this machine has 0 of GPU 0, .* stop a mesh"
+        ConfigError, match=r"1 ranks with 0\.5 GPUs each, but this machine has 0 of GPU 0, .* stop a mesh"
     ):
         await Mesh.reserve(engine, 1, Resources(cpus=0, gpus=0.5))
     await whole.stop()
@@ -89,7 +89,7 @@ async def test_ranks_share_a_gpu(engine: ProcessEngine) -> None:
 
 
 async def test_what_a_machine_does_not_have_is_said(engine: ProcessEngine) -> None:
-    with pytest.raises(ConfigError, match=r"1 ranks with 5 GPUs each, and this machine has 1 of GPU 0"):
+    with pytest.raises(ConfigError, match=r"1 ranks with 5 GPUs each, but this machine has 1 of GPU 0"):
         await Mesh.reserve(engine, 1, Resources(gpus=5))
     with pytest.raises(ConfigError, match=r"asks for shelf, .* use Ray"):
         await Mesh.reserve(engine, 1, Resources(custom={"shelf": 1}))

@@ -256,7 +256,7 @@ async def test_wrong_meshes_say_what_is_wrong(two: Mesh) -> None:
     three = NewModel.model_validate({**MODEL.model_dump(), "hidden_size": 18, "heads": 3})
     with pytest.raises(RankFailed, match=r"num_attention_heads': 3.*tp = 2 does not divide"):
         await spawn(two.shape(dp=1, tp=2), model=three)
-    with pytest.raises(RankFailed, match="knows the axes dp and tp"):
+    with pytest.raises(RankFailed, match="supports the axes dp and tp"):
         await spawn(two.shape(dp=1, pp=2))
     with pytest.raises(RankFailed, match=r"fsdp.replicate = 3 does not divide the 2 ranks"):
         await spawn(two, fsdp=FsdpConfig(replicate=3))

@@ -86,7 +86,7 @@ def test_a_difference_is_told_where_there_is_one(tmp_path: Path) -> None:
     assert held_out.value == pytest.approx(held_out.values[1] - held_out.values[0])
     assert "lower in worse than in base" in held_out.sentence
     assert "more than chance over 200 prompts explains" in held_out.sentence
-    assert held_out.sentence.endswith("other seeds are not in it")
+    assert held_out.sentence.endswith("variation between seeds is not included")
     assert compared(base, alike, worse).differences == found.differences  # seeded
     assert compare([read_run(base), read_run(worse)], seed=1).differences != found.differences[3:]
 
@@ -144,10 +144,10 @@ def test_what_cannot_be_compared_is_refused_by_its_name(tmp_path: Path) -> None:
     bare = a_run(tmp_path / "bare")
     (bare / "config.toml").unlink()
     for folders, told in (
-        ((base,), "two runs or more are compared, and .*base is one"),
+        ((base,), "a comparison needs at least two runs, and .*base is one"),
         ((base, base), "is given twice"),
-        ((base, empty), r"empty has no metrics.jsonl with a step"),
-        ((base, bare), r"bare has no config.toml"),
+        ((base, empty), r"empty has no step in its metrics.jsonl"),
+        ((base, bare), r"bare has no readable config.toml"),
         ((base, other), "of different tasks: task.source is words there and sums here"),
     ):
         with pytest.raises(ConfigError, match=told):
@@ -160,7 +160,7 @@ def test_held_out_prompts_are_compared_where_both_have_them(tmp_path: Path) -> N
     none = a_run(tmp_path / "none", lr=1e-4, held_out=2)
     found = compared(base, none)
     assert [each.measure for each in found.differences] == ["reward in the last 10 steps"]
-    told = "held-out reward, greedy: base and none have 2 prompts in common, and at least 5 are tested."
+    told = "held-out reward, greedy: base and none have 2 prompts in common, and the test needs at least 5."
     assert told in found.notes
 
 
@@ -181,13 +181,13 @@ def test_what_is_left_out_of_held_out_rewards_is_told(tmp_path: Path) -> None:
     assert [each.over for each in found.differences[:2]] == ["10 prompts"] * 2
     assert found.measures[1].values == [0.5, 0.9]
     for told in (
-        f"{second} held out other prompts than the first run of its group: its held-out rewards are left out.",
+        f"{second} held out different prompts than the first run of its group: its held-out rewards are left out.",
         f"{third} has no held_out.jsonl: its held-out rewards are left out.",
         "2 of the 12 held-out prompts of other have no held-out reward, greedy, and are left out of it.",
     ):
         assert told in found.notes
     held_out(base, [0.5] * 12, first=50)
-    told = "held-out reward, greedy: base and other held out other prompts, which are not compared."
+    told = "held-out reward, greedy: base and other held out different prompts, which are not compared."
     assert told in compared(base, other).notes
     (base / "held_out.jsonl").unlink()
     assert "base has no held_out.jsonl, so held-out prompts are not tested." in compared(base, other).notes
@@ -199,8 +199,8 @@ def test_a_difference_that_does_not_vary_is_not_called_the_same(tmp_path: Path) 
         held_out(folder, [reward] * 10)
     worse, _, _, same, _, _ = compared(solved, lost, again).sentences
     assert worse == (
-        "held-out reward, greedy: 1 lower in lost than in solved (0 and 1), and as much over each of 10 prompts: "
-        "nothing varies, so there is no interval; other seeds are not in it"
+        "held-out reward, greedy: 1 lower in lost than in solved (0 and 1), the same for each of 10 prompts: "
+        "nothing varies, so there is no interval; variation between seeds is not included"
     )
     assert same == "held-out reward, greedy: the same in again and in solved, 1"
 
@@ -210,7 +210,7 @@ def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
     others = [a_run(tmp_path / f"other-{seed}", lr=1e-4, seed=seed) for seed in range(2)]
     found = compared(*runs, *others)
     assert found.differences[0].seeds == (1, 2)
-    assert found.sentences[0].endswith("other seeds are not in it")
+    assert found.sentences[0].endswith("variation between seeds is not included")
     assert "base, twice have the same settings and the same seed: they count as one seed." in found.notes
 
 
@@ -220,8 +220,11 @@ def test_steps_that_a_run_has_not_made_are_told(tmp_path: Path) -> None:
         lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
         (folder / "metrics.jsonl").write_text("".join(lines[:steps]), "utf-8")
     notes = compared(base, short, second).notes
-    assert "Runs of one group end at other steps (base at 99, two at 79): the steps that all have count." in notes
-    assert "Groups end at other steps (base at 79, short at 49): each is compared by its own last steps." in notes
+    assert (
+        "Runs of a group end at different steps (base at 99, two at 79): only steps that all of them have count."
+        in notes
+    )
+    assert "Groups end at different steps (base at 79, short at 49): each is compared by its own last steps." in notes
 
 
 def test_a_number_that_no_float_holds_is_left_out(tmp_path: Path) -> None:

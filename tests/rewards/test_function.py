@@ -106,7 +106,7 @@ async def test_reasoning_gym_scores_with_the_rows_own_dataset() -> None:
 
 async def test_reasoning_gym_needs_rows_of_its_own() -> None:
     _, errors = await scored("reasoning_gym", rollouts("cba"))
-    assert errors == ["ValueError: the row is not of reasoning_gym: it has no metadata.source_dataset"]
+    assert errors == ["ValueError: the row does not come from reasoning_gym: it has no metadata.source_dataset"]
 
 
 async def test_a_function_of_a_file(functions: str) -> None:
@@ -186,7 +186,7 @@ async def test_named_rewards_are_recorded(functions: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"function": "exact_match", "functions": {"a": "exact_match"}}, "leave one of them out"),
+        ({"function": "exact_match", "functions": {"a": "exact_match"}}, "remove one of them"),
         ({"functions": {"short": "exact_match"}, "weights": {"shrt": 1.0}}, "weights.shrt: .* did you mean 'short'"),
         ({"weights": {"short": 1.0}}, "there are none"),
         ({"functions": {"error": "exact_match"}}, "is not `error`"),

@@ -181,7 +181,7 @@ async def test_a_load_that_waits_for_a_call_that_ends_tells_so(close: bool) -> N
         await stream.aclose()
     else:
         assert len([part async for part in stream]) == 1
-    with pytest.raises(DataError, match="call 0 of `generate` had made 5 steps, and now that call ended before"):
+    with pytest.raises(DataError, match="call 0 of `generate` had made 5 steps, but now that call ended earlier"):
         await loading
 
 
@@ -190,7 +190,7 @@ async def test_records_that_cannot_be_replayed() -> None:
     places = [await made.load(weights(version)) for version in range(2)]
     with pytest.raises(DataError, match="has had 0 calls of `generate` and 2 of `load` and `abort`"):
         await made.replay(places[0])
-    with pytest.raises(DataError, match="nothing of load 0 on rank 0"):
+    with pytest.raises(DataError, match="no entry for load 0 on rank 0"):
         await sampler().replay(places[1])
 
 

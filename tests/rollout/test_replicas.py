@@ -180,7 +180,7 @@ def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
     if retries:
         assert sorted(simulate(script)) == sorted([*range(24)] * 2)
     else:
-        with pytest.raises(RankFailed, match=r"what a rank made lay on node2 \(10.0.0.2\) and is lost"):
+        with pytest.raises(RankFailed, match=r"what a rank made on node2 \(10.0.0.2\) is lost"):
             simulate(script)
 
 
@@ -198,7 +198,7 @@ async def test_replicas_are_ranks_that_work_alone() -> None:
     shrinking = await Mesh.reserve(engine, 4, Resources(cpus=0, least=2))
     with pytest.raises(ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(least = 2\)"):
         await shrinking.spawn(Together, SAMPLER)
-    with pytest.raises(ContractError, match="takes the axis dp alone"):
+    with pytest.raises(ContractError, match="needs the axis dp only"):
         await shrinking.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)
     await engine.close()
 

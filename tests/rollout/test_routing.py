@@ -132,7 +132,9 @@ async def test_a_caller_may_divide_the_rows() -> None:
     assert told.groups.tolist() == [5, 6, 7, 8, 9]
     assert parts(where.rank) == 3
     for wrong in (owners[1:], owners + 1, owners - 1):
-        with pytest.raises(ContractError, match=r"Where.rank: rows cannot be divided so: . owners from -?. to ."):
+        with pytest.raises(
+            ContractError, match=r"Where.rank: rows cannot be divided in this way: . owners from -?. to ."
+        ):
             await routed(where.rank, wrong)(batch)
     alone = Where()
     assert parts(alone.rank) == 1

@@ -274,7 +274,7 @@ class Forgetful(FakeSampler):
     ("wrong", "message"),
     [
         (lambda: streamed(1, ahead=-1), "ahead = -1"),
-        (lambda: streamed(1, late="never"), "late = 'never': it is one of 'wait', 'drop'"),
+        (lambda: streamed(1, late="never"), "late = 'never': use one of 'wait', 'drop'"),
         (lambda: streamed(1, size=0), "a batch of no prompts"),
         (lambda: streamed(1, sampler=Forgetful(SAMPLER)), "returned 11 rollouts for 4 prompts x 3"),
     ],

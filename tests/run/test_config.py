@@ -208,7 +208,7 @@ def test_a_mistake_is_told_with_its_place_and_what_is_expected(
         ("model = 'x'\noptimizer.lr = 0", ["reward.optimizer.lr = 0: must be greater than 0"]),
         (
             "function = 'x'\nmodel = 'x'",
-            ["reward.model: no such key beside the others; with these reward has backend, function"],
+            ["reward.model: no such key together with the others; with these reward has backend, function"],
         ),
     ],
 )
@@ -247,14 +247,16 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["steps", "=3", "policy..lr=1", ".steps=1", ""])
 def test_what_is_no_override_is_refused(tmp_path: Path, override: str) -> None:
     (line,) = mistakes(tmp_path, MODEL, override)
-    assert line == (f"command line: {override!r} is no override; write key.sub=value, as in policy.optimizer.lr=1e-4")
+    assert line == (
+        f"command line: {override!r} is not an override: write key.sub=value, such as policy.optimizer.lr=1e-4"
+    )
 
 
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
     (line,) = mistakes(tmp_path, MODEL, "policy.model.hidden=3")
     assert line == (
         "command line: policy.model.hidden=3: policy.model is 'folder' in the file, which has no key 'hidden'; "
-        "give the whole of it, as in policy.model=..."
+        "give the whole value, as in policy.model=..."
     )
 
 

@@ -73,7 +73,7 @@ def test_a_role_of_unknown_need_is_lacking_in_the_sum_and_leaves_no_headroom() -
     assert (whole.unknown, whole.headroom) == ([], 4 * GIB)
     (rank,) = plan_memory(config(**UNTOLD), ONE).meshes
     (unknown,) = [held for held in rank.roles if held.memory is None]
-    assert "'torch' does not tell it" in unknown.unknown
+    assert "'torch' does not report it" in unknown.unknown
     assert (rank.unknown, rank.needed, rank.headroom) == (["reference"], 6 * GIB, None)
     (full,) = plan_memory(config(**UNTOLD), ONE, Asked(gib=5)).meshes
     assert full.headroom == -GIB  # what is known does not fit, whatever the other takes
@@ -83,7 +83,7 @@ def test_gpus_stand_for_the_ranks_of_the_only_mesh_and_leave_its_other_axes() ->
     run = RunConfig(meshes={"main": MeshConfig(ranks=4, axes={"dp": 2, "tp": 2})})
     (rank,) = plan_memory(config(), run, Asked(gpus=16)).meshes
     assert (rank.ranks, rank.axes, rank.has_gpu, rank.gib) == (16, {"dp": 8, "tp": 2}, True, 80)
-    with pytest.raises(ConfigError, match=r"--gpus 7: the axes .* of the mesh 'main' take a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"--gpus 7: the axes .* of the mesh 'main' need a multiple of 2"):
         plan_memory(config(), run, Asked(gpus=7))
     with pytest.raises(ConfigError, match=r"2 meshes \(apart, main\).* run.meshes.apart.ranks=N"):
         plan_memory(config(sampler={"mesh": "apart"}), ONE, Asked(gpus=8))
@@ -121,11 +121,11 @@ def test_check_doubts_a_mesh_whose_roles_do_not_fit_or_nearly_fill_it() -> None:
     (tight,) = doubts(6.1)
     assert "leaves less than a twentieth of gib = 6.1" in tight
     (guessed,) = doubts(None, policy={"model": NEW, "micro_batch_tokens": 2**20})
-    assert "a rank needs about 132.0 GiB in policy.update, and is taken to have 80, as no gib says" in guessed
+    assert "a rank needs about 132.0 GiB in policy.update, and is taken to have 80, because no gib is set" in guessed
     assert doubts(None, **UNTOLD) == []
     (unknown,) = doubts(10, **UNTOLD)
     assert "a rank needs about 6.0 GiB in policy.update, without that of reference, which is unknown" in unknown
-    assert "'torch' does not tell it" in unknown
+    assert "'torch' does not report it" in unknown
 
 
 def test_the_command_prints_the_table_and_writes_the_numbers(

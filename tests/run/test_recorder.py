@@ -131,7 +131,7 @@ def test_an_earlier_run_is_renamed_and_never_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "config.toml").read_text("utf-8") == "number = 2\n"
     assert (tmp_path / "mine-1" / "config.toml").read_text("utf-8") == "number = 0\n"
     assert (tmp_path / "mine-2" / "config.toml").read_text("utf-8") == "number = 1\n"
-    assert f"the earlier one is now {tmp_path / 'mine-2'}" in logs[1]["event"]
+    assert f"the earlier run is now in {tmp_path / 'mine-2'}" in logs[1]["event"]
 
 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:

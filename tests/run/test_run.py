@@ -77,5 +77,5 @@ async def test_axes_that_do_not_fit_are_told_before_ranks_are_reserved(tmp_path:
 async def test_a_loop_has_no_fewer_than_no_steps(tmp_path: Path) -> None:
     async with Run(config(tmp_path)) as run:
         assert [step async for step in run.steps(0)] == []
-        with pytest.raises(DataError, match=r"run\.steps\(-1\): a loop has 0 steps or more"):
+        with pytest.raises(DataError, match=r"run\.steps\(-1\): the number of steps must be at least 0"):
             run.steps(-1)

@@ -60,9 +60,7 @@ def test_a_restart_is_told(tmp_path: Path, faults: Faults) -> None:
     with capture_logs() as logged:
         simulate(lambda: SETTINGS[0].run(tmp_path, restarts=3))
     told = [line for line in logged if "a machine failed" in line["event"]]
-    assert [line["event"] for line in told] == [
-        "a machine failed: the run is begun again for time 1 of 3 (run.restarts)"
-    ]
+    assert [line["event"] for line in told] == ["a machine failed: the run is restarted, number 1 of 3 (run.restarts)"]
     assert "the process of the engine has ended" in told[0]["error"]
     decoder = msgspec.json.Decoder(Event)
     events = [decoder.decode(line) for line in (tmp_path / "run/events.jsonl").read_bytes().splitlines()]
@@ -148,7 +146,7 @@ def test_a_restart_waits_for_the_machine_that_failed(
     told = [line["event"] for line in logged if "no room" in line["event"]]
     assert len(told) == 2, "a line a minute"
     assert told[0] == (
-        "a machine failed, and without it there is no room for the mesh 'main': waiting 600 s more (run.restart_wait)"
+        "a machine failed, and the others have no room for the mesh 'main': waiting 600 s more (run.restart_wait)"
     )
     assert summary(tmp_path)["restarts"] == 1
 

@@ -226,7 +226,7 @@ def test_a_source_that_cannot_be_read(source: str, options: dict[str, int], mess
 def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     path.write_text("no parquet", "utf-8")
-    with pytest.raises(DataError, match="not a parquet file that can be read"):
+    with pytest.raises(DataError, match="cannot be read as a parquet file"):
         Task.load(TaskConfig(source=str(path)))
 
 

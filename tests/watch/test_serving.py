@@ -270,7 +270,7 @@ async def test_without_control_nothing_can_be_asked(tmp_path: Path) -> None:
 
 def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="name the one that will begin"):
+    with pytest.raises(ConfigError, match="name the run that will start"):
         run_to_watch(None)
     append(Path("runs/one/metrics.jsonl"), {})
     append(Path("runs/two/metrics.jsonl"), {})
@@ -280,9 +280,9 @@ def test_which_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     folder, told = run_to_watch("tow")
     assert folder == Path("runs/tow")
     assert "did you mean two?" in told
-    assert "waiting for runs/tow to begin" in told
+    assert "waiting for runs/tow to start" in told
     append(Path("two/metrics.jsonl"), {})
-    with pytest.raises(ConfigError, match="write which"):
+    with pytest.raises(ConfigError, match="write the path of one"):
         run_to_watch("two")
 
 

@@ -129,7 +129,7 @@ def check_sendable(endpoint: str, requests: Sequence[Request]) -> None:
     if len(requests) < len(spawn.ranks):
         raise ContractError(
             f"{spawn.name}.{endpoint} was called on {len(requests)} of {len(spawn.ranks)} ranks, which would wait for "
-            "the others: a `CollectiveActor` is called on all of its ranks, not through `at`"
+            "the others: call a `CollectiveActor` on all of its ranks, not through `at`"
         )
     for request in requests:
         sendable(f"{spawn.name}.{endpoint}", partial(check_picklable, (request.arguments, dict(request.keywords))))

@@ -110,7 +110,7 @@ class HostingEngine(Caller):
         """Raise `MeshStopped` where the actor's mesh is stopped."""
         if reservation not in self._reservations:
             raise MeshStopped(
-                f"{member.spawn.name} cannot be made again on rank {member.rank.index}: its mesh is stopped"
+                f"{member.spawn.name} cannot be respawned on rank {member.rank.index}: its mesh is stopped"
             )
 
     async def _construct(self, members: Sequence[RankMember], origin: _Origin) -> None:
@@ -121,7 +121,7 @@ class HostingEngine(Caller):
         async def say() -> None:
             pairs = zip(members, running, strict=True)
             missing = [member.rank.index for member, task in pairs if not task.done()]
-            log.info(f"waiting for {name} to be made", ranks=missing)
+            log.info(f"waiting for {name} to be constructed", ranks=missing)
 
         try:
             recipe = await when_here(partial(sendable, f"{name}.__init__", partial(self.put, origin.recipe)))

@@ -45,12 +45,12 @@ class LocalEngine:
         event loop. This is for actors that compute nothing, such as fakes.
         """
         if count < 1:
-            raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
+            raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
         if resources.gpus or resources.custom:
             asked = {"gpus": resources.gpus, **resources.custom}
             named = ", ".join(f"{name} = {amount:g}" for name, amount in asked.items() if amount)
             raise ConfigError(
-                f"a mesh asks for {named}, and the local engine gives threads alone: set "
+                f"a mesh asks for {named}, but the local engine has only threads: set "
                 "run.engine = 'processes', or 'ray' for several machines"
             )
         free = self.cores - sum(slot.threads for slot in self._slots if slot.cores)
@@ -96,9 +96,7 @@ class LocalEngine:
         again = cast("Sequence[LocalMember]", members)
         for member in again:
             if member.slot not in self._slots:
-                raise MeshStopped(
-                    f"{member.name} cannot be made again on rank {member.rank.index}: its mesh is stopped"
-                )
+                raise MeshStopped(f"{member.name} cannot be respawned on rank {member.rank.index}: its mesh is stopped")
         self._members += [member for member in again if member not in self._members]
         outcomes = await asyncio.gather(*(member.restart() for member in again), return_exceptions=True)
         for outcome in outcomes:

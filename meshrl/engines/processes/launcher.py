@@ -53,7 +53,7 @@ class Launcher:
                 return self._ordered(environment, cores, log)
             except (BrokenPipeError, ConnectionResetError):
                 self._lost()  # the loop has not heard of it yet
-        raise ConfigError("the process that ranks are made of ends as soon as it is started: see what it has printed")
+        raise ConfigError("the template process of ranks ends as soon as it starts: see its output")
 
     def _ordered(self, environment: Mapping[str, str], cores: Sequence[int], log: RankLog | None) -> SocketChannel:
         control, folder = self._started()

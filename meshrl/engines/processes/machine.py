@@ -36,7 +36,7 @@ class Machine:
     def take(self, count: int, resources: Resources) -> list[Share]:
         """Shares for so many ranks. ConfigError for what this machine does not have, or has given away."""
         if count < 1:
-            raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
+            raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
         if resources.custom:
             named = ", ".join(sorted(resources.custom))
             raise ConfigError(f"a mesh asks for {named}, which this machine's processes do not have: use Ray")
@@ -66,7 +66,7 @@ class Machine:
             if len(fit) < each:
                 free = ", ".join(f"{free:g} of GPU {name}" for name, free in self._gpus.items()) or "none"
                 raise ConfigError(
-                    f"a mesh asks for {count} ranks with {each:g} GPUs each, and this machine has {free} left: ask for "
+                    f"a mesh asks for {count} ranks with {each:g} GPUs each, but this machine has {free} left: ask for "
                     "fewer, stop a mesh, or use Ray and more machines"
                 )
             for name in fit:

@@ -253,7 +253,7 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
     reason = str(error) or type(error).__name__
     return ConfigError(
         f"no Ray cluster answers at {address}: {reason}; start one with `ray start --head`, or set run.engine = 'ray' "
-        "without RAY_ADDRESS for one of this machine's own; where Ray asks for a token, set RAY_AUTH_MODE=token"
+        "without RAY_ADDRESS to start one on this machine. If Ray asks for a token, set RAY_AUTH_MODE=token"
     )
 
 

@@ -72,7 +72,7 @@ class RayEngine(HostingEngine, RayCaller):
         has other versions than this process.
         """
         if count < 1:
-            raise ConfigError(f"a mesh of {count} ranks cannot be made: ask for at least 1")
+            raise ConfigError(f"a mesh of {count} ranks cannot be reserved: ask for at least 1")
         await self._cluster.connect()
         async with self._planning:
             nodes = await self._cluster.nodes()

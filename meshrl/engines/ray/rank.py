@@ -69,7 +69,9 @@ class RankProcess:
 
     def lose(self, reason: str) -> None:
         """The controller cannot be reached, and gives this rank up: so that nothing is done twice, it ends at once."""
-        log.warning("a rank ends, which its controller has given up", controller=str(self._controller), reason=reason)
+        log.warning(
+            "a rank ends because its controller counts it as lost", controller=str(self._controller), reason=reason
+        )
         self._host.leave()
         os._exit(1)
 

@@ -112,7 +112,7 @@ class RayRef(Ref):
                 self._near, self.way = copy, "collectives"
                 return
             except (RayError, DataLost, Gone) as error:
-                log.warning("a value comes by Ray's store, and not by a collective", error=str(error))
+                log.warning("a value is sent by Ray's store instead of a collective", error=str(error))
         self._route = ()
         first = next(iter(self._stops.values()), None)
         try:
@@ -166,7 +166,7 @@ class RayRef(Ref):
 
 def _check_open() -> None:
     if not ray.is_initialized():  # Ray would join whatever cluster it finds
-        raise MeshStopped("the engine is closed: nothing can be sent to its ranks any more")
+        raise MeshStopped("the engine is closed: nothing more can be sent to its ranks")
 
 
 _known: WeakValueDictionary[bytes, RayRef] = WeakValueDictionary()

@@ -183,7 +183,7 @@ class Relay:
         """Ask the machine before this one for a value, and where it is there no more, that on which it was made."""
         own = route[-1].home
         if len(route) == 1:
-            raise DataError("a value that was made on this machine is here no more")
+            raise DataError("a value that was made on this machine is no longer here")
         for before in (route[:-1], route[:1]):
             stop = before[-1]
             link = await _linked(self._into, stop.handle, partial(_link, own), _IDLE)
@@ -193,7 +193,7 @@ class Relay:
                 arrival = _Arrival(*cast("tuple[bytes, Sequence[int]]", told))
                 _in_thread(link.receive, arrival.flow, wire.number)
                 return arrival
-        raise DataError(f"{stop.home} cannot hand it on by a collective: torch is not installed there")
+        raise DataError(f"{stop.home} cannot forward it by a collective: torch is not installed there")
 
 
 class _Arrival:
@@ -254,6 +254,6 @@ def _in_thread(carry: Callable[[Flow, int], None], flow: Flow, number: int) -> N
         try:
             carry(flow, number)
         except Exception as error:  # noqa: BLE001 -- whatever it is, who waits for the value is told
-            log.warning("a value does not go on to the next machine", error=str(error))
+            log.warning("a value is not forwarded to the next machine", error=str(error))
 
     threading.Thread(target=run, name="meshrl-relay", daemon=True).start()

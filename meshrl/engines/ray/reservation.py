@@ -151,7 +151,7 @@ class RayReservation(Reservation):
             await self._cluster.check({node.id: node.address for node in await self._cluster.nodes()})
         return ConfigError(
             f"a rank's process did not start on the cluster: {process.died(str(error)).reason}; if it happens again, "
-            "see that each node has the same Python, Ray and meshrl"
+            "check that each node has the same Python, Ray and meshrl"
         )
 
     async def _placed(self, process: Process) -> Place:

@@ -44,7 +44,7 @@ class Connection:
         if not self._open:
             return
         if len(frame) > LONGEST:
-            raise TypeError(f"a call's values have {len(frame)} bytes, and a call carries {LONGEST} at most")
+            raise TypeError(f"a call's values have {len(frame)} bytes, but a call can carry at most {LONGEST}")
         whole = _LENGTH.pack(len(frame)) + frame
         if self._waiting:
             self._waiting.append(memoryview(whole))
@@ -113,7 +113,7 @@ class Connection:
                 at = end
                 self._received(bytes(memoryview(arrived)[begin:end]))
         except Exception as error:  # noqa: BLE001 -- no frame is delivered twice, nor a wrong one waited out
-            log.warning(f"a connection is closed, whose frame could not be read: {described(error)}")
+            log.warning(f"a connection is closed, because its frame could not be read: {described(error)}")
             self._end()
         return most - at if self._open else 0
 

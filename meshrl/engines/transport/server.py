@@ -56,10 +56,10 @@ class Server:
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listening)
                 loop.call_later(_PAUSE, loop.add_reader, self._listening, self._accept)
-                log.warning(f"a process that calls has to wait: {error.strerror}")
+                log.warning(f"a calling process must wait: {error.strerror}")
             return
         if (user := _user(end)) not in (None, os.geteuid()):
-            log.warning(f"a process of user {user} is refused, which is not this run's")
+            log.warning(f"a process of user {user} is refused, because it is not this run's user")
             end.close()
             return
         self._callers.add(_Peer(end, self._token, self._host, self._callers))
