@@ -1,4 +1,4 @@
-"""The names of TRL's and verl's configuration keys in meshrl."""
+"""The names of configuration keys of TRL, verl, OpenRLHF and torchforge in meshrl."""
 
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
