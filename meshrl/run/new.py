@@ -5,6 +5,7 @@ import random
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +17,13 @@ from meshrl.run.jobs import find_script, shipped_configs
 _CONFIG: Final = "config.toml"
 _TASK: Final = "task.jsonl"
 _REWARD: Final = "reward.py"
+_PROGRAM: Final = "program.py"
 _ROWS: Final = 600
 
 _TABLE: Final = f"""\
 [task]
 source = "{_TASK}"
-prompt = "{{question}}>"
+prompt = "PROMPT"
 answer = "{{answer}}"
 held_out = "all"  # keep a tenth of the prompts for judging, none of which is trained on; 64 would keep 64 of them
 """
@@ -40,7 +42,8 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
     """Write a shipped algorithm and what it runs on into a folder, to start from; returns the files.
 
     These are the script, `config.toml`, `task.jsonl` with rows of the quickstart's kind, and `reward.py` where the
-    algorithm calls a function. Models of other runs are looked for where one stands. Nothing is overwritten.
+    algorithm calls a function, or `program.py` if it plays a program. The models of other runs are those of the current
+    folder. Nothing is overwritten.
     """
     script = find_script(algorithm)
     shipped = shipped_configs()[f"{algorithm}/quickstart"]
@@ -48,6 +51,8 @@ def copy_script(algorithm: str, folder: Path) -> list[Path]:
     texts = {script.name: script.read_text("utf-8"), _CONFIG: config, _TASK: "".join(_rows())}
     if f'"{_REWARD}:' in config:
         texts[_REWARD] = _FUNCTION
+    if f'"{_PROGRAM}:' in config:
+        texts[_PROGRAM] = files("meshrl.agents").joinpath("speller.py").read_text("utf-8")
     there = [str(folder / name) for name in texts if (folder / name).exists()]
     if there:
         raise ConfigError(f"{', '.join(there)}: exists already and is not overwritten: choose another folder")
@@ -72,11 +77,14 @@ def _config(shipped: str, script: str, folder: Path) -> str:
     """The shipped configuration with the folder's own script, name, task and reward."""
     name = re.sub(r"[^\w.-]", "-", folder.resolve().name).lstrip("-.") or "mine"
     _, _, text = shipped.partition("\n#\n")
+    # The chat template of an agent's model ends the prompt.
+    table = _TABLE.replace("PROMPT", "{question}" if "\n[agent]\n" in text else "{question}>")
     changes = {
         r"^algorithm\s*=.*$": f'algorithm = "{script}"',
         r"(?<=^\[run\]\n)name\s*=.*$": f'name = "{name}"',
-        r"^\[task\]\n(?:(?!\[).*\n)*?(?=\n*(?:\[|\Z))": _TABLE,
+        r"^\[task\]\n(?:(?!\[).*\n)*?(?=\n*(?:\[|\Z))": table,
         r'(?<=^function = )"exact_match"$': f'"{_REWARD}:reward"',
+        r'(?<=^source = )"meshrl\.agents\.speller:solve"$': f'"{_PROGRAM}:solve"',
     }
     for pattern, value in changes.items():
         text = re.sub(pattern, value.replace("\\", r"\\"), text, flags=re.MULTILINE)

@@ -56,6 +56,20 @@ def test_the_folder_runs_from_where_it_was_made_and_from_inside(
     assert (tmp_path / "mine/runs/mine/summary.json").is_file()
 
 
+def test_an_agent_is_copied_with_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task's row becomes the prompt as it is: the chat template of the model ends it."""
+    monkeypatch.chdir(tmp_path)
+    type_in("new", "agent", "mine")
+    program = Path("mine/program.py")
+    asked = 'row["prompt"]}]\n'
+    tell = "    with open('said', 'a') as file:\n        print(row['prompt'], file=file)\n"
+    program.write_text(program.read_text("utf-8").replace(asked, asked + tell), "utf-8")
+    few = ["steps=1", "prompts=2", "task.held_out=2", "policy.optimizer.total_steps=1"]
+    type_in("run", "mine/config.toml", *FAKES, *few)
+    words = {json.loads(line)["question"] for line in Path("mine/task.jsonl").read_text("utf-8").splitlines()}
+    assert set(Path("said").read_text("utf-8").split()) <= words
+
+
 def test_the_command_may_be_pasted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
