@@ -51,7 +51,7 @@ def paragraphs() -> str:
         found[-1] += "".join(f"\n| `{path.relative_to(folder)}` | {first_line(path)} |" for path in modules)
     beside = sorted(path for path in HOUSE.glob("*.py") if path.stem != "__init__")
     rows = "".join(f"\n| `{path.name}` | {first_line(path)} |" for path in beside)
-    return "\n\n".join([*found, f"### Beside the rooms\n\n| Module | What it is |\n|---|---|{rows}"])
+    return "\n\n".join([*found, f"### Modules outside the rooms\n\n| Module | What it is |\n|---|---|{rows}"])
 
 
 def imported() -> dict[str, set[str]]:

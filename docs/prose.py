@@ -25,11 +25,11 @@ LONG = 30
 _HEAD = """# How readable the pages are
 
 `python docs/prose.py --table` writes this table. Code counts as one word, and a long sentence has more than 30. Reading
-ease is Flesch's: higher for shorter words and sentences, about 60 for plain English, 30 for academic prose. The turns
-to rewrite are those that `docs/prose.toml` lists under `later`. An arrow leads from a page's first figure to today's.
+ease is Flesch's: higher for shorter words and sentences, about 60 for plain English, 30 for academic prose. An arrow
+leads from a page's first figure to today's.
 
-| Page | Words | Words a sentence | Long sentences, % | Reading ease | Turns to rewrite |
-|---|---|---|---|---|---|
+| Page | Words | Words a sentence | Long sentences, % | Reading ease |
+|---|---|---|---|---|
 """
 
 
@@ -42,13 +42,13 @@ class Figures(NamedTuple):
     long: float
     """Per cent of the sentences."""
     ease: float
-    later: int
 
 
 def pages() -> list[Path]:
     """The pages that people read: not the table itself."""
-    own = (path for path in DOCS.rglob("*.md") if path != TABLE)
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(own)]
+    outside = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
+    inside = (path for path in DOCS.rglob("*.md") if path != TABLE)
+    return [*(ROOT / name for name in outside), *sorted(inside)]
 
 
 def prose(text: str, headings: str = r"\1.") -> str:
@@ -91,8 +91,7 @@ def figures(page: Path) -> Figures:
     mean = len(words) / len(sentences)
     ease = 206.835 - 1.015 * mean - 84.6 * sum(map(_syllables, words)) / len(words)
     long = 100 * sum(len(sentence) > LONG for sentence in sentences) / len(sentences)
-    later = sum(len(re.findall(pattern, text)) for pattern in RULES["later"])
-    return Figures(len(words), round(mean, 1), round(long), round(ease), later)
+    return Figures(len(words), round(mean, 1), round(long), round(ease))
 
 
 def _words(text: str) -> list[str]:
@@ -115,7 +114,7 @@ def table() -> str:
         name, now = page.relative_to(ROOT).as_posix(), figures(page)
         then = before.get(name, [f"{value:g}" for value in now])
         cells = [
-            first if first == f"{value:g}" else f"{first} → {value:g}" for first, value in zip(then, now, strict=True)
+            first if first == f"{value:g}" else f"{first} → {value:g}" for first, value in zip(then, now, strict=False)
         ]
         rows.append(f"| `{name}` | {' | '.join(cells)} |\n")
     return _HEAD + "".join(rows)

@@ -1,7 +1,12 @@
-"""Rows into micro-batches: one packed sequence each, no padding, and a shared prompt computed once."""
+"""Rows into micro-batches: one packed sequence each, no padding, and what rows share at their beginning computed once.
+
+That is the prompt of a family, rows of one prompt, and of any rows what is long enough to be worth it: the history that
+branches of a conversation have in common, or a long system message.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -15,6 +20,9 @@ from meshrl_hf.attention import Group, Packed
 from meshrl_hf.devices import moved
 
 Ints = NDArray[np.int64]
+
+_WORTH: Final = 32
+"""Tokens that rows share beyond a prompt of theirs, from which on they are computed once."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +141,13 @@ def _with_families(tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, fir
 def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
     """Fill micro-batches of at most `budget` tokens; a row longer than that has one of its own.
 
-    Families stay together and rows of about one length meet, so that few shapes of attention are needed.
+    Families stay together, beside those that begin alike, and rows of about one length meet, so that few shapes of
+    attention are needed.
     """
-    longest = np.zeros(int(rows.family.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(longest, rows.family, rows.inputs)
-    order = np.lexsort((rows.inputs, rows.family, longest[rows.family]))
+    tree = _trees(tokens, rows)[rows.family]
+    longest = np.zeros(int(tree.max(initial=-1)) + 1, np.int64)
+    np.maximum.at(longest, tree, rows.inputs)
+    order = np.lexsort((rows.inputs, rows.family, tree, longest[tree]))
     for part in _filled(rows, order, budget):
         yield packed(tokens, rows, part, learn)
 
@@ -158,55 +168,79 @@ def _filled(rows: Rows, order: Ints, budget: int) -> Iterator[Ints]:
         yield order[start:]
 
 
+def _trees(tokens: Ragged, rows: Rows) -> Ints:
+    """Of each family the number of the first of those that begin alike, int64[families]."""
+    tree = np.full(int(rows.family.max(initial=-1)) + 1, -1, np.int64)
+    order, common = _alike(tokens, rows.starts, rows.inputs)
+    before = -1
+    for family, count in zip(rows.family[order].tolist(), common.tolist(), strict=True):
+        if tree[family] < 0:
+            tree[family] = tree[before] if count >= _WORTH else family
+        before = family
+    return tree
+
+
+def _alike(tokens: Ragged, starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """Spans of the token column in an order in which those that begin alike are adjacent, the shorter one first.
+
+    And how many tokens each, in this order, has in common with the one before.
+    """
+    spans = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    keys = [span.tobytes() for span in spans]
+    order = sorted(range(len(spans)), key=keys.__getitem__)
+    common = np.zeros(len(spans), np.int64)
+    for place, (one, other) in enumerate(pairwise(order), start=1):
+        size = min(len(spans[one]), len(spans[other]))
+        differs = spans[one][:size] != spans[other][:size]
+        common[place] = differs.argmax() if differs.any() else size
+    return np.array(order, np.int64), common
+
+
 def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
     """One micro-batch of these rows, numbers of `rows`; of their targets those that are learned, where that is told."""
     starts, inputs, prefix = rows.starts[part], rows.inputs[part], rows.prefix[part]
-    _, leaders, family = np.unique(rows.family[part], return_index=True, return_inverse=True)
-    sharing = prefix > 0
-    heads = leaders[sharing[leaders]]  # one row of each family stands for the family's prompt
-    own = inputs - prefix
-    # The segments: first the shared prompts, then what each row has of its own.
-    begin = np.concatenate([starts[heads], starts + prefix])
-    queries = np.concatenate([prefix[heads], own])
+    _, leaders = np.unique(rows.family[part], return_index=True)
+    heads = leaders[prefix[leaders] > 0]  # one row of each family stands for the family's prompt
+    # The segments: first the shared prompts, then the rows; each without what it shares with another.
+    begin, lengths = np.concatenate([starts[heads], starts]), np.concatenate([prefix[heads], inputs])
+    alike, common = _alike(tokens, begin, lengths)
     before = np.concatenate([np.zeros(len(heads), np.int64), prefix])
-    order = np.lexsort((before + queries, queries))
+    before[alike] = np.where(common - before[alike] >= _WORTH, common, before[alike])
+    queries = lengths - before
+    order = np.lexsort((lengths, queries))
     order = order[queries[order] > 0]
     packed_at = np.zeros(len(queries), np.int64)
     packed_at[order] = np.cumsum(queries[order]) - queries[order]
 
-    prompt_of_family = np.zeros(len(leaders), np.int64)
-    prompt_of_family[family[heads]] = packed_at[: len(heads)]
-    own_at = packed_at[len(heads) :]
-    prompt_at = np.where(sharing, prompt_of_family[family], own_at)
+    # Which packed token each token of each segment is, with what it shares.
+    offsets = np.cumsum(lengths) - lengths
+    path = runs(packed_at - before, lengths)
+    for one, other in pairwise(alike.tolist()):
+        shared = before[other]
+        path[offsets[other] :][:shared] = path[offsets[one] :][:shared]
 
-    read = runs(begin[order], queries[order])
-    positions = runs(before[order], queries[order])
-    keys = None
-    if sharing.any():
-        seen = np.stack([np.concatenate([packed_at[: len(heads)], prompt_at]), packed_at], axis=1)[order]
-        counts = np.stack([before, queries], axis=1)[order]
-        keys = torch.from_numpy(runs(seen.reshape(-1), counts.reshape(-1)))
-
-    source, target = _targets(rows, part, own_at, prompt_at, learn)
+    read = runs((begin + before)[order], queries[order])
+    keys = torch.from_numpy(path[runs(offsets[order], lengths[order])]) if before.any() else None
+    source, target = _targets(rows, part, path[len(path) - int(inputs.sum()) :], learn)
     return MicroBatch(
         ids=torch.from_numpy(tokens.values[read].astype(np.int64))[None],
-        positions=torch.from_numpy(positions)[None],
-        attend=Packed(groups_of(queries[order], (before + queries)[order]), keys),
+        positions=torch.from_numpy(runs(before[order], queries[order]))[None],
+        attend=Packed(groups_of(queries[order], lengths[order]), keys),
         source=torch.from_numpy(source),
         target=target,
         read=read,
     )
 
 
-def _targets(rows: Rows, part: Ints, own_at: Ints, prompt_at: Ints, learn: Ragged | None) -> tuple[Ints, Ints]:
-    """Which packed token predicts which token of the column, over the targets of these rows."""
-    starts, inputs, prefix, first = rows.starts[part], rows.inputs[part], rows.prefix[part], rows.first[part]
+def _targets(rows: Rows, part: Ints, path: Ints, learn: Ragged | None) -> tuple[Ints, Ints]:
+    """Which packed token predicts which token of the column, over the targets of these rows.
+
+    `path`: which packed token each input of each row is.
+    """
+    inputs, first = rows.inputs[part], rows.first[part]
     counts = inputs - first + 1
-    row = np.repeat(np.arange(len(part)), counts)
-    reader = runs(first - 1, counts)  # the position, in the row, of the token that predicts
-    shared = reader < prefix[row]
-    source = reader + np.where(shared, prompt_at[row], own_at[row] - prefix[row])
-    target = reader + 1 + starts[row]
+    source = path[runs(np.cumsum(inputs) - inputs + first - 1, counts)]
+    target = runs(rows.starts[part] + first, counts)
     if learn is None:
         return source, target
     kept = np.asarray(learn.values, np.bool_)[target]

@@ -1,0 +1,102 @@
+"""Packed rows: each token is read after the tokens that are before it in its row, and what rows share is read once."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import log_softmax
+
+from meshrl import Batch, CrossEntropy, NewModel, OptimizerConfig, PolicyConfig, Ragged
+from meshrl_hf import packing
+from meshrl_hf.packing import MicroBatch, learned, micro_batches, whole
+from meshrl_torch.policy import TorchPolicy
+
+MODEL = NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=64, layers=2, heads=4, max_tokens=256)
+LONG = packing._WORTH + 6
+
+
+def branches(random: Random, conversations: int = 4) -> Batch:
+    """Rows that go on after the beginning of a row before, where they learn nothing that it learns, or begin anew."""
+    system = [random.randrange(2, 11) for _ in range(random.choice([1, LONG]))]
+    rows: list[tuple[list[int], list[bool]]] = []
+    for _ in range(conversations):
+        tokens, mask = random.choice(rows) if rows and random.random() < 0.7 else (system, [False] * len(system))
+        kept = random.randint(len(system), len(tokens))
+        tokens, mask = tokens[:kept], [False] * kept
+        for _ in range(random.randint(1, 3)):
+            for learnt in (False, True):
+                new = [random.randrange(1, 11) for _ in range(random.choice([1, 4, LONG // 4]))]
+                tokens, mask = [*tokens, *new], [*mask, *[learnt] * len(new)]
+        rows.append((tokens, mask))
+    return Batch.of(
+        tokens=Ragged.of([tokens for tokens, _ in rows], np.int32), loss_mask=Ragged.of([m for _, m in rows], np.bool_)
+    )
+
+
+def contexts(micro: MicroBatch) -> list[list[int]]:
+    """Of each packed token those that it sees, and itself."""
+    ids = micro.ids[0].tolist()
+    keys = list(range(len(ids))) if micro.attend.keys is None else micro.attend.keys.tolist()
+    found: list[list[int]] = []
+    at = 0
+    for group in micro.attend.groups:
+        for _ in range(group.count):
+            seen = [ids[key] for key in keys[at : at + group.keys]]
+            found += [seen[: group.keys - group.queries + query + 1] for query in range(group.queries)]
+            at += group.keys
+    assert at == len(keys)
+    return found
+
+
+@given(st.randoms(use_true_random=True), st.sampled_from([100, 300, 2000]), st.booleans())
+def test_a_token_is_read_after_those_before_it(random: Random, budget: int, trains: bool) -> None:
+    batch = branches(random, conversations=6)
+    tokens, mask = batch.tokens, batch.loss_mask
+    rows, learn = (learned(tokens, mask), mask) if trains else (whole(tokens, mask), None)
+    predicted: list[int] = []
+    for micro in micro_batches(tokens, rows, learn, budget):
+        seen = contexts(micro)
+        assert micro.positions[0].tolist() == [len(each) - 1 for each in seen]
+        assert micro.ids[0].tolist() == tokens.values[micro.read].tolist()
+        for source, target in zip(micro.source.tolist(), micro.target.tolist(), strict=True):
+            row = int(np.searchsorted(tokens.offsets, target, side="right")) - 1
+            assert seen[source] == tokens.values[tokens.offsets[row] : target].tolist()
+        predicted += micro.target.tolist()
+    firsts = set(tokens.offsets[:-1].tolist())
+    wanted = (
+        np.flatnonzero(mask.values).tolist() if trains else [n for n in range(len(tokens.values)) if n not in firsts]
+    )
+    assert sorted(predicted) == wanted
+
+
+def test_what_branches_share_is_read_once() -> None:
+    history, apart = list(range(LONG)), packing._WORTH - 1
+    rows = [[*history, 1, 2], [*history, 3, 4], [*history[:apart], 5, 6], [*history[:-1], 7, 8]]
+    tokens = Ragged.of(rows, np.int32)
+    mask = Ragged.of([[*[False] * (len(row) - 2), True, True] for row in rows], np.bool_)
+    (micro,) = micro_batches(tokens, learned(tokens, mask), mask, 1000)
+    # The first two are a family, the last shares all but a token with it, and the third too little.
+    assert micro.ids.numel() == LONG + 2 + (apart + 1) + 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_log_probs_and_gradients_are_those_of_each_row_alone(seed: int) -> None:
+    batch = branches(Random(seed))
+    optimizer = OptimizerConfig(max_grad_norm=None)
+    trainer, plain = (TorchPolicy(PolicyConfig(model=MODEL, optimizer=optimizer)) for _ in range(2))
+    network = plain._passes.model.network
+    network.set_attn_implementation("eager")
+    expected: list[torch.Tensor] = []
+    for row in batch.tokens:
+        ids = torch.from_numpy(row.astype(np.int64))
+        logits = log_softmax(network(input_ids=ids[None]).logits[0, :-1], -1)
+        expected += [torch.zeros(1), logits.gather(1, ids[1:, None])[:, 0]]
+    told = np.asarray((await trainer.logprobs(batch)).ragged("logprobs").values, np.float32)
+    np.testing.assert_allclose(told, torch.cat(expected).detach().numpy(), atol=1e-5)
+    torch.cat(expected)[torch.from_numpy(np.array(batch.loss_mask.values))].mean().neg().backward()
+    metrics = await trainer.update(batch, CrossEntropy())
+    gradients = [each.grad for each in network.parameters() if each.grad is not None]
+    assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)
