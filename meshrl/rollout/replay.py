@@ -182,7 +182,7 @@ class Schedule:
         if before and not _fits(before[0], loop, entries, number):
             raise DataError(
                 "the replayed schedule belongs to another loop, and the sampler might wait for weights that never "
-                "come: {_differing(before[0], loop)}. {_REMEDY}"
+                f"come: {_differing(before[0], loop)}. {_REMEDY}"
             )
         self.write(loop)
 
