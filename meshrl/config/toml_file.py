@@ -14,9 +14,9 @@ DEEPEST: Final = 100
 
 
 def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
-    """The tables of a TOML file, with `key.sub=value` overrides put over them.
+    """Read the tables of a TOML file, and apply `key.sub=value` overrides.
 
-    A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and, where it is none, taken as text.
+    A value is read as TOML (`3`, `true`, `[1, 2]`, `{a = 1}`) and taken as text if it is not valid TOML.
     """
     path = Path(path)
     try:
@@ -45,7 +45,7 @@ def load_toml(path: str | Path, overrides: Sequence[str] = ()) -> Table:
 
 
 def put_over(table: Table, overrides: Sequence[str]) -> None:
-    """Put `key.sub=value` overrides over a table, as `load_toml` does."""
+    """Apply `key.sub=value` overrides to a table, as `load_toml` does."""
     for override in overrides:
         _put(table, override)
         if too_deep(table):

@@ -22,7 +22,7 @@ def validate(
     overrides: Sequence[str] = (),
     folder: Path = Path(),
 ) -> C:
-    """The table as a `schema`, its paths absolute, or one ConfigError that lists every mistake in it.
+    """Validate a table as a `schema`, with absolute paths. Raises one ConfigError that lists every mistake.
 
     `overrides`: those already in the table, so that a mistake in one is told as the command line's, and its paths start
     at the current folder; those of the table itself start at `folder`.
@@ -41,7 +41,7 @@ def mistakes_in(
     overrides: Sequence[str] = (),
     folder: Path = Path(),
 ) -> list[str]:
-    """What `validate` would raise, one text for each mistake."""
+    """Return the mistakes that `validate` would raise, one text for each."""
     read = _judged(schema, table, source, overrides, folder)
     return read if isinstance(read, list) else []
 
@@ -77,7 +77,7 @@ def _read(schema: type[C], table: Mapping[str, object]) -> C | list[tuple[Keys, 
 
 
 def as_list(mistakes: Sequence[str]) -> str:
-    """One mistake as it is; several under a line that counts them."""
+    """Return one mistake unchanged, and several under a line that counts them."""
     if len(mistakes) == 1:
         return mistakes[0]
     return f"{len(mistakes)} mistakes:\n" + "\n".join(f"  {mistake}" for mistake in mistakes)

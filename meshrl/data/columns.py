@@ -88,7 +88,7 @@ def aligned(columns: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def check_lengths(name: str, lengths: Rows, tokens: Rows) -> None:
-    """DataError if a token column has rows of other lengths than `tokens`."""
+    """Raise DataError if a token column's rows differ in length from `tokens`."""
     wrong = np.flatnonzero(lengths != tokens)
     if len(wrong):
         row = int(wrong[0])

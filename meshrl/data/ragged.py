@@ -56,12 +56,12 @@ def sealed(array: A) -> A:
 
 
 def raw(array: Array) -> memoryview:
-    """The bytes of a C-contiguous array, not copied; also of dtypes that have no buffer of their own, as bfloat16."""
+    """Return the bytes of a C-contiguous array, not copied, even for dtypes without a buffer such as bfloat16."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def from_raw(buffer: Buffer, dtype: str, shape: tuple[int, ...]) -> Array:
-    """The array whose `raw` this is: a read-only view of the buffer, which nobody may write any more."""
+    """Make the array from the result of `raw`: a read-only view of the buffer, which must not be written any more."""
     values: Array = np.frombuffer(memoryview(buffer), dtype).reshape(shape)
     return sealed(values)
 

@@ -156,7 +156,7 @@ class RemoteColumn:
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be read."""
+        """True if the column can be read here."""
         return not self.missing
 
     @property
@@ -246,7 +246,7 @@ def source_of(column: "Column | RemoteColumn") -> Source | None:
 
 
 def is_ragged(column: "Column | RemoteColumn") -> bool:
-    """Whether a column has values by token."""
+    """True if a column has values by token."""
     return isinstance(column, Ragged) or (isinstance(column, RemoteColumn) and column.form.kind == "ragged")
 
 

@@ -126,7 +126,7 @@ class FunctionEnvironment(Environment):
         return batch.assign(prompt=[text for text, _ in begun], reward_error=[error for _, error in begun])
 
     async def step(self, batch: Batch) -> Batch:
-        """Call each row's instance, and let it go where it is done."""
+        """Call each row's instance, and drop it if the episode is done."""
         texts = batch.objects("completion")
 
         async def one(index: int) -> tuple[Step, str | None]:
@@ -151,7 +151,7 @@ class FunctionEnvironment(Environment):
         )
 
     async def close(self, batch: Batch) -> Batch:
-        """Let their instances go."""
+        """Drop the rows' instances."""
         for index in range(len(batch)):
             await self._let_go(_number(batch, index))
         return batch
@@ -216,7 +216,7 @@ _SHIPPED: Mapping[str, type[EnvironmentInstance]] = {"retry": Retry}
 
 
 def load_environment(config: EnvironmentConfig) -> Callable[[], EnvironmentInstance]:
-    """What makes the instances of `config.source`; ConfigError where it names no class with `reset` and `step`."""
+    """Return the constructor of `config.source`. ConfigError if it is not a class with `reset` and `step`."""
     kind, _, name = config.source.partition(":")
     if kind == verifiers.NAME:
         raise ConfigError(

@@ -36,7 +36,7 @@ _OF_A_RUN: Final = ("mesh", "axes", "lora")
 
 
 class Question(Config):
-    """What `meshrl eval` is asked."""
+    """The options of `meshrl eval`."""
 
     task: str | None = None
     """A configuration, or a .jsonl or .parquet file that the run's templates fit; nothing means the run's own."""
@@ -102,7 +102,7 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 async def evaluate_run(run: Path, question: Question) -> Evaluation:
-    """Measure the newest model or checkpoint of a run, whose folder is absolute; every bit hangs on the seed.
+    """Evaluate the newest model or checkpoint of a run. The result depends only on the seed. `folder` is absolute.
 
     ConfigError where the run has none, DataError where there are no prompts, and what roles raise.
     """

@@ -23,14 +23,14 @@ _FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 class Repository(NamedTuple):
-    """What a name says."""
+    """The parts of a repository's name."""
 
     name: str
     revision: str | None
 
     @classmethod
     def of(cls, text: str) -> Self | None:
-        """The repository of this name; None for a text that cannot be one."""
+        """Parse a repository's name. None if the text cannot be one."""
         if not re.fullmatch(HUB_ID, text):
             return None
         name, _, revision = text.partition("@")
@@ -60,7 +60,7 @@ def pinned(text: str, kind: Kind = "model") -> str:
 
 
 def download(text: str) -> Path:
-    """The folder of a model's files in the cache, fetched where they are not there yet. ModelError as of `pinned`."""
+    """Download a model's files into the cache if needed, and return their folder. ModelError as in `pinned`."""
     name, revision = parsed(text, "model")
     with explained(text, "model", _NO_FOLDER):
         import huggingface_hub as hub  # noqa: PLC0415
@@ -75,7 +75,7 @@ def download(text: str) -> Path:
 
 
 def create(name: str, folder: Path, *, public: bool, message: str) -> str:
-    """Put a folder's files into a model's repository, made where there is none; its address.
+    """Upload a folder's files to a model repository, created if needed, and return its address.
 
     It is private unless `public`, and one that was there stays what it was. ModelError where the hub refuses.
     """

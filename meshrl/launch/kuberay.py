@@ -18,7 +18,7 @@ _ROOM: Final = 1_000_000
 
 @dataclass(frozen=True)
 class Pods:
-    """What the pods of a cluster are made of."""
+    """The image and resources of a cluster's pods."""
 
     image: str
     """Has meshrl, its backends and what the script needs."""
@@ -92,7 +92,7 @@ def ray_job(
 
 
 def files_beside(config: Path) -> dict[str, str]:
-    """A configuration and the Python files of its folder, by their names."""
+    """Read a configuration and the Python files in its folder, by their names."""
     return {path.name: path.read_text("utf-8") for path in [config, *sorted(config.parent.glob("*.py"))]}
 
 

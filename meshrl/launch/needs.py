@@ -14,7 +14,7 @@ _MOST: Final = 100_000
 
 @dataclass(frozen=True)
 class Need:
-    """What one mesh asks for."""
+    """The resources that a mesh asks for."""
 
     mesh: str
     ranks: int
@@ -26,12 +26,12 @@ class Need:
 
     @property
     def each(self) -> str:
-        """What a rank asks for, as people read it."""
+        """The resources of a rank, as text."""
         return " and ".join([f"{self.cpus} CPU", *([f"{self.gpus:g} GPU"] if self.gpus else [])])
 
 
 def needs_of(job: Job[RunConfig]) -> list[Need]:
-    """What each mesh of a job asks for: those of the configuration, and those that roles name alone."""
+    """Return the needs of each mesh of a job: those with a table, and those that only roles name."""
     meshes = dict(job.run.meshes)
     for _, value in job.config:
         if isinstance(value, RoleConfig):
@@ -59,7 +59,7 @@ class _Node:
 
 
 def nodes_for(needs: Sequence[Need], gpus: int, cpus: int | None) -> int:
-    """How many nodes with so many GPUs and CPUs have room for all of them; None: enough CPUs.
+    """Return the number of nodes with these GPUs and CPUs that fit all meshes. `cpus = None`: CPUs suffice.
 
     Raises `ConfigError` where one rank asks for more than a node has.
     """

@@ -47,7 +47,7 @@ on 1 --nodelist="$HEAD" meshrl run {arguments} run.engine="$IP:$PORT"
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What is asked of SLURM beside what the meshes need."""
+    """Options for SLURM, in addition to the needs of the meshes."""
 
     gpus_per_node: int = 8
     """Where a mesh asks for GPUs."""
@@ -84,7 +84,7 @@ def slurm_script(name: str, arguments: Sequence[str], needs: Sequence[Need], opt
 
 
 def submit(script: Path) -> str:
-    """Hand a script to SLURM; what it answers. Raises `ConfigError` where there is no SLURM, and for its refusal."""
+    """Submit a script to SLURM, and return its answer. Raises `ConfigError` if there is no SLURM, or if it refuses."""
     program = shutil.which("sbatch")
     if program is None:
         raise ConfigError(f"there is no sbatch on this machine: submit {script} on one that has it")

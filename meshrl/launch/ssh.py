@@ -63,7 +63,7 @@ class Machine(NamedTuple):
 
 
 class SshCluster:
-    """Hosts with a node of Ray each; the first has the head, and runs what is run.
+    """Hosts with a Ray node each. The first host has the head node, and runs the script.
 
         with SshCluster(["one", "two"]) as cluster:
             cluster.check(needs)
@@ -94,7 +94,7 @@ class SshCluster:
         self.machines: list[Machine] = cast("list[Machine]", told)
 
     def check(self, needs: Sequence[Need]) -> None:
-        """Raise `ConfigError` where the hosts have no room for the meshes."""
+        """Raise `ConfigError` if the meshes do not fit on the hosts."""
         most = max(self.machines, key=lambda machine: (machine.gpus, machine.cpus))
         cpus = max(machine.cpus for machine in self.machines)
         for need in needs:
@@ -128,7 +128,7 @@ class SshCluster:
         return status
 
     def close(self) -> None:
-        """End the run, where it goes on, and then Ray on all hosts."""
+        """Stop the run if it is still active, and then Ray on all hosts."""
         for processes in ([self._run] if self._run else [], [node.process for node in reversed(self._nodes)]):
             for process in processes:
                 with suppress(OSError):

@@ -34,7 +34,7 @@ _GAIN: Final = 0.99
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted beside a configuration."""
+    """The options of a plan, in addition to a configuration."""
 
     devices: Devices
     records: Sequence[Path] = ()
@@ -55,7 +55,7 @@ class Wanted:
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """A setting, and what its steps would take."""
+    """A proposed setting, and the estimate for its steps."""
 
     name: str
     overrides: list[str]
@@ -80,7 +80,7 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The best settings that were found."""
+    """The result of a plan: the best settings."""
 
     config: str
     given: list[str]
@@ -102,7 +102,7 @@ class Plan(msgspec.Struct, frozen=True):
     """That it took."""
 
     def command(self, proposal: Proposal) -> str:
-        """What runs it."""
+        """Return the command that runs a proposal."""
         return shlex.join(["meshrl", "run", self.config, *self.given, *proposal.overrides])
 
 

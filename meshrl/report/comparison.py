@@ -95,7 +95,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that the page shows; the first group is what others are compared with."""
+    """The content of a comparison page. Other groups are compared with the first one."""
 
     groups: list[str]
     runs: list[ShownRun]
@@ -113,7 +113,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[Record], seed: int = 0) -> Comparison:
-    """What is different between runs, and by how much; the first one's group is the base.
+    """Compare runs: how their settings and results differ. The group of the first run is the base.
 
     `seed`: of what is resampled. ConfigError where they cannot be compared, as `make_groups` says.
     """

@@ -77,7 +77,7 @@ class IdleRow:
 
 @dataclass(frozen=True)
 class Content:
-    """All that the page shows."""
+    """The content of a report page."""
 
     name: str
     status: str
@@ -112,7 +112,7 @@ class Content:
 
 
 def make_content(record: Record) -> Content:
-    """What the page of a run shows; large runs are thinned, and `notes` says how."""
+    """Make the content of a run's page. Large runs are thinned, and `notes` says how."""
     events = record.events
     notes = [*record.notes, *map(_told, (event for event in events if isinstance(event, Restart)))]
     names, texts = Names(), Names()

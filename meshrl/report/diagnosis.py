@@ -20,7 +20,7 @@ _SOLVED: Final = 0.9
 
 @dataclass(frozen=True)
 class Finding:
-    """A sign that something is wrong."""
+    """A warning sign of a run."""
 
     name: str
     evidence: str
@@ -30,7 +30,7 @@ class Finding:
 
     @property
     def page(self) -> str:
-        """Where the documentation tells more."""
+        """The page of the documentation that explains the sign."""
         return f"docs/diagnose.md#{self.name.replace(' ', '-')}"
 
 
@@ -59,7 +59,7 @@ class Story:
 
 
 def diagnose(record: Record) -> Sequence[Finding]:
-    """The signs that a run shows, the gravest first. None of a run that has made fewer than `STEPS` steps."""
+    """Find warning signs in a run, the gravest first. Empty if the run has fewer than `STEPS` steps."""
     exact = record.summary.get("exact_match_after")
     story = Story(
         Curves(record.metrics), Curves(record.evaluations), float(exact) if isinstance(exact, int | float) else None

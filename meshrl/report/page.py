@@ -17,12 +17,12 @@ _COMPARED = ("draw.js", "axes.js", "charts.js", "compare.js", "whole.js")
 
 
 def render(record: Record) -> str:
-    """The page of a run."""
+    """Render the report page of a run."""
     return _page(record.name, make_content(record), STYLES, (*SCRIPTS, "whole.js"))
 
 
 def render_comparison(comparison: Comparison) -> str:
-    """The page of a comparison of runs."""
+    """Render the page of a comparison."""
     return _page(" · ".join(comparison.groups), comparison, (*STYLES, "compare.css"), _COMPARED)
 
 

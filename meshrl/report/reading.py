@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Record:
-    """What is left of a run."""
+    """The content of a run's files."""
 
     folder: Path
     summary: Line = field(default_factory=dict)
@@ -85,7 +85,7 @@ def find_run(name: str) -> Path:
 
 
 def read_run(folder: Path) -> Record:
-    """All that can be read of a run's files. Never raises for what they hold; `notes` tells what is amiss."""
+    """Read a run's files as far as possible. Never raises for their content: `notes` lists what is wrong."""
     notes: list[str] = []
     lines, config = msgspec.json.Decoder(Line), folder / "config.toml"
     return Record(
@@ -103,7 +103,7 @@ def read_run(folder: Path) -> Record:
 
 
 def read_numbers(folder: Path) -> Record:
-    """What `read_run` reads of the numbers of a run's steps and evaluations, without its samples and events."""
+    """Read the numbers of a run's steps and evaluations, without its samples and events."""
     notes: list[str] = []
     return Record(
         folder,
@@ -115,7 +115,7 @@ def read_numbers(folder: Path) -> Record:
 
 
 def read_events(file: Path, notes: list[str]) -> list[Event]:
-    """The events of a file; what is missing or damaged is added to `notes`."""
+    """Read the events of a file. Missing or damaged parts are added to `notes`."""
     return _lines(file, msgspec.json.Decoder[Event](Event), notes)
 
 

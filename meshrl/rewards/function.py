@@ -159,7 +159,7 @@ class _Part:
 
 
 class FunctionReward(Reward):
-    """Calls each function once a row. What one raises is told on that row and costs only that reward."""
+    """Calls each function once for each row. An exception is reported in the row, and affects only that reward."""
 
     def __init__(self, config: RewardConfig) -> None:
         if "code_tests" in config.parts.values() and not config.unsafe:
@@ -307,12 +307,12 @@ _SHIPPED: dict[str, RewardFunction] = {
 
 
 def is_own(function: str | Callable[..., object]) -> bool:
-    """Whether a reward function is the user's, not a shipped one."""
+    """True if a reward function is the user's, not a shipped one."""
     return function not in _SHIPPED and function not in _SHIPPED.values()
 
 
 def load_function(function: str | Callable[..., object]) -> RewardFunction:
-    """The function that `RewardConfig.function` names or is; ConfigError where there is none."""
+    """Return the function that `RewardConfig.function` names or is. ConfigError if there is none."""
     if not isinstance(function, str):
         _check_parameters(named(function), function)
         return cast("RewardFunction", function)

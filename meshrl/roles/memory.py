@@ -10,7 +10,7 @@ from meshrl.roles.registry import function_of
 
 @dataclass(frozen=True)
 class Work:
-    """What the ranks of a role are to be ready for."""
+    """The work that the ranks of a role must have memory for."""
 
     axes: Mapping[str, int]
     """Of the role's ranks, by name."""
@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Term:
-    """A part of what a rank holds."""
+    """A part of a rank's memory."""
 
     name: str
     nbytes: int
@@ -52,7 +52,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank holds of a role: of the rank that holds most."""
+    """The memory of a role on the rank that needs most."""
 
     terms: Sequence[Term]
     knobs: Sequence[str] = ()

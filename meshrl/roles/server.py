@@ -10,7 +10,7 @@ from meshrl.roles.config import RoleConfig
 
 
 class Address(Config):
-    """Where a server is to be, and how it runs; what a user says."""
+    """Address and options of a server, as the user gives them."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, gt=0, lt=65536)
@@ -21,12 +21,12 @@ class Address(Config):
 
     @property
     def url(self) -> str:
-        """As a shell or a browser takes it."""
+        """The address as a URL."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 class ServerConfig(Address, RoleConfig):
-    """What a server is told."""
+    """The configuration of a server."""
 
     role = "Server"
 
@@ -49,16 +49,16 @@ class Server(ABC):
 
     @abstractmethod
     async def started(self) -> str:
-        """Wait until it answers; a line for the shell that asks it something."""
+        """Wait until the server answers, and return a shell command that sends it a request."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise where it has ended."""
+        """Raise an error if the server has ended."""
 
     @abstractmethod
     async def load(self, folder: str, version: str) -> None:
-        """Take the weights of an absolute Hugging Face folder; what is being decoded goes on with them."""
+        """Load the weights of a Hugging Face folder, an absolute path. Running requests continue with them."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Stop the server."""

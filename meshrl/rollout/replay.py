@@ -142,7 +142,7 @@ class DecisionLog:
 
 
 class Schedule:
-    """Writes a run's schedule, and follows that of an earlier one where it is told to."""
+    """Writes a run's schedule, and follows that of an earlier run if there is one."""
 
     def __init__(self, path: Path, replayed: Sequence[Entry] | None = None, kept_rows: KeptRows | None = None) -> None:
         """`replayed`: what `read_schedule` gave of the run that is to be repeated; `kept_rows`: what it kept."""
@@ -182,7 +182,7 @@ class Schedule:
         if before and not _fits(before[0], loop, entries, number):
             raise DataError(
                 "the replayed schedule belongs to another loop, and the sampler might wait for weights that never "
-                "come: {_differing(before[0], loop)}. {_REMEDY}"
+                f"come: {_differing(before[0], loop)}. {_REMEDY}"
             )
         self.write(loop)
 
@@ -286,7 +286,7 @@ def _differing(there: Opened | Loop, here: Opened | Loop) -> str:
 
 
 def read_schedule(folder: Path) -> list[Entry]:
-    """The schedule of the run in a folder. DataError where it has none."""
+    """Read the schedule of the run in a folder. DataError if it has none."""
     path = folder / "schedule.jsonl"
     if not path.is_file():
         raise DataError(f"there is no schedule to replay at {path}: a run writes one with run.deterministic = true")

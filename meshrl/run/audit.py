@@ -26,7 +26,7 @@ _METRICS: Final = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Audit:
-    """What was found of a run. Prompts are told by their numbers, `groups`."""
+    """The result of an audit. Prompts are named by their numbers, `groups`."""
 
     folder: Path
     status: str
@@ -54,7 +54,7 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether all promises were kept."""
+        """True if all guarantees hold."""
         return all(verdict.holds for verdict in self.verdicts)
 
 
@@ -63,7 +63,7 @@ class _Summary(msgspec.Struct, frozen=True):
 
 
 def audit_run(folder: Path) -> Audit:
-    """Hold a run's files against what it promises.
+    """Check a run's guarantees by its files.
 
     A prompt that a stream took and that is lost at a checkpoint shows when the run that goes on takes one that it had
     never taken: prompts come in the same order again. DataError where the files cannot say: without groups.jsonl, which

@@ -44,7 +44,7 @@ _PATIENCE: Final = 10.0
 
 
 class Findings(NamedTuple):
-    """What is wrong with a configuration, each with its key."""
+    """Mistakes and doubts about a configuration, each with its key."""
 
     mistakes: Sequence[str]
     doubts: Sequence[str]

@@ -145,7 +145,7 @@ class RunConfig(Config):
     def _traces_have_an_address(self) -> Self:
         if "otlp" in ([self.log] if isinstance(self.log, str) else self.log):
             raise ValueError(
-                'otlp is not a tracker for log: set the address of a collector as otlp = "http://127.0.0.1:4318"'
+                'otlp is not a tracker for log: set otlp = "http://127.0.0.1:4318", the address of a collector'
             )
         return self
 

@@ -21,7 +21,7 @@ _LOOKS: Final = 0.2
 
 
 def ask(run: Path, command: Command) -> None:
-    """Ask something of a run, by its folder: it does it before its next step. OSError where it cannot be written."""
+    """Send a request to a run, by its folder. The run carries it out before its next step. OSError if writing fails."""
     folder = run / _FOLDER
     folder.mkdir(exist_ok=True)
     if command == "resume":
@@ -31,7 +31,7 @@ def ask(run: Path, command: Command) -> None:
 
 
 def asked(run: Path) -> list[str]:
-    """What is asked of a run, and not done."""
+    """Return the open requests to a run."""
     return [each for each in _ASKED if _asked_at(run / _FOLDER / each)]
 
 

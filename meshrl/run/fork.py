@@ -26,7 +26,7 @@ _OWN: Final = ("run", "run.name", "run.folder", "run.resume", "run.deterministic
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a run was forked, and into which."""
+    """A fork: where the earlier run is forked, and the new run."""
 
     earlier: Path
     """The folder of the run that it comes from."""

@@ -60,13 +60,13 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def about(path: Path) -> str:
-    """What a configuration says of itself: its first comment line."""
+    """Return the description of a configuration: its first comment line."""
     first = path.read_text("utf-8").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
 def find_config(name: str) -> Path:
-    """The configuration file of this path, or the shipped one of this name; ConfigError where there is neither."""
+    """Return the configuration file with this path or shipped name. ConfigError if there is none."""
     path = Path(name)
     if path.is_file():
         return path

@@ -38,7 +38,7 @@ _TIGHT: Final = 0.05
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked beside a configuration. Nothing means what the configuration says."""
+    """Options of `meshrl memory`. None: use the configuration."""
 
     gpus: int | None = None
     """Ranks of its mesh, of one GPU each."""

@@ -59,7 +59,7 @@ def test_adapters_are_merged_judged_and_trained_on_from(run: Path, terminal: Ter
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "`is_gradient_checkpointing`", FutureWarning)
         status, out, err = terminal("merge", "mine")
-    assert (status, out) == (0, f"wrote {run / 'merged'}, of {run / 'model'}\n"), err
+    assert (status, out) == (0, f"wrote {run / 'merged'}, from {run / 'model'}\n"), err
     base = run.parent / "base" / "model"
     wanted = logits(PeftModel.from_pretrained(read(base), str(run / "model")))
     torch.testing.assert_close(logits(read(run / "merged")), wanted)

@@ -86,7 +86,7 @@ async def test_a_reward_of_trl() -> None:
     assert (await score(rl.RewardConfig(function=rl.from_trl(chats, chat=True)))).rewards.tolist() == [0, 1]
     with pytest.raises(ConfigError, match="existed only in the memory of its program"):
         load_function(named(lambda prompt, completion, row: 0.0))
-    with pytest.raises(ValueError, match="several are `functions`"):
+    with pytest.raises(ValueError, match="use `functions`"):
         rl.RewardConfig.model_validate({"function": [judge, longer]})
     with pytest.raises(ConfigError, match=r"as TRL's do: give meshrl.from_trl\(function\)"):
         load_function(of_trl)
@@ -158,10 +158,10 @@ def test_a_script_sees_the_lines_of_the_command_line(tmp_path: Path, capsys: pyt
         ({"lr": 1e-4}, r"settings: lr: no such key; did you mean policy.optimizer.lr\?"),
         ({"num_generations": 4}, "`num_generations` is `sampling.n` here"),
         ({"steps": "many"}, "steps = 'many': must be a whole number"),
-        ({"reward.function": "exact_match"}, "settings: reward.function is given as an argument"),
+        ({"reward.function": "exact_match"}, "settings: reward.function is an argument of train"),
         ({"policy.backend": "torch"}, "settings: policy: model '.*none': there is no folder"),
-        ({"task.source": "mine.jsonl"}, "settings: task.source is given as an argument"),
-        ({"task": {"source": "mine.jsonl"}}, "settings: task.source is given as an argument"),
+        ({"task.source": "mine.jsonl"}, "settings: task.source is an argument of train"),
+        ({"task": {"source": "mine.jsonl"}}, "settings: task.source is an argument of train"),
         ({"task": {"promt": "{question}"}}, r"settings: task.promt: no such key; did you mean task.prompt\?"),
         ({"steps": 3, "steps.more": 3}, "settings: steps.more: steps is 3 already"),
     ],

@@ -219,7 +219,7 @@ def test_those_that_hang_are_waited_for_once(
         ("tensorbord", "did you mean 'tensorboard'"),
         ("mine.py:Missing", "has no 'Missing'; it has Mine"),
         ("mine.py:told", "not a class that inherits from meshrl.Tracker"),
-        ("wandb", "type `wandb login`, or set WANDB_MODE=offline"),
+        ("wandb", "run `wandb login`, or set WANDB_MODE=offline"),
         ("mlflow", r"'mlflow' needs the package 'mlflow': pip install 'meshrl[mlflow]'"),
     ],
 )

@@ -158,10 +158,10 @@ def test_a_file_without_an_algorithm_is_told_its_other_mistakes(
     ("arguments", "told"),
     [
         (["run", "grpo/quickstart", "--steps", "3"], "--steps: keys are set without dashes. Write steps=3"),
-        (["check", "grpo/quickstart", "--policy.optimizer.lr=1e-4"], "write policy.optimizer.lr=1e-4"),
-        (["run", "--steps", "3", "grpo/quickstart"], "write steps=3"),
-        (["simulate", "grpo/quickstart", "--prompts", "8"], "write prompts=8"),
-        (["run", "grpo/quickstart", "--resume"], "write resume=true"),
+        (["check", "grpo/quickstart", "--policy.optimizer.lr=1e-4"], "Write policy.optimizer.lr=1e-4"),
+        (["run", "--steps", "3", "grpo/quickstart"], "Write steps=3"),
+        (["simulate", "grpo/quickstart", "--prompts", "8"], "Write prompts=8"),
+        (["run", "grpo/quickstart", "--resume"], "Write resume=true"),
     ],
 )
 def test_a_key_that_is_written_as_an_option(

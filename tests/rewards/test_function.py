@@ -189,7 +189,7 @@ async def test_named_rewards_are_recorded(functions: str, tmp_path: Path) -> Non
         ({"function": "exact_match", "functions": {"a": "exact_match"}}, "remove one of them"),
         ({"functions": {"short": "exact_match"}, "weights": {"shrt": 1.0}}, "weights.shrt: .* did you mean 'short'"),
         ({"weights": {"short": 1.0}}, "there are none"),
-        ({"functions": {"error": "exact_match"}}, "is not `error`"),
+        ({"functions": {"error": "exact_match"}}, "must not be `error`"),
         ({"functions": {"a": "exact_match"}, "weights": {"a": math.inf}}, "must be finite"),
     ],
 )
