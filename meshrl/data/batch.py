@@ -51,10 +51,7 @@ class Batch(HasRefs):
     __slots__ = ("_columns", "_origins", "_rows")
 
     def __init__(self, columns: Mapping[str, ColumnLike]) -> None:
-        """Make a batch of columns with the same number of rows. Arrays are frozen (see `ragged.frozen`).
-
-        A list becomes a column of Python values. Raises DataError if the numbers of rows differ.
-        """
+        """Make a batch. Arrays are frozen, lists become Python values. DataError if the numbers of rows differ."""
         taken = {name: kinds.taken(name, column) for name, column in columns.items()}
         rows = {name: len(column) for name, column in taken.items()}
         if len(set(rows.values())) > 1:
@@ -256,8 +253,7 @@ class Batch(HasRefs):
         """Divide the rows into parts that are balanced by tokens. Returns the row numbers of each part, ascending.
 
         Parts are runs of adjacent rows, which need no copy, if these are balanced within 1/256. Otherwise each row goes
-        to the lightest part, longest row first (Graham 1969, LPT). The heaviest part exceeds the lightest by at most
-        the tokens of one row.
+        to the lightest part, longest row first (Graham 1969, LPT). Two parts differ by at most the tokens of one row.
         """
         if parts < 1:
             raise DataError(f"a batch cannot be split into {parts} parts: give a number from 1")
