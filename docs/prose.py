@@ -114,7 +114,7 @@ def table() -> str:
         name, now = page.relative_to(ROOT).as_posix(), figures(page)
         then = before.get(name, [f"{value:g}" for value in now])
         cells = [
-            first if first == f"{value:g}" else f"{first} → {value:g}" for first, value in zip(then, now, strict=False)
+            first if first == f"{value:g}" else f"{first} → {value:g}" for first, value in zip(then, now, strict=True)
         ]
         rows.append(f"| `{name}` | {' | '.join(cells)} |\n")
     return _HEAD + "".join(rows)
