@@ -90,7 +90,7 @@ def doubts(config: str, *overrides: str) -> list[str]:
 
 def test_a_restricted_draw_under_a_loss_with_ratios_is_warned_of_by_name() -> None:
     (doubt,) = doubts("gspo/quickstart", "sampling.top_p=0.9")
-    assert doubt.startswith("sampling.top_p = 0.9 with SequenceLoss: rows are drawn from part of the distribution")
+    assert doubt.startswith("sampling.top_p = 0.9 with SequenceLoss: rows are sampled from a part of the distribution")
     assert len(doubts("grpo/quickstart", "sampling.top_p=0.9", "sampling.top_k=20")) == 2
     assert doubts("gspo/quickstart") == []
     assert doubts("expert_iteration/quickstart", "sampling.top_k=20") == []

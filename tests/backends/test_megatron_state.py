@@ -293,5 +293,5 @@ def test_a_state_that_was_taken_in_part_is_told(tmp_path: Path, monkeypatch: pyt
         raise ModelError("the disk is gone")
 
     monkeypatch.setattr("meshrl_megatron.state.Boxes.read", fail)
-    with pytest.raises(ModelError, match=r"the disk is gone. The policy has taken a part of it, and is of no use now"):
+    with pytest.raises(ModelError, match=r"the disk is gone. The policy has loaded a part of it and cannot be used"):
         together(ranks, lambda state: state.read(str(tmp_path)))

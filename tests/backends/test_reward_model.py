@@ -244,7 +244,7 @@ def test_folders_that_hold_no_judge(llama: str, tmp_path: Path) -> None:
         "num_labels": 1,
     }
     bert = save(tmp_path / "bert", BertConfig(**sizes, intermediate_size=16))
-    refuse(bert, r"is a BertForSequenceClassification, whose head is no linear layer named `score`|cannot be loaded")
+    refuse(bert, r"is a BertForSequenceClassification, whose head is not a linear layer named `score`|cannot be loaded")
     with pytest.raises(ModelError, match="is a LlamaForSequenceClassification, not a causal language model"):
         TorchPolicy(PolicyConfig(model=llama))
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_removed_is_done_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     assert checkpoints(run) == ["step-000002", "step-000004"]
     assert [each["event"].rpartition(" (")[0] for each in told if each["log_level"] == "warning"] == [
-        f"{run}/control/checkpoint is done and cannot be removed"
+        f"{run}/control/checkpoint was carried out but cannot be removed"
     ]
 
 
