@@ -225,7 +225,8 @@ def longest_rows(work: Work, families: int, *, trains: bool) -> tuple[Batch, Row
     """Rows of the longest prompt and completion, of at most so many families; what is read of them, and learned."""
     count = min(work.own_rows, families * work.n)
     prompts = [np.full(work.prompt, row // work.n, np.int32) for row in range(count)]
-    tokens = Ragged.of([np.append(each, np.zeros(work.completion, np.int32)) for each in prompts], np.int32)
+    completions = [np.full(work.completion, row, np.int32) for row in range(count)]  # no two begin alike
+    tokens = Ragged.of(list(map(np.append, prompts, completions)), np.int32)
     mask = Ragged(np.tile(np.arange(work.tokens) >= work.prompt, count), tokens.offsets)
     rows, learn = (learned(tokens, mask), mask) if trains else (whole(tokens, mask), None)
     return Batch.of(tokens=tokens, loss_mask=mask), rows, learn
