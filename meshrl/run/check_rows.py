@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from meshrl.errors import ConfigError, DataError, ModelError, shortened
 from meshrl.roles import ModelConfig, Sampling, count_tokens
 from meshrl.run.check_model import longest_of
-from meshrl.tasks import TaskConfig, counted, dialogue, fill, fill_prompt, load_quietly, read_rows
+from meshrl.tasks import TaskConfig, counted, dialogue, fill_answer, fill_prompt, load_quietly, read_rows
 
 _OF_A_FILE: Final = 20_000
 _MADE: Final = 100
@@ -36,7 +36,7 @@ def find_row_mistakes(
     for number, (where, row) in enumerate(islice(read_rows(task, None if _is_file(task) else most), most)):
         try:
             prompts.append(_Prompt(where, fill_prompt(task, row, where)))
-            fill(task.answer, row, f"{where}: answer")
+            fill_answer(task, row, where)
             dialogue(task, number, row, where)
         except DataError as error:
             lacking.append(str(error))

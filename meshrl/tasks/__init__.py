@@ -12,7 +12,7 @@ from meshrl.tasks.lengths import counted
 from meshrl.tasks.pairs import answer_pairs, corrupted, labelled, mismatched, rejected_answers
 from meshrl.tasks.sources import Row, numbered_rows, read_rows
 from meshrl.tasks.steps import labelled_steps, least_margins
-from meshrl.tasks.task import Task, dialogue, fill, fill_prompt, first_row, load_quietly
+from meshrl.tasks.task import Task, dialogue, fill, fill_answer, fill_prompt, first_row, load_quietly
 
 __all__ = [
     "APART",
@@ -32,6 +32,7 @@ __all__ = [
     "data_cursor",
     "dialogue",
     "fill",
+    "fill_answer",
     "fill_prompt",
     "first_row",
     "in_ranges",

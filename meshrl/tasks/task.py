@@ -66,7 +66,7 @@ class Task:
         for where, row in found:
             prompt = fill_prompt(config, row, where)
             if prompt not in every:
-                answer = fill(config.answer, row, f"{where}: answer")
+                answer = fill_answer(config, row, where)
                 every[prompt] = _Filled(row, answer, dialogue(config, len(every), row, where))
         rows = short_enough(config, every, quiet=quiet)
         # Drawn by the prompt's own hash, so that another order, size or seed of the source moves none across.
@@ -79,8 +79,8 @@ class Task:
         if len(apart) < wanted:
             raise DataError(
                 f"{config.source}: held_out = {wanted}, but held_out_fraction = "
-                f"{config.held_out_fraction} of its {len(rows)} different prompts reserves only {len(apart)} "
-                "apart; lower held_out or raise held_out_fraction"
+                f"{config.held_out_fraction} of its {len(rows)} different prompts sets only {len(apart)} apart: set "
+                'task.held_out = "all" to hold out these, or raise task.held_out_fraction'
             )
         train = [prompt for prompt in rows if not config.held_out or places[prompt] >= config.held_out_fraction]
         if not train:
@@ -133,7 +133,7 @@ def load_quietly(config: TaskConfig) -> Task:
 def first_row(config: TaskConfig) -> tuple[str, str, Row]:
     """Return the prompt and the answer of a task's first row, and the row. DataError if a template does not fit."""
     where, row = next(iter(read_rows(config, rows=1)))
-    return fill_prompt(config, row, where), fill(config.answer, row, f"{where}: answer"), row
+    return fill_prompt(config, row, where), fill_answer(config, row, where), row
 
 
 def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: str) -> list[Mapping[str, str]]:
@@ -148,7 +148,7 @@ def dialogue(config: TaskConfig, number: int, row: Mapping[str, object], where: 
 
 def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
     """Return a row's prompt. DataError if the template does not fit, or puts whole messages into the text."""
-    prompt = fill(config.prompt, row, f"{where}: prompt")
+    prompt = fill(config.prompt, row, f"{where}: prompt", "set task.prompt to a template over these keys")
     for _, key, _, _ in _parsed(config.prompt):
         value = row.get(key) if key else None
         if isinstance(value, list) and value and all(map(_is_message, value)):
@@ -161,19 +161,25 @@ def fill_prompt(config: TaskConfig, row: Mapping[str, object], where: str) -> st
     return prompt
 
 
+def fill_answer(config: TaskConfig, row: Mapping[str, object], where: str) -> str:
+    """Return a row's answer. DataError if the template does not fit."""
+    remedy = 'set task.answer to a template over these keys, or to "" if nothing reads the answer'
+    return fill(config.answer, row, f"{where}: answer", remedy)
+
+
 def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and "content" in value
 
 
-def fill(template: str, row: Mapping[str, object], where: str) -> str:
-    """Fill a template with the row's values."""
+def fill(template: str, row: Mapping[str, object], where: str, remedy: str = "") -> str:
+    """Fill a template with the row's values. `remedy`: what to do if the row lacks a key."""
     try:
         if (pieces := _pieces(template)) is None:
             return _FORMATTER.vformat(template, (), row)
         return "".join([f"{text}{'' if key is None or (value := row[key]) is None else value}" for text, key in pieces])
     except KeyError as error:
         key = str(error.args[0])
-        hint = did_you_mean(key, row) or f"it has {', '.join(map(repr, row))}"
+        hint = did_you_mean(key, row) or f"it has {', '.join(map(repr, row))}" + (remedy and f": {remedy}")
         raise DataError(f"{where}: the template {template!r} needs {key!r}, which the row lacks; {hint}") from error
     except (ValueError, IndexError, AttributeError, TypeError) as error:
         raise DataError(

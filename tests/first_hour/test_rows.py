@@ -58,7 +58,10 @@ def test_nothing_is_wrong(mine: Path, terminal: Terminal) -> None:
             {"answer": "2"},
             "task.jsonl, line 9: prompt: the template '{{question}}' needs 'question', which the row lacks",
         ),
-        ({"question": "1 + 1"}, "task.jsonl, line 9: answer: the template '{{answer}}' needs 'answer'"),
+        (
+            {"question": "1 + 1"},
+            "which the row lacks; it has 'question': set task.answer to a template over these keys",
+        ),
         (LONG, "task: {folder}/task.jsonl, line 9: the prompt has 108 tokens: 'What is 1 + 1 + 1"),
     ],
     ids=["no JSON", "no question", "no answer", "too long"],
