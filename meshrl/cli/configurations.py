@@ -14,7 +14,7 @@ from rich.table import Table
 from meshrl import log
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, RunArgument, app, settings, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_findings, show_raised
+from meshrl.cli.terminal import show_findings, show_lines, show_raised
 from meshrl.engines.local import RankLoop
 from meshrl.errors import ConfigError
 from meshrl.report import diagnose, find_run, read_numbers
@@ -113,10 +113,7 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     job = load_job(find_config(config), given, RunConfig)
     record = find_run(recorded) if recorded else None
     forecast = simulate_job(job, record=record, rollout=rollout, train=train, seed=seed, folder=folder)
-    table = Table(box=None, show_header=False)
-    for name, value in forecast.lines():
-        table.add_row(name, value)
-    Console().print(table)
+    show_lines(forecast.lines())
     if json:
         write(json, msgspec.json.encode(forecast))
 

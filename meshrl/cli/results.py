@@ -12,7 +12,7 @@ from rich.table import Table
 
 from meshrl.cli.application import Out, RunArgument, app, write
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
-from meshrl.cli.terminal import show_comparison, show_error, show_findings
+from meshrl.cli.terminal import show_comparison, show_error, show_findings, show_lines
 from meshrl.config import validate
 from meshrl.engines.local import RankLoop
 from meshrl.errors import DataError, MeshrlError
@@ -27,6 +27,7 @@ from meshrl.report import (
     read_run,
     render,
     render_comparison,
+    run_lines,
 )
 from meshrl.roles import Address
 from meshrl.run import audit_run, merge_adapters
@@ -153,9 +154,14 @@ def push(
 
 @app.command()
 def report(run: RunArgument, out: Out = None) -> None:
-    """Write a report of a run as one HTML file: timeline, bottleneck of each step, curves, samples."""
+    """Write a report of a run as one HTML file: timeline, bottleneck of each step, curves, samples.
+
+    Also print where the time went.
+    """
     folder = find_run(run)
-    write(out or folder / "report.html", render(read_run(folder)).encode())
+    record = read_run(folder)
+    write(out or folder / "report.html", render(record).encode())
+    show_lines(run_lines(record))
 
 
 @app.command(name="compare")

@@ -46,6 +46,16 @@ def show_findings(findings: Sequence[Finding]) -> None:
         typer.echo(f"{finding.evidence}\n  try: {finding.advice}\n  see: {finding.page}")
 
 
+def show_lines(lines: Sequence[tuple[str, str]]) -> None:
+    """Show names with values, such as those of a report or a forecast."""
+    if not lines:
+        return
+    table = Table(box=None, show_header=False)
+    for name, value in lines:
+        table.add_row(escape(name), escape(value))
+    Console().print(table)
+
+
 def show_comparison(found: Comparison) -> None:
     """Show how the settings and results of groups of runs differ."""
     groups = (Column(escape(name), overflow="fold") for name in found.groups)

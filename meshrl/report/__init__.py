@@ -1,8 +1,8 @@
 """Reports of what a run did, from its folder: an HTML page, and a trace for Perfetto.
 
 `read_run` reads the events and numbers. `overlap` and `idleness` say what bounded the steps and why ranks were idle,
-`diagnose` says why a run did not learn, and `compare` says how runs differ. `render` and `render_comparison` make
-pages, and `make_trace` makes the trace.
+and `run_lines` says it in text. `diagnose` says why a run did not learn, and `compare` says how runs differ. `render`
+and `render_comparison` make pages, and `make_trace` makes the trace.
 """
 
 from meshrl.report.analysis import idleness, overlap
@@ -12,6 +12,7 @@ from meshrl.report.diagnosis import STEPS, Finding, diagnose
 from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
 from meshrl.report.page import SCRIPTS, STYLES, joined, render, render_comparison
 from meshrl.report.reading import FILES, Line, Record, find_run, read_events, read_numbers, read_run
+from meshrl.report.text import deliveries_of, duration, run_lines, time_lines
 from meshrl.report.trace import make_trace
 
 __all__ = [
@@ -27,7 +28,9 @@ __all__ = [
     "Record",
     "alone",
     "compare",
+    "deliveries_of",
     "diagnose",
+    "duration",
     "find_run",
     "idleness",
     "joined",
@@ -39,7 +42,9 @@ __all__ = [
     "read_run",
     "render",
     "render_comparison",
+    "run_lines",
     "seconds_in",
     "subtract",
+    "time_lines",
     "union",
 ]

@@ -10,7 +10,7 @@ import gc
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
 from pathlib import Path
@@ -23,7 +23,7 @@ from meshrl.config import Config
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event
-from meshrl.report import idleness, overlap, read_events
+from meshrl.report import deliveries_of, duration, idleness, overlap, read_events, time_lines
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run, RunConfig
 from meshrl.simulation.backend import SimEngine
@@ -83,20 +83,20 @@ class Forecast(msgspec.Struct, frozen=True):
     def lines(self) -> list[tuple[str, str]]:
         """What is printed: a name and a value each."""
         told = [
-            ("step time, mean", _shown(self.step_seconds)),
-            ("step time, median", _shown(self.step_seconds_median)),
+            ("step time, mean", duration(self.step_seconds)),
+            ("step time, median", duration(self.step_seconds_median)),
             ("steps an hour", f"{self.steps_per_hour:,.0f}"),
-            ("overlap efficiency", f"{self.efficiency:.2f}"),
-            ("bound by", _list({name: f"{share:.0%}" for name, share in self.bound.items() if share})),
-            ("rows by staleness", _list({str(age): f"{rows:,}" for age, rows in enumerate(self.staleness)})),
-            ("groups dropped", _list({why: f"{count:,}" for why, count in self.dropped.items()})),
+            *time_lines(
+                self.efficiency,
+                self.bound,
+                self.staleness,
+                self.dropped,
+                [(lane.mesh, lane.rank, lane.idle, lane.why) for lane in self.idle],
+            ),
         ]
-        for lane in self.idle:
-            why = _list({why: _shown(seconds) for why, seconds in lane.why.items()})
-            told.append((f"{lane.mesh} {lane.rank}, idle a step", f"{_shown(lane.idle)} ({why})"))
         if self.measured is not None and self.ratio is not None:
             told.append(
-                (f"measured in {self.recorded}", f"{_shown(self.measured)}, predicted / measured {self.ratio:.3f}")
+                (f"measured in {self.recorded}", f"{duration(self.measured)}, predicted / measured {self.ratio:.3f}")
             )
         told += [("guessed", guess) for guess in self.guessed]
         told.append((f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s"))
@@ -238,12 +238,7 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
     lengths = windows[:, 1] - windows[:, 0]
     shares = overlap(events, first)
     bound = Counter(share.bound for share in shares.steps)
-    staleness: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
-    for delivery in events:
-        if isinstance(delivery, Delivery):
-            staleness.update(dict(enumerate(delivery.staleness)))
-            dropped.update(delivery.dropped)
+    staleness, dropped = deliveries_of(event for event in events if isinstance(event, Delivery))
     steps = len(lengths) + first + 1
     updates = [each.rows or 0 for each in events if isinstance(each, Call) and _is_update(each)]
     drawn = [each.rows for each in events if isinstance(each, Delivery)]
@@ -271,11 +266,3 @@ def _forecast(config: str, events: Sequence[Event], ahead: int) -> Forecast:
         ],
         simulated_in=0.0,
     )
-
-
-def _list(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in values.items()) or "none"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -23,7 +23,7 @@ def mine(terminal: Terminal, tmp_path: Path) -> Path:
 
 def test_the_run_is_meant_where_a_project_has_its_name(mine: Path, terminal: Terminal) -> None:
     status, out, _ = terminal("report", "mine")
-    assert (status, out) == (0, "wrote runs/mine/report.html\n")
+    assert (status, out.splitlines()[0]) == (0, "wrote runs/mine/report.html")
     for command, file in (("trace", "trace.json"), ("audit", "")):
         assert terminal(command, "mine")[0] == 0
         assert (mine / file).exists()
@@ -44,4 +44,4 @@ def test_a_name_of_two_runs_is_told(mine: Path, terminal: Terminal, tmp_path: Pa
         err.split()
     )
     assert terminal("report", "./mine")[1] == "wrote mine/report.html\n"
-    assert terminal("report", "runs/mine")[1] == "wrote runs/mine/report.html\n"
+    assert terminal("report", "runs/mine")[1].startswith("wrote runs/mine/report.html\n")
