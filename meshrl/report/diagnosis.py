@@ -9,13 +9,13 @@ from typing import Final
 
 import numpy as np
 
-from meshrl.report.curves import Curve, Curves
-from meshrl.report.reading import Record
+from meshrl.report.curves import Curve, Curves, finite
+from meshrl.report.reading import Line, Record
 
 STEPS: Final = 30
 """A run of fewer steps tells nothing yet."""
 _SOLVED: Final = 0.9
-"""Of what can be had: from there on low entropy and groups without signal are what learning ends in."""
+"""Of what can be had: from there on low entropy, groups without signal and full length are what learning ends in."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Story:
 
     steps: Curves
     evaluations: Curves
-    exact: float | None
-    """The share of held-out prompts that were solved in the end; None where nobody looked."""
+    after: float | None
+    """The share of held-out prompts that were solved at the end, or their reward of 0 to 1; None if nobody looked."""
 
     def held_out(self) -> tuple[str, Curve] | None:
         """The measure on held-out prompts, by its name; None where there was none."""
@@ -51,8 +51,8 @@ class Story:
     def is_solved(self) -> bool:
         """Whether almost all that can be had is had. Of rewards beyond 0 to 1 nobody knows what can."""
         held_out, reward = self.held_out(), self.steps.get("reward")
-        if self.exact is not None:
-            return self.exact >= _SOLVED
+        if self.after is not None:
+            return self.after >= _SOLVED
         if held_out and held_out[0] != "eval/reward":
             return held_out[1].last >= _SOLVED
         return reward is not None and reward.scale <= 1 and reward.last >= _SOLVED
@@ -60,14 +60,19 @@ class Story:
 
 def diagnose(record: Record) -> Sequence[Finding]:
     """Find warning signs in a run, the gravest first. Empty if the run has fewer than `STEPS` steps."""
-    exact = record.summary.get("exact_match_after")
-    story = Story(
-        Curves(record.metrics), Curves(record.evaluations), float(exact) if isinstance(exact, int | float) else None
-    )
+    steps = Curves(record.metrics)
+    story = Story(steps, Curves(record.evaluations), _after(record.summary, steps.get("reward")))
     if len(story.steps) < STEPS:
         return ()
     found = ((name, check(story), advice) for name, check, advice in _SIGNS)
     return tuple(Finding(name, evidence, advice) for name, evidence, advice in found if evidence)
+
+
+def _after(summary: Line, reward: Curve | None) -> float | None:
+    """What the summary tells of held-out prompts after the last step, where it is known what can be had."""
+    if (exact := finite(summary.get("exact_match_after"))) is not None:
+        return exact
+    return finite(summary.get("reward_after")) if reward is not None and reward.scale <= 1 else None
 
 
 def _no_number(story: Story) -> str:
@@ -156,7 +161,7 @@ def _stale(story: Story) -> str:
 
 def _length(story: Story) -> str:
     length, cut, reward = (story.steps.get(name) for name in ("completion_tokens", "truncated", "reward"))
-    if length is None:
+    if length is None or story.is_solved():
         return ""
     told = f"completions grew from {length.first:.3g} to {length.last:.3g} tokens"
     if cut is not None and cut.last >= 0.3 and cut.last - cut.first >= 0.2:

@@ -110,6 +110,15 @@ def test_healthy_runs_have_no_sign(tmp_path: Path, otherwise: Mapping[str, At]) 
         assert signs(run_of(tmp_path, otherwise, noise=0.05, seed=seed)) == []
 
 
+def test_a_task_that_the_summary_calls_solved_has_no_sign_of_an_unsolved_one(tmp_path: Path) -> None:
+    ended = ("entropy collapse", "groups without signal", "length growth")
+    folder = run_of(tmp_path, {name: at for sign in ended for name, at in PLANTED[sign].items()})
+    (folder / "evaluations.jsonl").unlink()
+    for told, found in (({"reward_after": 0.94}, []), ({"reward_after": 0.4}, [*ended]), ({}, [*ended])):
+        (folder / "summary.json").write_text(json.dumps(told), "utf-8")
+        assert signs(folder) == found
+
+
 REAL = Path(__file__).parent / "healthy"
 """Real runs of five algorithms with nothing wrong; the README there says how they were made."""
 
