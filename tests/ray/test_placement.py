@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
@@ -75,15 +76,18 @@ async def test_what_the_cluster_can_never_give_is_an_error_at_once(
         await asyncio.wait_for(Mesh.reserve(engine, 2, asks), 10)
 
 
-async def test_what_is_taken_is_waited_for(engine: RayEngine, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_what_is_taken_is_waited_for(
+    engine: RayEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shelf = Resources(cpus=0, custom={"shelf": 2})
     first = await Mesh.reserve(engine, 1, shelf)
-    second = asyncio.create_task(Mesh.reserve(engine, 1, shelf))
+    second = asyncio.create_task(Mesh.reserve(engine, 1, shelf, "judges", str(tmp_path)))
     said = ""
     async with asyncio.timeout(60):
         while "waiting for ranks to start" not in said:  # where it goes is the command line's to say
             await asyncio.sleep(0.05)
             said += "".join(capsys.readouterr())
+    assert f"waiting for ranks to start mesh=judges logs={tmp_path}/judges-*.log missing=1 of=1" in said
     assert not second.done()
     await first.stop()
     probe = await (await second).spawn(Probe)

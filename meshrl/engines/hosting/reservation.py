@@ -48,6 +48,8 @@ class Reservation(ABC):
         `log`: as in `Engine.reserve`.
         """
         self.logs: LogFolder | None = LogFolder(Path(log)) if log else None
+        self.named: Mapping[str, str] = {"mesh": Path(log).name, "logs": f"{log}-*.log"} if log else {}
+        """Whose ranks these are, and where they write, for log lines."""
         self.least: int = least or count
         self.cpus: float = cpus * count
         """Cores that are reserved in all."""
@@ -87,7 +89,7 @@ class Reservation(ABC):
 
     async def say_missing(self, missing: int) -> None:
         """Say that so many processes have not started yet."""
-        log.info("waiting for ranks to start", missing=missing, of=len(self.slots))
+        log.info("waiting for ranks to start", **self.named, missing=missing, of=len(self.slots))
 
     async def prepare(self, slots: Sequence[ProcessSlot]) -> None:  # noqa: B027 -- most have nothing to do
         """Do what comes before processes are begun anew where they have died."""

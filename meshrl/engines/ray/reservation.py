@@ -105,7 +105,8 @@ class RayReservation(Reservation):
     async def say_missing(self, missing: int) -> None:
         """Say that so many processes have not started yet, what each asks for, and what is free."""
         free, asks = written(await self._cluster.free()), written(self.asked)
-        log.info("waiting for ranks to start", missing=missing, of=len(self.slots), each_asks=asks, free=free)
+        of = len(self.slots)
+        log.info("waiting for ranks to start", **self.named, missing=missing, of=of, each_asks=asks, free=free)
 
     async def place(self, slot: ProcessSlot) -> Place:
         """Where a rank's process is. One that comes and goes is sought on all nodes again when a silent one answers."""
