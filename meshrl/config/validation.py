@@ -54,9 +54,16 @@ def _judged(
     read = _read(schema, table)
     mistakes = [*misplaced, *(read if isinstance(read, list) else ())]
     if isinstance(read, list) or mistakes:
-        whole = [each.partition(".")[0] for each in given if each.partition(".")[0] not in schema.model_fields]
-        return [f"{'command line' if is_given(path, [*given, *whole]) else source}: {text}" for path, text in mistakes]
+        return [f"{'command line' if _is_given(table, path, given) else source}: {text}" for path, text in mistakes]
     return read
+
+
+def _is_given(table: Mapping[str, object], path: Keys, given: Sequence[str]) -> bool:
+    """Whether the command line gave the value that keys lead to, or all values of the table that they lead to."""
+    value = lookup(table, path)
+    if is_given(path, given) or not isinstance(value, Mapping) or not value:
+        return is_given(path, given)
+    return all(_is_given(table, (*path, str(key)), given) for key in value)
 
 
 def _read(schema: type[C], table: Mapping[str, object]) -> C | list[tuple[Keys, str]]:

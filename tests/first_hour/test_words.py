@@ -132,6 +132,11 @@ def test_an_estimator_of_verls_hides_no_other_mistake(capsys: pytest.CaptureFixt
         assert answer in told
 
 
+def test_a_key_below_a_table_of_the_file_is_told_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, "check", "grpo/quickstart", "policy.engine_args.tensor_parallel_size=2")
+    assert "command line: policy.engine_args: no such key; `policy.engine_args.tensor_parallel_size`" in told
+
+
 def test_a_file_without_an_algorithm_is_told_its_other_mistakes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
