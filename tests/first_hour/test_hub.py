@@ -180,3 +180,12 @@ def test_a_push_without_a_network_says_that_nothing_is_there(
     status, _, err = terminal("push", "mine", "me/better")
     assert status == 1
     assert err.endswith("HF_HUB_OFFLINE is set: nothing was put there; push again with a network\n")
+
+
+def test_fakes_without_a_kl_penalty_ask_for_no_reference(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(NOWHERE, monkeypatch)
+    fakes = ("policy.backend=fake", "sampler.backend=fake", "policy.model=org/none")
+    small = ("steps=1", "prompts=2", "task.held_out=2", "policy.optimizer.total_steps=1")
+    assert terminal("run", "grpo/quickstart", *fakes, *small)[0] == 0
+    status, _, err = terminal("check", "grpo/quickstart", *fakes, *small, "loss.kl=0.1")
+    assert (status, "reference: model 'org/none'" in err) == (1, True)
