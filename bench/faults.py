@@ -147,7 +147,7 @@ class Broken:
                 mended.result()
         if fault.loses_a_sampler:
             self.wait_until(
-                lambda: b"a replica of the sampler is there" in self._log.read_bytes()[told:], "it is whole"
+                lambda: b"a replica of the sampler is available" in self._log.read_bytes()[told:], "it is whole"
             )
         return further, time.monotonic() - began
 
