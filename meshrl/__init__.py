@@ -129,6 +129,7 @@ if TYPE_CHECKING:
     from meshrl.roles import Sampler as Sampler
     from meshrl.roles import SamplerConfig as SamplerConfig
     from meshrl.roles import Sampling as Sampling
+    from meshrl.roles import Stateful as Stateful
     from meshrl.roles import TeacherConfig as TeacherConfig
     from meshrl.roles import check_teacher as check_teacher
     from meshrl.roles import options_of as options_of
@@ -198,7 +199,7 @@ else:
         "roles": (
             "BackendOptions Critic CriticConfig GroupSampling LoraConfig ModelConfig NewModel OptimizerConfig "
             "PairSampling Policy PolicyConfig Reference ReferenceConfig Reward RewardModel RewardModelConfig "
-            "RewardTrainingConfig RoleConfig Sampler SamplerConfig Sampling TeacherConfig check_teacher "
+            "RewardTrainingConfig RoleConfig Sampler SamplerConfig Sampling Stateful TeacherConfig check_teacher "
             "options_of with_options"
         ),
         "rollout": "Rollouts greedy_baseline has_signal publish rollout rollouts",

@@ -99,6 +99,7 @@ PUBLIC = [
     "SequenceLoss",
     "Shard",
     "Source",
+    "Stateful",
     "Sum",
     "Task",
     "TaskConfig",

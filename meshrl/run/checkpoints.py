@@ -6,8 +6,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from math import isfinite
 from pathlib import Path
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -17,6 +18,10 @@ from meshrl.roles import Stateful
 from meshrl.run.integrity import check_fingerprints, fingerprint, fingerprints
 from meshrl.tasks import CursorState
 
+S = TypeVar("S", bound=Stateful)
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+"""What a script may call its own state: no name of an actor or a file."""
 _WHOLE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
@@ -48,6 +53,7 @@ class Checkpoints:
 
     run.json    a `Saved`, and in a second line its fingerprint
     0-policy    what the first actor wrote that has a state: a folder for each, in the order of spawning
+    memory      what the script keeps by this name
     """
 
     def __init__(self, run: Path, kept: int, resume: bool, check: Callable[[], None] = lambda: None) -> None:
@@ -73,12 +79,22 @@ class Checkpoints:
         self._places += 1
         return f"{self._places - 1}-{role.lower()}"
 
+    async def keep(self, name: str, state: S) -> S:
+        """Adopt what the script keeps by a name. DataError where that is no name, or has been given."""
+        if not _NAME.fullmatch(name):
+            raise DataError(f"run.keep({name!r}): a name begins with a-z, and has a-z, 0-9 and _ alone")
+        if name in self._actors:
+            raise DataError(f"run.keep({name!r}): the script keeps something by that name already: choose another")
+        await self.adopt(name, state)
+        return state
+
     async def adopt(self, place: str, actor: Stateful) -> None:
         """Keep the state of a fresh actor from here on; where the run goes on, restore it first."""
         if self._from:
             if not (self._from / place).is_dir():
+                does = "keeps" if _NAME.fullmatch(place) else "spawns"
                 raise ConfigError(
-                    f"the script spawns {place}, which {self._from} lacks: it has {', '.join(self._saved_places())}. "
+                    f"the script {does} {place}, which {self._from} lacks: it has {', '.join(self._saved_places())}. "
                     "Resume with the script and the roles of the checkpoint, or start a run with another name"
                 )
             await actor.restore(str(self._from / place))
@@ -88,8 +104,8 @@ class Checkpoints:
         """ConfigError where the checkpoint has an actor that was not spawned before the loop begins."""
         if lacking := [place for place in self._saved_places() if place not in self._actors]:
             raise ConfigError(
-                f"{self._from} has {', '.join(lacking)}, which the script has not spawned before its loop: its state "
-                "would be lost. Resume with the script and the roles of the checkpoint"
+                f"{self._from} has {', '.join(lacking)}, which the script has not spawned or kept before its loop: its "
+                "state would be lost. Resume with the script and the roles of the checkpoint"
             )
 
     async def write(self, saved: Saved, *, wait: bool) -> None:
@@ -197,6 +213,14 @@ def deal_anew(checkpoint: Path) -> None:
 def steps_of(checkpoint: Path) -> int:
     """After how many steps a checkpoint was written, by its name."""
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def as_json(once: Mapping[str, Mapping[str, float]]) -> Mapping[str, Mapping[str, float | str]]:
+    """What `run.once` measured, in a form that JSON can hold."""
+    return {
+        name: {key: value if isfinite(value) else str(value) for key, value in told.items()}
+        for name, told in once.items()
+    }
 
 
 async def _all(works: Iterable[Awaitable[None]]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
@@ -18,7 +17,7 @@ from meshrl.mesh import Engine, Mesh, Resources, limited
 from meshrl.roles import ModelConfig, RoleConfig, Stateful, check_axes, implementation
 from meshrl.rollout import DIFFERENCE, Loop, Schedule, read_kept_rows, read_schedule, schedule
 from meshrl.run.batch_stats import corrected, statistics
-from meshrl.run.checkpoints import Checkpoints, Saved
+from meshrl.run.checkpoints import Checkpoints, Saved, as_json
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.control import Control
 from meshrl.run.disk import of_the_disk
@@ -33,6 +32,7 @@ from meshrl.tasks import DataCursor, data_cursor
 from meshrl.trackers import Trackers
 
 R = TypeVar("R")
+S = TypeVar("S", bound=Stateful)
 
 
 class Steps:
@@ -165,6 +165,16 @@ class Run:
             await self._checkpoints.adopt(place, cast("Stateful", actor))
         return actor
 
+    async def keep(self, name: str, state: S) -> S:
+        """Keep an object of the script, or an actor on a mesh, in checkpoints. Returns it, restored in a resumed run.
+
+            memory = await run.keep("memory", Memory())
+
+        Call it before the loop. `name` is its folder in a checkpoint. Raises DataError for a name that cannot be used,
+        and ConfigError if the run resumes from a checkpoint without it.
+        """
+        return await self._checkpoints.keep(name, state)
+
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Reserve a mesh for your own actors. The run stops it at the end."""
         name = str(next(self._numbered))
@@ -242,8 +252,8 @@ class Run:
         await self._beside.wait()  # a run that goes on from here has what it found; what it raised comes after this
         self.recorder.account(self._cursor.account(None))  # what was dropped meanwhile is used
         data = self._cursor.reached()  # before anything else goes on
-        once = {name: {key: _kept(value) for key, value in told.items()} for name, told in self._once.items()}
-        await self._checkpoints.write(Saved(loop, step, self._done, self.recorder.sizes(), once, data), wait=wait)
+        sizes, once = self.recorder.sizes(), as_json(self._once)
+        await self._checkpoints.write(Saved(loop, step, self._done, sizes, once, data), wait=wait)
 
     def _begin_loop(self, loop: int, first: int, count: int) -> None:
         if self._expects_evaluation and not self._beside:
@@ -387,8 +397,3 @@ class Run:
 
     def _mesh_config(self, name: str) -> MeshConfig:
         return self.config.meshes.get(name, MeshConfig())
-
-
-def _kept(value: float) -> float | str:
-    """Return a number in a form that JSON can hold."""
-    return value if isfinite(value) else str(value)

@@ -12,10 +12,11 @@ from meshrl.data import Batch, Metrics
 from meshrl.engines.local import LocalEngine
 from meshrl.errors import BackendError
 from meshrl.mesh import Actor, Engine, Mesh, Resources
-from meshrl.roles import RoleConfig
+from meshrl.roles import RoleConfig, Stateful
 from meshrl.run import BackgroundMeasurements, Measurement, Run, RunConfig, Steps
 
 R = TypeVar("R")
+S = TypeVar("S", bound=Stateful)
 
 
 class FakeRun(Run):
@@ -54,6 +55,10 @@ class FakeRun(Run):
             name = getattr(role, "__name__", str(role))
             raise BackendError(f"the script spawns a {name}, and this FakeRun was given {has}: give it one")
         return cast("R", found)
+
+    async def keep(self, name: str, state: S) -> S:
+        """The same object: nothing is kept."""
+        return state
 
     async def mesh(self, ranks: int, resources: Resources | None = None) -> Mesh:
         """Ranks in the caller's own loop."""

@@ -321,7 +321,7 @@ async def test_actors_that_came_or_went_are_told(tmp_path: Path) -> None:
 
     policy, critic = (Policy, FAKE), (Critic, CriticConfig(backend="fake", model="none"))
     await run(script(policy, critic), tmp_path)
-    with pytest.raises(ConfigError, match="step-000002 has 1-critic, which the script has not spawned"):
+    with pytest.raises(ConfigError, match="step-000002 has 1-critic, which the script has not spawned or kept"):
         await run(script(policy), tmp_path)
     with pytest.raises(ConfigError, match=r"spawns 0-critic, which .* lacks: it has 0-policy, 1-critic"):
         await run(script(critic, policy), tmp_path)

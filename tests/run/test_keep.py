@@ -1,0 +1,118 @@
+"""State of a script's own, which a run keeps in its checkpoints."""
+
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from meshrl import (
+    Batch,
+    CrossEntropy,
+    MeshConfig,
+    Policy,
+    PolicyConfig,
+    Replicate,
+    Resources,
+    Run,
+    RunConfig,
+    Same,
+    Stateful,
+    Task,
+    endpoint,
+)
+from meshrl.errors import ConfigError, DataError
+
+FAKE = PolicyConfig(backend="fake", model="none")
+TASK = Task(train=Batch.of(prompt=list("abcdefgh"), answer=list("12345678")), held_out=Batch.of(prompt=[]))
+Script = Callable[[Run], Coroutine[None, None, None]]
+
+
+class Killed(BaseException):
+    """Ends a run where it stands."""
+
+
+async def run(script: Script, folder: Path, name: str = "mine") -> Path:
+    """Run a script until it ends or is killed; the run's folder."""
+    config = RunConfig(
+        name=name, folder=str(folder), checkpoint_every=2, resume=True, meshes={"main": MeshConfig(cpus=0)}
+    )
+    with capture_logs(), suppress(Killed):
+        async with Run(config) as under_way:
+            await script(under_way)
+    return folder / name
+
+
+def bits(folder: Path) -> list[dict[str, float]]:
+    """What was recorded, without times."""
+    lines = [msgspec.json.decode(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    return [{name: line[name] for name in line if name not in ("seconds", "step_s")} for line in lines]
+
+
+class Replay(Stateful):
+    """The batches of the last two steps."""
+
+    def __init__(self) -> None:
+        self.kept: deque[Batch] = deque(maxlen=2)
+
+    @endpoint
+    async def exchange(self, batch: Replicate[Batch]) -> Same[Batch]:
+        """What was kept, and this batch, which is kept from here on."""
+        self.kept.append(batch)
+        return Batch.concat(list(self.kept))
+
+    async def checkpoint(self, folder: str, wait: bool = True) -> None:
+        Path(folder).mkdir()
+        wires = [batch.to_wire() for batch in self.kept]
+        (Path(folder) / "rows").write_bytes(msgspec.msgpack.encode(wires))
+
+    async def restore(self, folder: str) -> None:
+        content = (Path(folder) / "rows").read_bytes()
+        wires = msgspec.msgpack.decode(content, type=list[tuple[bytes, list[bytes]]])
+        self.kept.extend(Batch.from_wire(*wire) for wire in wires)
+
+
+def replaying(on_a_mesh: bool, name: str | None = "memory", dies_in: int = -1) -> Script:
+    """A script that trains on the rows of its last two steps."""
+
+    async def script(run: Run) -> None:
+        policy = await run.spawn(Policy, FAKE)
+        memory = await (await run.mesh(1, Resources(cpus=0))).spawn(Replay) if on_a_mesh else Replay()
+        if name:
+            await run.keep(name, memory)
+        rows = TASK.batches(2, run.seed)
+        async for step in run.steps(9):
+            batch = next(rows)
+            rewards = np.sqrt(batch.groups + 0.5).astype(np.float32)
+            fresh = await policy.encode(batch.assign(completion=batch["answer"], rewards=rewards))
+            every = await memory.exchange(fresh)
+            metrics = await policy.update(every, CrossEntropy())
+            await run.record(metrics, every, trained=len(every), mixed=float(every.rewards.sum()))
+            if step == dies_in:
+                raise Killed
+
+    return script
+
+
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+async def test_what_a_script_keeps_is_as_it_was(tmp_path: Path, on_a_mesh: bool) -> None:
+    whole = bits(await run(replaying(on_a_mesh), tmp_path, name="whole"))
+    await run(replaying(on_a_mesh, dies_in=6), tmp_path)
+    folder = await run(replaying(on_a_mesh), tmp_path)
+    assert bits(folder) == whole
+    assert {line["trained"] for line in whole[1:]} == {4}
+    assert (folder / "checkpoints" / "step-000009" / "memory" / "rows").is_file()
+
+
+async def test_what_is_kept_has_the_name_of_the_checkpoint(tmp_path: Path) -> None:
+    await run(replaying(on_a_mesh=False, dies_in=6), tmp_path)
+    with pytest.raises(ConfigError, match=r"keeps buffer, which .*step-000006 lacks: it has 0-policy, memory"):
+        await run(replaying(on_a_mesh=False, name="buffer"), tmp_path)
+    with pytest.raises(ConfigError, match="has memory, which the script has not spawned or kept before its loop"):
+        await run(replaying(on_a_mesh=False, name=None), tmp_path)
+    with pytest.raises(DataError, match=r"run\.keep\('0-policy'\): a name begins with a-z"):
+        await run(replaying(on_a_mesh=False, name="0-policy"), tmp_path, name="other")
