@@ -91,6 +91,16 @@ class StalenessLedger:
         """Groups that are not finished."""
         return len(self.groups) - self.ready
 
+    def why_no_batch(self) -> str:
+        """What a batch waits for; where that is a publication that nobody has begun, what to call."""
+        told = f"{self.ready} of {self.size} groups are ready, {self.running} run"
+        if self.running or self.room or self._announced or self.version >= self.batches:
+            return told
+        return (
+            f"{told}. Nothing was published after the last update (delivered batches: {self.batches}, publications: "
+            f"{self.version}), so no more may be drawn: call `await publish(policy, stream)` after each update"
+        )
+
     def announce(self) -> bool:
         """New weights will be published. Whether they count: what comes before the first draw is where that begins."""
         self._announced += self._begun

@@ -172,7 +172,7 @@ class Rollouts:
         self._condition.notify_all()
         impatient = asyncio.get_running_loop().call_later(_PATIENCE, self._say_who_waits)
         try:
-            await self._condition.wait_for(ready, "trainer", "a batch", self._why_no_batch)
+            await self._condition.wait_for(ready, "trainer", "a batch", self.ledger.why_no_batch)
         finally:
             impatient.cancel()
             self.producer.demand = False
@@ -281,9 +281,6 @@ class Rollouts:
 
     def _is_over(self) -> bool:
         return not self._prompts and not self.ledger.groups
-
-    def _why_no_batch(self) -> str:
-        return f"{self.ledger.ready} of {self.ledger.size} groups are ready, {self.ledger.running} run"
 
     def _say_who_waits(self) -> None:
         log.info(f"no batch for {_PATIENCE:g} s: {'; '.join(map(str, Pending.of(asyncio.get_running_loop())))}")

@@ -1,13 +1,41 @@
-"""Mistakes in batches, and in the data that a task reads."""
+"""Mistakes in rollouts, in batches, and in the data that a task reads."""
 
 from pathlib import Path
 
 import numpy as np
 
-from meshrl import Batch, Metrics, Ragged, Task, TaskConfig, Weights, group_advantages, minibatches
+from meshrl import (
+    Batch,
+    CrossEntropy,
+    Metrics,
+    PolicyConfig,
+    Ragged,
+    SamplerConfig,
+    Sampling,
+    Task,
+    TaskConfig,
+    Weights,
+    group_advantages,
+    minibatches,
+    publish,
+    rollouts,
+)
 from meshrl.data import Origin, Source
+from meshrl.testing import FakePolicy, FakeSampler, simulate
 
 BATCH = Batch.of(tokens=Ragged.of([[1, 2, 3], [4]], np.int32), rewards=np.ones(2, np.float32), answer=["yes", "no"])
+
+
+def nothing_published() -> None:
+    async def script() -> None:
+        policy, sampler = FakePolicy(PolicyConfig(model="none")), FakeSampler(SamplerConfig(model="none"))
+        prompts = (Batch.of(prompt=["?"], answer=["!"], groups=np.array([number])) for number in range(9))
+        await publish(policy, sampler)
+        async with rollouts(sampler, prompts, Sampling()) as stream:
+            async for batch in stream:
+                await policy.update(batch, CrossEntropy())
+
+    simulate(script)
 
 
 # --- batches -------------------------------------------------------------------------------------

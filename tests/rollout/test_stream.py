@@ -259,6 +259,7 @@ def test_who_does_not_publish_is_told_who_waits_for_whom() -> None:
     with pytest.raises(Deadlock, match="trainer waits for a batch: 0 of 2 groups are ready") as caught:
         simulate(script)
     assert "rollout waits for capacity: capacity waits for version 1: with ahead=1, 4 prompts" in str(caught.value)
+    assert "(delivered batches: 2, publications: 0), so no more may be drawn: call `await publish" in str(caught.value)
 
 
 class Forgetful(FakeSampler):
