@@ -1,7 +1,7 @@
 """Rollouts that run while the policy trains, with a hard bound on staleness.
 
 `rollouts` is the stream that a script reads from and publishes to. The ledger counts what may begin, so that no row
-older than `ahead` versions is ever trained on. A recorded schedule can be repeated bit by bit.
+older than `ahead` publications is ever trained on. A recorded schedule can be repeated bit by bit.
 """
 
 from meshrl.rollout.kept_rows import KeptRows, read_kept_rows

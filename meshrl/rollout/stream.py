@@ -6,7 +6,7 @@
             ...
             await publish(policy, stream)
 
-`ahead` is the bound, in published versions: 0 is the synchronous loop, 1 is one step off-policy, and more is fully
+`ahead` is the bound, in publications: 0 is the synchronous loop, 1 is one step off-policy, and more is fully
 asynchronous.
 """
 
@@ -73,7 +73,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     """Start a stream of batches of rollouts. Each has as many groups as a batch of `prompts` has rows.
 
     Sampling begins when the first batch is requested. With `ahead=0` a batch equals, bit for bit, the result of
-    `rollout` for the same prompts. No row is more than `ahead` published versions behind the policy. The column
+    `rollout` for the same prompts. No row is more than `ahead` publications behind the policy. The column
     `staleness`, int32, has the number for each row.
 
     - `prompts`: batches of one size, with `groups`, a different number for each prompt of the run. In a resumed run,
@@ -87,7 +87,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
       others continue. On a mesh with `least`, deaths do not count.
     """
     if ahead < 0:
-        raise DataError(f"ahead = {ahead}: the bound is a number of versions, at least 0")
+        raise DataError(f"ahead = {ahead}: the bound is a number of publications, at least 0")
     for name, value, known in (("late", late, get_args(Late)), ("swap", swap, get_args(SwapMode))):
         if value not in known:
             raise DataError(f"{name} = {value!r}: use one of {', '.join(map(repr, known))}")

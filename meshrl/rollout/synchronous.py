@@ -46,7 +46,7 @@ async def publish(policy: Policy, *samplers: Sampler | Rollouts) -> Weights:
     """Send the policy's weights to the samplers, and return the weights. Later tokens carry their version.
 
     With a stream of rollouts, pass the stream instead, once for each batch: `await publish(policy, stream)`. It counts
-    the versions and passes the weights on to its sampler. Raises DataError for the sampler of an open stream.
+    the publications and passes the weights on to its sampler. Raises DataError for the sampler of an open stream.
     """
     to = sink.get()
     asked = to.now() if to else 0.0

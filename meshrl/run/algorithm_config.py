@@ -165,7 +165,7 @@ class RolloutConfig(AlgorithmConfig):
     """The model that the KL penalty compares with. Most algorithms use it only if the weight of that penalty is above
     0."""
     ahead: int = 0
-    """Number of published weight versions that rollouts may be behind the policy. Above 0, rollouts run while the
+    """How many publications of weights rollouts may be behind the policy. Above 0, rollouts run while the
     policy trains."""
     prompts: int = 64
     """Prompts in a step. Each has `sampling.n` completions."""
