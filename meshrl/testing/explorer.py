@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing import get_context
@@ -47,7 +48,8 @@ def explore(
 
     A seed is what the scenario is given, and it also chooses which task goes on next. Raises `ScheduleFailed` for the
     lowest seed that fails: by an assertion, any other exception, a `Deadlock`, `LeftRunning`, or the limit of virtual
-    seconds. `workers`: processes; the scenario must then be a function of a module.
+    seconds. `workers`: processes, which import the script that was started: the scenario must be a function of a
+    module, and a script calls this below `if __name__ == "__main__":`. ConfigError if they cannot.
     """
     tried = range(first, first + seeds)
     seed = (
@@ -105,6 +107,13 @@ def _in_processes(reference: str, seeds: range, workers: int, time_limit: float 
         pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
         try:
             return next((seed for future in pending if (seed := future.result()) is not None), None)
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"a process that explores {reference} ended before it was done. Each imports the script that was "
+                'started: call `explore` below `if __name__ == "__main__":`, and not from standard input; or run '
+                f"`python -m meshrl.testing {reference} --workers {workers}`. If it does this already, the processes "
+                "may have had too little memory: use fewer workers"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 

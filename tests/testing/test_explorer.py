@@ -192,6 +192,17 @@ def test_a_scenario_in_a_function_is_replayed_from_there_and_has_one_process() -
         explore(fails_at_three, workers=2)
 
 
+def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from meshrl.testing import explore\nasync def scenario(seed): ...\nexplore(scenario, seeds=2, workers=2)\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    last = ran.stderr[ran.stderr.rindex("ConfigError: a process that explores") :]
+    assert 'call `explore` below `if __name__ == "__main__":`' in last
+    assert f"python -m meshrl.testing {script}:scenario --workers 2" in last
+
+
 @pytest.mark.parametrize(
     ("trained", "broken"),
     [
