@@ -195,7 +195,7 @@ def trace(run: RunArgument, out: Out = None) -> None:
 
 @app.command()
 def audit(run: RunArgument) -> None:
-    """Check a run's guarantees by its files: each prompt trained once, versions, the staleness bound, steps.
+    """Check a run's guarantees by its files: each prompt delivered once, versions, the staleness bound, steps.
 
     Exit status: 0 if all hold, 1 if one is broken, 2 if the files cannot tell.
     """

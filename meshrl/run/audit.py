@@ -1,8 +1,8 @@
 """Audit a run: check its guarantees by the files of its folder.
 
-Four promises: each prompt is trained once or dropped, versions never fall, no row is older than the bound, and steps
-follow each other. `groups.jsonl` says what became of the prompts; `metrics.jsonl` and
-`config.toml` are held against it.
+Four promises: each prompt is delivered to one step or dropped, versions never fall, no delivered row is older than the
+bound, and steps follow each other. What a script does with a batch, the files do not tell. `groups.jsonl` says what
+became of the prompts; `metrics.jsonl` and `config.toml` are held against it.
 """
 
 import tomllib
@@ -37,6 +37,7 @@ class Audit:
     drawn: int
     """Prompts that the script or a stream took."""
     trained: int
+    """Prompts that were delivered to a step, or that the script took in it."""
     dropped: Mapping[str, int]
     """By why: `filtered`, `stale`, or `closed`, which were left when their stream ended."""
     under_way: int
@@ -45,7 +46,7 @@ class Audit:
     """Prompts that the script took before its loop, or its own iterator left out, and that no step trained."""
     missing: Ranges
     twice: Sequence[int]
-    """What was trained more than once, or trained and dropped."""
+    """What was delivered more than once, or delivered and dropped."""
     staleness: int | None
     """The largest; None where no stream delivered anything."""
     bound: int | None
@@ -90,9 +91,9 @@ def audit_run(folder: Path) -> Audit:
     prompts.end()
     if not steps.numbers or not prompts.trained:
         raise DataError(
-            f"{folder / _GROUPS} has {len(steps.numbers)} steps and {len(prompts.trained)} prompts that were trained "
-            "on, so there is nothing to judge: the run ended too early, or its script takes its prompts neither from "
-            "`task.batches` in its loop nor from a stream of rollouts"
+            f"{folder / _GROUPS} has {len(steps.numbers)} steps and {len(prompts.trained)} prompts that were "
+            "delivered to one, so there is nothing to judge: the run ended too early, or its script takes its prompts "
+            "neither from `task.batches` in its loop nor from a stream of rollouts"
         )
     if steps.numbers[0] != 0:
         raise DataError(

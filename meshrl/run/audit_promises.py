@@ -46,7 +46,7 @@ class PromptAudit:
     held: set[int] = field(default_factory=set)
     """What the script took before its loop."""
     trained: dict[int, str] = field(default_factory=dict)
-    """In which step."""
+    """To which step it was delivered, or which took it."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Why."""
     open: set[int] = field(default_factory=set)
@@ -81,7 +81,7 @@ class PromptAudit:
                 self.taken.update(groups)
                 self._train(groups, where)
             case "deliver":
-                self._settle(groups, where, "trained")
+                self._settle(groups, where, "delivered")
                 self._train(groups, where)
             case "drop":
                 self._settle(groups, where, "dropped")
@@ -94,9 +94,9 @@ class PromptAudit:
         said = set(in_ranges(account.under_way))
         for group in sorted(self.open - said):
             self.missing.add(group)
-            self.breaches.append(f"{where}: group {group} was drawn, but is neither trained, dropped nor in progress")
+            self.breaches.append(f"{where}: group {group} was drawn, but is neither delivered, dropped nor in progress")
         for group in sorted(said - self.open):
-            had = f"trained in {self.trained[group]}" if group in self.trained else "never drawn, or dropped"
+            had = f"delivered in {self.trained[group]}" if group in self.trained else "never drawn, or dropped"
             self.breaches.append(f"{where}: group {group} is recorded as in progress, but was {had}")
         self.open = said
         self.dealt |= {deal: max(end, self.dealt.get(deal, 0)) for deal, end in enumerate(account.dealt)}
@@ -109,7 +109,7 @@ class PromptAudit:
             self.held_back += sum(end - first for first, end in lost)
         else:
             self.lost = lost
-            self.breaches += [f"{_named(first, end)} drawn, but no step has trained on them" for first, end in lost]
+            self.breaches += [f"{_named(first, end)} drawn, but delivered to no step" for first, end in lost]
         self.open |= self.again
 
     @property
@@ -121,13 +121,13 @@ class PromptAudit:
         """What is to be said of them."""
         counts = sorted(Counter(self.dropped.values()).items())
         why = ", ".join(f"{count:,} {_WHY.get(why, why)}" for why, count in counts)
-        told = [f"{len(self.taken):,} drawn", f"{len(self.trained):,} trained"]
+        told = [f"{len(self.taken):,} drawn", f"{len(self.trained):,} delivered"]
         told += [f"{len(self.dropped):,} dropped" + (f" ({why})" if why else "")]
         told += [f"{len(self.open):,} in progress"] if self.open else []
         told += [f"{self.held_back:,} held back by the script"] if self.held_back else []
         missing = sum(end - first for first, end in self.missing_ranges)
         told += [f"{len(self.twice):,} twice, {missing:,} missing"]
-        return Verdict("each prompt is trained once or dropped", ", ".join(told), self.breaches)
+        return Verdict("each prompt is delivered to one step or dropped", ", ".join(told), self.breaches)
 
     def _gaps(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """The ranges of a deal that nobody had."""
@@ -160,7 +160,7 @@ class PromptAudit:
             before = self.trained.get(group) or (f"dropped as {self.dropped[group]}" if group in self.dropped else "")
             if before:
                 self.twice.add(group)
-                self.breaches.append(f"{where}: group {group} is trained again: {before}")
+                self.breaches.append(f"{where}: group {group} is delivered again: {before}")
             self.trained[group] = where
 
     def _drop(self, groups: Sequence[int], where: str, why: str) -> None:
@@ -168,7 +168,7 @@ class PromptAudit:
             if group in self.trained:
                 self.twice.add(group)
                 self.breaches.append(
-                    f"{where}: group {group} is dropped as {why}, but was trained: {self.trained[group]}"
+                    f"{where}: group {group} is dropped as {why}, but was delivered: {self.trained[group]}"
                 )
             self.dropped[group] = why
 
@@ -234,7 +234,7 @@ class VersionAudit:
         seen = (
             "no stream delivered anything" if self.largest is None else f"at most {self.largest}, ahead = {self.bound}"
         )
-        yield Verdict("no row is older than the bound", seen, self.too_old)
+        yield Verdict("no delivered row is older than the bound", seen, self.too_old)
 
     def _publish(self, happening: Happening, where: str) -> None:
         last = self.last.get(happening.stream, happening.version)

@@ -136,9 +136,9 @@ def test_a_stream_keeps_its_promises(tmp_path: Path, ahead: int) -> None:
     assert found.drawn == found.trained + sum(found.dropped.values())
     assert found.dropped.get("closed", 0) <= (ahead + 2) * SIZE
     assert [verdict.promise for verdict in found.verdicts] == [
-        "each prompt is trained once or dropped",
+        "each prompt is delivered to one step or dropped",
         "versions never fall",
-        "no row is older than the bound",
+        "no delivered row is older than the bound",
         "steps follow each other",
     ]
 
@@ -169,7 +169,7 @@ def test_prompts_lost_at_a_checkpoint_are_found(tmp_path: Path, monkeypatch: pyt
 
 def test_prompts_that_a_stream_loses_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DataCursor, "drop", lambda *_: None)
-    assert "group 6 was drawn, but is neither trained, dropped nor in progress" in breaches(play(tmp_path, ahead=2))
+    assert "group 6 was drawn, but is neither delivered, dropped nor in progress" in breaches(play(tmp_path, ahead=2))
 
 
 def test_what_a_step_trained_is_bounded_in_size(tmp_path: Path) -> None:
@@ -180,29 +180,29 @@ def test_what_a_step_trained_is_bounded_in_size(tmp_path: Path) -> None:
 def test_a_group_that_is_trained_twice_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=None)
     forged(folder, lambda lines: of(lines, 5, "train")["groups"].append([9, 10]))
-    assert breaches(folder) == "step 5: group 9 is trained again: step 2"
+    assert breaches(folder) == "step 5: group 9 is delivered again: step 2"
     assert audit_run(folder).twice == [9]
 
 
 def test_a_group_that_a_stream_gave_twice_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=1)
     forged(folder, lambda lines: of(lines, 5, "deliver")["groups"].append(of(lines, 2, "deliver")["groups"][0]))
-    assert "is trained again: step 2" in breaches(folder)
+    assert "is delivered again: step 2" in breaches(folder)
 
 
 def test_a_group_that_is_dropped_and_trained_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path, ahead=0)
     forged(folder, lambda lines: lines[-1]["happened"].append({"what": "drop", "groups": [[0, 1]], "why": "stale"}))
-    assert "group 0 is dropped as stale, but was trained: step 0" in breaches(folder)
+    assert "group 0 is dropped as stale, but was delivered: step 0" in breaches(folder)
 
 
 def test_a_group_that_is_left_out_is_found(tmp_path: Path) -> None:
     folder = play(tmp_path / "stream", ahead=1)
     forged(folder, lambda lines: of(lines, 3, "deliver").update(groups=[[13, 14]]))
-    assert "step 3: group 14 was drawn, but is neither trained, dropped nor in progress" in breaches(folder)
+    assert "step 3: group 14 was drawn, but is neither delivered, dropped nor in progress" in breaches(folder)
     folder = play(tmp_path / "loop", ahead=None)
     forged(folder, lambda lines: of(lines, 3, "train").update(groups=[[12, 14]]))
-    assert breaches(folder) == "groups 14 to 15 were drawn, but no step has trained on them"
+    assert breaches(folder) == "groups 14 to 15 were drawn, but delivered to no step"
     assert audit_run(folder).missing == [(14, 16)]
 
 
@@ -254,7 +254,7 @@ def test_files_that_cannot_say_are_errors(tmp_path: Path) -> None:
         content.replace(b'"groups":[[0,', b'"groups":[[-1,', 1): "is not a range of prompts",
         b'{"step":0,"happened":[],"under_way":[[0,1099511627776]],"dealt":[]}\n': "is not a range of prompts",
         b"\xff\n": "line 1: is not as a run wrote it",
-        b"": "0 steps and 0 prompts that were trained on, so there is nothing to judge",
+        b"": "0 steps and 0 prompts that were delivered to one, so there is nothing to judge",
         content.partition(b"\n")[2]: "begins with step 1",
     }.items():
         groups.write_bytes(damaged)
@@ -290,9 +290,9 @@ def test_the_command_tells_by_its_exit_status(tmp_path: Path, capsys: pytest.Cap
     status, told = audit()
     assert status == 0
     assert "8 steps; finished" in told
-    assert "holds   each prompt is trained once or dropped: " in told
-    assert "32 trained" in told
-    assert "holds   no row is older than the bound: at most 2, ahead = 2" in told
+    assert "holds   each prompt is delivered to one step or dropped: " in told
+    assert "32 delivered" in told
+    assert "holds   no delivered row is older than the bound: at most 2, ahead = 2" in told
     forged(folder, lambda lines: of(lines, 4, "publish").update(version=2))
     status, told = audit()
     assert status == 1
