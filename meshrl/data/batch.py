@@ -39,8 +39,9 @@ class Batch(HasRefs):
     number of the prompt), `temperature`, `rewards` and `advantages` float32, `truncated` bool, and `reward_error` (text
     or None). Standard token columns, with the same lengths in each row: `tokens` int32 (prompt and completion),
     `loss_mask` bool (True for learned tokens), `sampler_logprobs` float32, and `versions` int32 (the policy version
-    that sampled the token, -1 in a prompt). `logprobs` and `reference_logprobs`, float32 by token, come from the
-    trainer and the reference. `source` says what computed such a column. Methods that move rows keep the source.
+    that sampled the token, -1 in a prompt). A sampler adds `oldest_version` int32, the oldest of the completion, and a
+    stream `staleness` int32, how many publications that is behind. `logprobs` and `reference_logprobs`, float32 by
+    token, come from the trainer and the reference. `source` says what computed such a column, also after rows moved.
 
         batch = Batch.of(tokens=Ragged.of([[1, 2], [3]], np.int32), rewards=np.zeros(2, np.float32))
 
