@@ -158,7 +158,7 @@ class Cluster:
         """Disconnect; stop the cluster if it was started here."""
         self._open.arrive(None)
         connecting, self._connecting = self._connecting, None
-        if connecting is None:
+        if connecting is None or connecting.cancelled():
             return
         with suppress(ConfigError):
             if await connecting != "found" and await self._is_there():
@@ -231,11 +231,18 @@ async def _connect(address: str | None) -> _Link:
 def _own_sigterm() -> Generator[None]:
     """Keep the handler of SIGTERM, where there is one: Ray puts its own in its place, which ends the process."""
     handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or current_thread() is not main_thread():
+        yield
+        return
     try:
         yield
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
+        handler(signal.SIGTERM, None)  # which has not heard of it
+        raise asyncio.CancelledError from None
     finally:
-        if handler is not signal.SIG_DFL and current_thread() is main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal(signal.SIGTERM, handler)
 
 
 async def _reach(address: str) -> None:
