@@ -88,7 +88,9 @@ def place_of(role: str, backend: str) -> str:
     """
     roles = _table(backend, "ROLES")
     if role not in roles:
-        raise BackendError(f"backend {backend!r} has no {role}: it has {', '.join(sorted(roles))}")
+        own = f". No backend has a {role}: spawn an actor of your own by `(await run.mesh(1)).spawn({role}, ...)`"
+        has = f"it has {', '.join(sorted(roles))}{'' if backends_with(role) else own}"
+        raise BackendError(f"backend {backend!r} has no {role}: {has}")
     return roles[role]
 
 

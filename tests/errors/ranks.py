@@ -14,6 +14,7 @@ from meshrl import (
     PolicyConfig,
     Ragged,
     Resources,
+    RoleConfig,
     Run,
     RunConfig,
     Same,
@@ -122,6 +123,14 @@ async def unknown_backend() -> None:
 async def backend_without_the_role() -> None:
     async with Run(RunConfig()) as run:
         await run.spawn(Sampler, SamplerConfig(backend="fsdp", model="none"))
+
+
+async def own_actor_as_a_role() -> None:
+    class Memory(Actor):
+        pass
+
+    async with Run(RunConfig()) as run:
+        await run.spawn(Memory, RoleConfig(backend="fake"))
 
 
 def backend_without_its_package() -> None:
