@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.events import Event, Span, Step
+from meshrl.events import Delivery, Event, Span, Step, Wait
 from meshrl.report.content import make_content
 from meshrl.report.reading import Record
+from meshrl.report.text import run_lines
 
 CONFIG = """
 algorithm = "grpo"
@@ -51,3 +52,14 @@ def test_overlap_is_told_where_something_overlaps() -> None:
 def test_the_configuration_is_without_empty_tables_and_other_backends() -> None:
     assert make_content(record()).config == 'algorithm = "grpo"\nahead = 0\n\n[policy]\nbackend = "torch"\n'
     assert make_content(record("no TOML")).config == "no TOML"
+
+
+def test_where_the_time_went_is_told_in_text() -> None:
+    told = dict(run_lines(Record(Path("mine"), events=[*EVENTS, Wait("trainer", "a batch", "", 0, 2)])))
+    assert told["step time, mean"] == "6.00 s"
+    assert told["parts of a step"].startswith("both at once: 0%, rollout alone: 33%, training alone: 50%, scoring: 0%")
+    assert (told["overlap efficiency"], told["bound by"]) == ("0.50", "training: 100%")
+    assert told["main 0, idle a step"] == "1.00 s (between calls: the script's own work: 1.00 s)"
+    aged = dict(run_lines(Record(Path("mine"), events=[*EVENTS, Delivery(0, 2, 8, [6, 2], {"stale": 1})])))
+    assert (aged["rows by staleness"], aged["groups dropped"]) == ("0: 6, 1: 2", "stale: 1")
+    assert run_lines(Record(Path("mine"))) == []

@@ -23,7 +23,6 @@ from meshrl.report.intervals import intersect, seconds, seconds_in, subtract, tr
 from meshrl.report.lanes import Bar, merge
 from meshrl.report.page import render
 from meshrl.report.reading import Record, find_run, read_run
-from meshrl.report.text import run_lines
 from meshrl.report.trace import make_trace
 
 SUMMARY = b'{"status": "finished", "steps": 2, "wall_s": 9.5, "first_reward": 0.25, "last_reward": 0.75}'
@@ -368,18 +367,6 @@ def test_report_and_trace_write_into_the_runs_folder(place: Path) -> None:
     assert data_of((folder / "report.html").read_text("utf-8"))["name"] == "mine"
     assert meshrl("trace", "runs/mine", "--out", "mine.json") == 0
     assert b"traceEvents" in (place / "mine.json").read_bytes()
-
-
-def test_a_report_tells_in_text_where_the_time_went(place: Path) -> None:
-    record = read_run(write(place / "runs" / "mine", a_run()))
-    told = dict(run_lines(record))
-    assert told["step time, mean"] == "4.25 s"
-    assert told["parts of a step"].startswith("both at once: 12%, rollout alone: 35%, training alone:")
-    assert told["bound by"] == "rollout: 50%, training: 50%"
-    assert told["rows by staleness"] == "0: 14, 1: 2"
-    assert told["groups dropped"] == "stale: 1"
-    assert "trainer waits for a batch: 1.50 s" in told["main 0, idle a step"]
-    assert run_lines(Record(place)) == []
 
 
 @pytest.mark.parametrize(
