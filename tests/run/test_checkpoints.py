@@ -330,7 +330,9 @@ async def test_actors_that_came_or_went_are_told(tmp_path: Path) -> None:
 async def test_files_that_were_cut_are_told(tmp_path: Path) -> None:
     folder = await run(counting(9, dies_in=3), tmp_path)
     (folder / "metrics.jsonl").write_bytes(b"")
-    with pytest.raises(DataError, match=r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint was written"):
+    with pytest.raises(
+        DataError, match=r"metrics\.jsonl has 0 bytes, and had \d+ when the checkpoint of the resumed run was written"
+    ):
         await run(counting(9), tmp_path)
 
 
