@@ -1,5 +1,6 @@
 """Restart a job's run after a machine has failed, up to `run.restarts` times."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,8 @@ async def run_job(job: Job[RunConfig], begun: Callable[[Run], None] = lambda _: 
         )
         if _has_its_folder(run):  # else there is only an earlier run's to go on with
             config = config.model_copy(update={"resume": True})
+        del run
+        gc.collect()  # the error and the frames that it went through are a cycle, and hold weights in shared memory
 
 
 def is_fault_of_a_machine(error: BaseException) -> bool:

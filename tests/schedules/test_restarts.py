@@ -1,6 +1,8 @@
 """A run under which a machine fails, at any call of a role, is begun again by itself and ends as if none had failed."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from meshrl.engines.local import LocalSlot
 from meshrl.errors import ConfigError, EngineDied, MeshrlError, NoRoom, RankDied, RankFailed
 from meshrl.events import Event, Restart
 from meshrl.report import read_run, render
+from meshrl.run import Run, run_job
 from meshrl.run.restarts import is_fault_of_a_machine
 from meshrl.testing import simulate
 from tests.schedules.conftest import SETTINGS, Faults, Setting, check_kept, outcome
@@ -69,6 +72,24 @@ def test_a_restart_is_told(tmp_path: Path, faults: Faults) -> None:
     assert "the process of the engine has ended" in restart.error
     assert (tmp_path / "run/events-1.jsonl").exists()
     assert "the run was begun again (restart 1)" in render(read_run(tmp_path / "run"))
+
+
+def test_what_a_failed_run_held_is_let_go_before_the_next_begins(tmp_path: Path, faults: Faults) -> None:
+    faults.at, faults.error = 40, died
+    runs: list[weakref.ref[Run]] = []
+    held: list[bool] = []
+
+    def begun(run: Run) -> None:
+        held.extend(each() is not None for each in runs)
+        runs.append(weakref.ref(run))
+
+    gc.disable()
+    try:
+        with capture_logs():
+            simulate(lambda: run_job(SETTINGS[0].job(tmp_path, restarts=1), begun))
+    finally:
+        gc.enable()
+    assert held == [False]
 
 
 def test_a_run_ends_by_the_fault_that_no_restart_is_left_for(tmp_path: Path, faults: Faults) -> None:
