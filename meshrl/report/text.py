@@ -13,6 +13,9 @@ from meshrl.report.reading import Record
 _RANKS: Final = 16
 """The most ranks whose idle time is told."""
 
+BOUND: Final = {"sync": "new weights"}
+"""What bounds a step, in the words of the parts of a step, where its name differs."""
+
 Idle = tuple[str, int, float, Mapping[str, float]]
 """Of a rank: its mesh and number, idle seconds a step, and these by reason, the longest first."""
 
@@ -60,7 +63,7 @@ def time_lines(
     """What a forecast and a run tell alike. `bound`: shares of the steps; `staleness`: rows 0, 1, ... versions old."""
     told = [
         ("overlap efficiency", f"{efficiency:.2f}"),
-        ("bound by", listed({name: f"{share:.0%}" for name, share in bound.items() if share})),
+        ("bound by", listed({BOUND.get(name, name): f"{share:.0%}" for name, share in bound.items() if share})),
         ("rows by staleness", listed({str(age): f"{rows:,}" for age, rows in enumerate(staleness)})),
         ("groups dropped", listed({why: f"{count:,}" for why, count in dropped.items()})),
     ]

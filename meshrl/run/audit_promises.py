@@ -11,7 +11,7 @@ import msgspec
 
 from meshrl.tasks import APART, Happening, Ranges, StepAccount, as_ranges, in_ranges
 
-_WHY: Final = {"stale": "too old", "closed": "left when their stream ended"}
+_WHY: Final = {"stale": "too old"}
 """For users, of what an account calls shorter."""
 
 
@@ -119,10 +119,12 @@ class PromptAudit:
 
     def verdict(self) -> Verdict:
         """What is to be said of them."""
-        counts = sorted(Counter(self.dropped.values()).items())
-        why = ", ".join(f"{count:,} {_WHY.get(why, why)}" for why, count in counts)
+        dropped = Counter(self.dropped.values())
+        left = dropped.pop("closed", 0)  # when their stream ended
+        why = ", ".join(f"{count:,} {_WHY.get(why, why)}" for why, count in sorted(dropped.items()))
         told = [f"{len(self.taken):,} drawn", f"{len(self.trained):,} delivered"]
-        told += [f"{len(self.dropped):,} dropped" + (f" ({why})" if why else "")]
+        told += [f"{dropped.total():,} dropped" + (f" ({why})" if why else "")]
+        told += [f"{left:,} left over"] if left else []
         told += [f"{len(self.open):,} in progress"] if self.open else []
         told += [f"{self.held_back:,} held back by the script"] if self.held_back else []
         missing = sum(end - first for first, end in self.missing_ranges)
