@@ -22,6 +22,8 @@ class _Place(NamedTuple):
     """What the table that the last key stands in should have been."""
 
 
+_OF_ROLLOUTS: Final = "keep", "late", "swap", "retries"
+"""Arguments of `rl.rollouts`, which users look for in the configuration."""
 _NOT_WRITTEN: Final = "callable_type", "default_factory_not_called"
 """Errors of what no file can hold, and of defaults that follow from a value with a mistake of its own."""
 
@@ -184,6 +186,8 @@ def _unknown(schema: type[Config], table: Mapping[str, object], place: _Place) -
     paths = list(key_paths(schema))
     if told := answers(path, lookup(table, path), [dotted(each) for each in paths]):
         return f"no such key; {'; '.join(told)}"
+    if not above and path[0] in _OF_ROLLOUTS:
+        return f"no such key; {path[0]} is an argument of `rl.rollouts` in the script: copy one with `meshrl new`"
     known = sorted(_keys(place.table)) if _is_config(place.table) else []
     near = nearest(str(path[-1]), known)
     if near:

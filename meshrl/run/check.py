@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, TypeVar
 from meshrl.agents import AgentConfig, load_agent
 from meshrl.config import Config, dotted
 from meshrl.environments import EnvironmentConfig, load_environment
-from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, shortened
+from meshrl.errors import BackendError, ConfigError, DataError, MeshrlError, did_you_mean, nearest, shortened
 from meshrl.rewards import RewardConfig, is_own, load_function, try_reward
 from meshrl.roles import (
     ModelConfig,
@@ -41,6 +41,10 @@ C = TypeVar("C", bound=Config)
 
 _PATIENCE: Final = 10.0
 """Seconds for a reward to judge a row."""
+_MAIN: Final[str] = RoleConfig.model_fields["mesh"].default
+"""The mesh of roles that name none."""
+_ELSEWHERE: Final = "http"
+"""The backend whose servers sample on ranks of their own, whatever its mesh."""
 
 
 class Findings(NamedTuple):
@@ -99,10 +103,15 @@ def _mistakes_of_tables(config: Config, run: RunConfig) -> Iterator[str]:
 
 
 def _mistakes_of_run(config: Config, run: RunConfig) -> Iterator[str]:
-    named = {table.mesh for _, table in tables_of(config) if isinstance(table, RoleConfig)}
+    roles = {dotted((*path, "mesh")): table.mesh for path, table in tables_of(config) if isinstance(table, RoleConfig)}
+    named = set(roles.values())
     for mesh in run.meshes:
         if mesh not in named:
             hint = did_you_mean(mesh, named) or f"they name {', '.join(sorted(named)) or 'none'}"
+            near = nearest(mesh, named - run.meshes.keys() - {_MAIN})  # which of the two is wrong, nobody knows
+            if near:
+                there = ", ".join(f"{key} = {near!r}" for key, name in roles.items() if name == near)
+                hint = f"{there}: write the same name in both"
             yield f"run.meshes.{mesh}: no role has `mesh = {mesh!r}`; {hint}"
     for path, table in tables_of(config):
         if isinstance(table, RoleConfig) and table.mesh in run.meshes:
@@ -126,8 +135,27 @@ def _of(config: Config, name: str, kind: type[C]) -> C | None:
 def find_doubts(config: Config) -> list[str]:
     """What an algorithm's configuration may say and seldom means, each with its key.
 
-    It is `top_p` or `top_k` under a loss that reads `sampler_logprobs`.
+    It is `top_p` or `top_k` under a loss that reads `sampler_logprobs`, and `ahead` above 0 on one mesh.
     """
+    return [*_doubts_of_sampling(config), *_doubts_of_ahead(config)]
+
+
+def _doubts_of_ahead(config: Config) -> list[str]:
+    policy, sampler = _of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig)
+    ahead = getattr(config, "ahead", 0)
+    if not ahead or not policy or not sampler or policy.mesh != sampler.mesh or sampler.backend == _ELSEWHERE:
+        return []
+    if any(isinstance(table, AgentConfig | EnvironmentConfig) for _, table in tables_of(config)):
+        return []  # training goes on while the sampler waits for programs
+    doubt = (
+        f"ahead = {ahead}: policy and sampler share the mesh {policy.mesh!r}, so rollout and training take turns: rows "
+        'get older and steps no shorter. Give the sampler a mesh (sampler.mesh = "rollout"), or set ahead = 0 '
+        "(docs/overlap.md)"
+    )
+    return [doubt]
+
+
+def _doubts_of_sampling(config: Config) -> list[str]:
     sampling, loss = getattr(config, "sampling", None), getattr(config, "loss", None)
     if not isinstance(sampling, Sampling) or "sampler_logprobs" not in getattr(loss, "columns", ()):
         return []

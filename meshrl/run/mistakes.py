@@ -29,8 +29,8 @@ def list_of_mistakes(source: Path, mistakes: Sequence[str], overrides: Sequence[
 def _gave(override: str, key: str, text: str) -> bool:
     """Whether a mistake at a key is of the value that an override gave there or below, or names the override itself."""
     given, value = (each.strip() for each in override.split("=", 1))
-    if f"{given} = {value}" in text:
+    bare = value.strip("\"'")
+    if f"{given} = {value}" in text or f"{given} = {bare!r}" in text:
         return True
-    value = value.strip("\"'")
-    at = re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text) if value else None
+    at = re.search(rf"(?<!\w){re.escape(bare)}(?!\w)", text) if bare else None
     return at is not None and f"{given}.".startswith(f"{key}.")

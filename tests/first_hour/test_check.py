@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.cli import main
+from meshrl.run import RunConfig, find_doubts, load_job
 
 MINE = """
 algorithm = "grpo"
@@ -53,6 +54,22 @@ def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not told(capsys, mine)
 
 
+def test_a_typo_in_a_meshs_name_shows_both_places(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        "command line: run.meshes.rollout: no role has `mesh = 'rollout'`; sampler.mesh = 'rolout': write the same "
+        "name in both"
+    ) in told(capsys, mine, "sampler.mesh=rolout", "run.meshes.rollout.cpus=1")
+
+
+def test_rollouts_ahead_on_the_trainers_mesh_are_doubted(mine: Path) -> None:
+    def doubts(*overrides: str) -> list[str]:
+        return find_doubts(load_job(mine, overrides, RunConfig).config)
+
+    (doubt,) = doubts("ahead=1")
+    assert doubt.startswith("ahead = 1: policy and sampler share the mesh 'main', so rollout and training take turns")
+    assert doubts() == doubts("ahead=1", "sampler.mesh=rollout") == []
+
+
 @pytest.mark.parametrize(
     ("override", "mistake"),
     [
@@ -63,6 +80,10 @@ def test_nothing_is_wrong(mine: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (
             "sampling.max_tokens=64",
             "command line: sampler: sampling.max_tokens = 64: the model takes at most 64 tokens",
+        ),
+        (
+            "swap=drain",
+            "command line: swap: no such key; swap is an argument of `rl.rollouts` in the script",
         ),
         ("run.meshes.main.custom={highmem=1}", "run: meshes.main asks for GPUs or custom resources"),
         ("policy.model=runs/quickstart-sft/model", "`meshrl run sft/quickstart` writes it"),
