@@ -11,7 +11,7 @@ from rich.table import Table
 from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
 from meshrl.errors import ConfigError
 from meshrl.planning import Devices, Plan, Wanted, make_plan
-from meshrl.report import find_run
+from meshrl.report import BOUND, find_run
 
 
 @app.command(context_settings=WITH_SETTINGS)
@@ -70,8 +70,9 @@ def _show(made: Plan) -> None:
     for head in (*heads, *(["GiB"] if gib else []), *(["cost a step"] if cost else [])):
         table.add_column(head, no_wrap=True)
     for number, each in told:
-        cells = [f"{number}", f"{each.steps_per_minute:,.3g}{'*' if each.guessed else ''}"]
-        cells += [f"{each.low:,.3g} to {each.high:,.3g}", f"{each.efficiency:.2f}", each.bound_by]
+        cells = [f"{number}", f"{_rate(each.steps_per_minute)}{'*' if each.guessed else ''}"]
+        cells += [f"{_rate(each.low)} to {_rate(each.high)}", f"{each.efficiency:.2f}"]
+        cells += [BOUND.get(each.bound_by, each.bound_by)]
         cells += [f"{each.staleness:.2f}"]
         cells += ["?" if each.needed_gib is None else f"{each.needed_gib:.1f}"] if gib else []
         cells += [f"{each.cost:.4g}"] if cost else []
@@ -89,3 +90,8 @@ def _show(made: Plan) -> None:
         f"{made.candidates:,} candidates on {made.devices}: {made.simulated:,} simulated, {made.pruned:,} cannot be "
         f"among the best, {made.refused:,} do not fit; {made.seconds:.1f} s"
     )
+
+
+def _rate(steps: float) -> str:
+    """Steps a minute, in three digits or all before the point."""
+    return f"{steps:,.0f}" if steps >= 100 else f"{steps:.3g}"

@@ -52,7 +52,7 @@ class Layout:
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items() if size > 1)
         cores = f", {self.each} cores each" if self.each > 1 else ""
-        return f"{self.ranks} ({axes}{cores})" if axes else f"1{' of ' + str(self.each) + ' cores' if cores else ''}"
+        return f"{self.ranks} ({axes}{cores})" if axes else f"1 rank of {self.each} cores" if cores else "1"
 
 
 @dataclass(frozen=True)

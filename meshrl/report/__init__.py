@@ -9,13 +9,15 @@ from meshrl.report.analysis import idleness, overlap
 from meshrl.report.comparison import Comparison, compare
 from meshrl.report.content import Content, make_content
 from meshrl.report.diagnosis import STEPS, Finding, diagnose
+from meshrl.report.groups import settings_of
 from meshrl.report.intervals import Intervals, alone, seconds_in, subtract, union
 from meshrl.report.page import SCRIPTS, STYLES, joined, render, render_comparison
 from meshrl.report.reading import FILES, Line, Record, find_run, read_events, read_numbers, read_run
-from meshrl.report.text import deliveries_of, duration, run_lines, time_lines
+from meshrl.report.text import BOUND, deliveries_of, duration, run_lines, time_lines
 from meshrl.report.trace import make_trace
 
 __all__ = [
+    "BOUND",
     "FILES",
     "SCRIPTS",
     "STEPS",
@@ -44,6 +46,7 @@ __all__ = [
     "render_comparison",
     "run_lines",
     "seconds_in",
+    "settings_of",
     "subtract",
     "time_lines",
     "union",

@@ -37,7 +37,7 @@ class Group:
     @property
     def seeds(self) -> Sequence[str]:
         """Of its runs."""
-        return [_settings(run.table).get(SEED, "") for run in self.runs]
+        return [settings_of(run.table).get(SEED, "") for run in self.runs]
 
 
 def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
@@ -60,7 +60,7 @@ def make_groups(runs: Sequence[Record]) -> Sequence[Group]:
             f"{runs[0].folder} is one: name another, or see it alone by `meshrl report`" if runs else "none is given"
         )
         raise ConfigError(f"a comparison needs at least two runs, and {alone}")
-    settings = [_settings(run.table) for run in runs]
+    settings = [settings_of(run.table) for run in runs]
     for run, own in zip(runs[1:], settings[1:], strict=True):
         for key in _TASK:
             if settings[0].get(key) != own.get(key):
@@ -100,7 +100,7 @@ def _forked(lineage: Line) -> Mapping[str, str]:
     return {FORKED: f"{str(lineage.get('run')).rpartition('/')[2]}, step {lineage.get('step')}"}
 
 
-def _settings(table: Mapping[str, object]) -> Mapping[str, str]:
+def settings_of(table: Mapping[str, object]) -> Mapping[str, str]:
     """What the run computes with, as texts by dotted keys; without the seeds that roles have of the run."""
     found = {".".join(path): value for path, value in _flat(table) if path[0] != "run" or path[1] not in _OF_A_RUN}
     of_roles = {f"{key}.seed" for key, value in table.items() if isinstance(value, Mapping) and "backend" in value}

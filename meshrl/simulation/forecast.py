@@ -10,26 +10,30 @@ import gc
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from meshrl import log
-from meshrl.config import Config
+from meshrl.config import Config, Table
 from meshrl.data import Batch, Metrics
 from meshrl.errors import ConfigError
 from meshrl.events import Call, Delivery, Event
-from meshrl.report import deliveries_of, duration, idleness, overlap, read_events, time_lines
+from meshrl.report import deliveries_of, duration, idleness, overlap, read_events, settings_of, time_lines
 from meshrl.roles import RoleConfig, Sampling
 from meshrl.run import Job, Run, RunConfig
 from meshrl.simulation.backend import SimEngine
 from meshrl.simulation.clock import simulate
 from meshrl.simulation.pace import Draws, Pace, Tape, step_windows
 from meshrl.simulation.records import WARM_UP, Record, fit
+
+_UNTIMED: Final = ("steps", "run.engine", "run.seed", "run.trackers")
+"""Settings that a simulated step does not depend on."""
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -78,7 +82,9 @@ class Forecast(msgspec.Struct, frozen=True):
     guessed: list[str] = []
     """What the record does not tell of these ranks, and was taken for granted (`meshrl plan`)."""
     ratio: float | None = None
-    """Its prediction, `step_seconds_median`, over `measured`: of use where both have the same configuration."""
+    """Its prediction, `step_seconds_median`, over `measured`."""
+    same_settings: bool = True
+    """Whether that run had this configuration. If not, `ratio` compares two settings, and is no error."""
 
     def lines(self) -> list[tuple[str, str]]:
         """What is printed: a name and a value each."""
@@ -95,9 +101,8 @@ class Forecast(msgspec.Struct, frozen=True):
             ),
         ]
         if self.measured is not None and self.ratio is not None:
-            told.append(
-                (f"measured in {self.recorded}", f"{duration(self.measured)}, predicted / measured {self.ratio:.3f}")
-            )
+            what = "predicted / measured" if self.same_settings else "this setting / recorded setting"
+            told.append((f"measured in {self.recorded}", f"{duration(self.measured)}, {what} {self.ratio:.3f}"))
         told += [("guessed", guess) for guess in self.guessed]
         told.append((f"simulated {self.steps:,} steps in", f"{self.simulated_in:.1f} s"))
         return told
@@ -125,6 +130,7 @@ def simulate_job(
         return forecast
     ratio = forecast.step_seconds_median / source.measured
     told: dict[str, object] = {"recorded": str(record), "measured": source.measured, "ratio": ratio}
+    told["same_settings"] = _timed(job.resolved) == _timed(source.table)
     return msgspec.structs.replace(forecast, **told, guessed=list(fitted.guessed))
 
 
@@ -220,6 +226,11 @@ def _rows(config: Config) -> int | None:
     if isinstance(prompts, int) and isinstance(sampling, Sampling):
         return prompts * sampling.n
     return rows if isinstance(rows, int) else None
+
+
+def _timed(table: Table) -> Mapping[str, str]:
+    """The settings that may change what a step takes."""
+    return {key: value for key, value in settings_of(table).items() if key not in _UNTIMED and value != "null"}
 
 
 def _is_update(call: Call) -> bool:

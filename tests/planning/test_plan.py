@@ -114,7 +114,7 @@ def test_of_a_planted_run_the_split_is_found_that_is_best_by_hand(source: str) -
 def test_where_rollouts_may_not_be_ahead_ranks_are_shared(source: str) -> None:
     runs = [record(source, "two", draw=1.0, train=1.0, cpus=2), record(source, "one", draw=1.9, train=1.9)]
     made = make_plan(source, ["ahead=0"], Wanted(Devices(2, "cpus"), runs))
-    assert made.proposals[0].name == "one mesh: 1 of 2 cores, ahead 0"
+    assert made.proposals[0].name == "one mesh: 1 rank of 2 cores, ahead 0"
     assert made.proposals[0].step_seconds == pytest.approx(2.0)
     assert [proposal.step_seconds for proposal in made.proposals[1:]] == [pytest.approx(3.8)]
 
@@ -219,7 +219,7 @@ def test_layouts_that_do_not_fit_are_left_out_and_the_largest_budget_that_does_i
 def test_where_nothing_fits_the_missing_memory_is_told(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrl.run.memory.memory_of", of_memory(80.0))
     with pytest.raises(
-        ConfigError, match=r"nothing fits into memory: 11\.5 GiB more of each GPU are needed by .*tp = 2"
+        ConfigError, match=r"nothing fits into memory: 11\.5 GiB more of each GPU are missing for .*tp = 2"
     ):
         make_plan(source, GPUS, Wanted(Devices(4, "gpus"), rollout=8, train=8, memory=30.0))
 

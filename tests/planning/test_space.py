@@ -50,7 +50,7 @@ def test_each_candidate_is_valid_and_takes_all_devices(
 
 
 def test_layouts_are_those_of_the_backends() -> None:
-    assert {str(each.trainer) for each in space(3, "cpus")} == {"1", "1 of 2 cores", "1 of 3 cores"}
+    assert {str(each.trainer) for each in space(3, "cpus")} == {"1", "1 rank of 2 cores", "1 rank of 3 cores"}
     megatron = {tuple(each.trainer.axes.items()) for each in space(4, "gpus", "policy.backend=megatron") if each.shared}
     assert (("dp", 1), ("pp", 2), ("cp", 2)) in megatron
     assert (("dp", 1), ("tp", 4)) in megatron

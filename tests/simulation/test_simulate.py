@@ -210,9 +210,13 @@ def test_a_recorded_run_is_predicted_from_its_events(source: Path, tmp_path: Pat
     with capture_logs():
         found = simulate_job(job(source), record=run)
         apart = simulate_job(job(source, "ahead=2", "sampler.mesh=rollout"), record=run)
-        twice = simulate_job(job(source, "prompts=8"), record=run)
+        twice = simulate_job(job(source, "prompts=8"), record=run, folder=tmp_path / "twice")
+        (kept,) = (tmp_path / "twice").rglob("config.toml")
+        again = simulate_job(job(source, "prompts=8"), record=kept.parent)
     assert found.measured == pytest.approx(4.0)
     assert found.ratio == pytest.approx(1.0)
+    assert dict(twice.lines())[f"measured in {run}"].startswith("4.00 s, this setting / recorded setting")
+    assert "predicted / measured" in dict(again.lines())[f"measured in {kept.parent}"]
     assert found.step_seconds == pytest.approx(4.0)
     assert apart.step_seconds == pytest.approx(2.0, rel=0.02)
     assert twice.step_seconds == pytest.approx(2 * 3.5 + 0.5)
