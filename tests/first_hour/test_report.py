@@ -7,7 +7,7 @@ import pytest
 from meshrl.events import Delivery, Event, Span, Step, Wait
 from meshrl.report.content import make_content
 from meshrl.report.reading import Record
-from meshrl.report.text import run_lines
+from meshrl.report.text import run_lines, time_lines
 
 CONFIG = """
 algorithm = "grpo"
@@ -59,6 +59,7 @@ def test_where_the_time_went_is_told_in_text() -> None:
     assert told["step time, mean"] == "6.00 s"
     assert told["parts of a step"].startswith("both at once: 0%, rollout alone: 33%, training alone: 50%, scoring: 0%")
     assert (told["overlap efficiency"], told["bound by"]) == ("0.50", "training: 100%")
+    assert dict(time_lines(1.0, {"sync": 1.0}, [], {}, []))["bound by"] == "new weights: 100%"
     assert told["main 0, idle a step"] == "1.00 s (between calls: the script's own work: 1.00 s)"
     aged = dict(run_lines(Record(Path("mine"), events=[*EVENTS, Delivery(0, 2, 8, [6, 2], {"stale": 1})])))
     assert (aged["rows by staleness"], aged["groups dropped"]) == ("0: 6, 1: 2", "stale: 1")
