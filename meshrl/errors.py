@@ -61,8 +61,7 @@ class DataLost(DataError):
         self.reason = reason
         self.what = what
         super().__init__(
-            f"{what} on {where} is lost: {reason}. Make the batch again, or load what you need later while its ranks "
-            "live"
+            f"{where} has lost {what}: {reason}. Make the batch again, or load what you need later while its ranks live"
         )
 
     def __reduce__(self) -> tuple[type["DataLost"], tuple[object, ...]]:

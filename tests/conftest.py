@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
+import structlog
 from hypothesis import settings
 
 from meshrl import Actor, Mesh, Resources, stop
@@ -55,6 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cluster.add(item)
     long = {item.path for item in items if any(map(item.get_closest_marker, ("process", "slow")))}
     items.sort(key=lambda item: (item not in cluster, item.path not in long))
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Log lines are as they were, though structlog's `capture_logs` leaves a configuration where there was none."""
+    configured = structlog.is_configured()
+    yield
+    if not configured:
+        structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def test_a_dtype_that_the_sampler_does_not_share_is_told(folder: Path, capsys: p
     with pytest.raises(SystemExit):
         main(["check", "reason.toml", "sampler.dtype=float32"])
     told = " ".join(capsys.readouterr().err.split())
-    assert 'sampler: dtype = "float32", and the policy publishes bfloat16' in told
+    assert 'sampler: dtype = "float32", but the policy publishes bfloat16' in told
 
 
 def test_a_reward_that_raises_on_every_row_ends_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
