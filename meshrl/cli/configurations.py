@@ -30,6 +30,7 @@ from meshrl.run import (
     is_shipped,
     list_of_mistakes,
     load_job,
+    newest_checkpoint,
     pin,
     plan_fork,
     run_job,
@@ -59,24 +60,36 @@ def fork(
     alike, onward = (pin(_checked(source, [*given], memory=False)) for given in (planned.alike, planned.onward))
     planned.begin()
     if not planned.has_all:
-        _to_its_end(alike)
+        _to_its_end(alike, continues=False)
     planned.reseed()
     planned.note(overrides or [])
     _show_summary(_to_its_end(onward))
 
 
-def _to_its_end(job: Job[RunConfig]) -> Path:
-    """Run a job to its end and return the run's folder. Exits if it is interrupted."""
+def _to_its_end(job: Job[RunConfig], *, continues: bool = True) -> Path:
+    """Run a job to its end and return the run's folder. Exits if it is interrupted.
+
+    `continues`: its configuration is that of the whole run, so that it can be continued with `run.resume`.
+    """
     begun: list[Run] = []
     try:
         with asyncio.Runner(loop_factory=RankLoop) as runner:
             runner.run(_run(job, begun))
     except (KeyboardInterrupt, Terminated) as ending:
-        where = f" What was recorded so far is in {begun[-1].recorder.folder}" if begun else ""
-        typer.echo(f"Interrupted.{where}", err=True)
+        left = _what_is_left(begun[-1].recorder.folder, continues) if begun else ""
+        typer.echo(f"Interrupted.{left}", err=True)
         number = signal.SIGTERM if isinstance(ending, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None
     return begun[-1].folder
+
+
+def _what_is_left(folder: Path, continues: bool) -> str:
+    """Where an interrupted run has its files, and how to continue it if it `continues` and has a checkpoint."""
+    left = f" What was recorded so far is in {folder}"
+    if not continues or newest_checkpoint(folder) is None:
+        return left
+    command = f"meshrl run {shlex.quote(str(folder / 'config.toml'))} run.resume=true"
+    return f"{left}\nTo continue from its newest checkpoint: {command}"
 
 
 @app.command(context_settings=WITH_SETTINGS)

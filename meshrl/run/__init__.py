@@ -11,6 +11,7 @@ from meshrl.run.audit import Audit, audit_run
 from meshrl.run.audit_promises import Verdict
 from meshrl.run.check import Findings, examine, find_doubts, find_mistakes
 from meshrl.run.check_rows import unseen
+from meshrl.run.checkpoints import newest_checkpoint
 from meshrl.run.config import MeshConfig, RunConfig
 from meshrl.run.control import PAUSED, Command, ask, asked
 from meshrl.run.disk import write_whole
@@ -67,6 +68,7 @@ __all__ = [
     "list_of_mistakes",
     "load_job",
     "merge_adapters",
+    "newest_checkpoint",
     "newest_model",
     "pin",
     "plan_fork",

@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from meshrl.data import Batch, Metrics
 from meshrl.losses import Loss
 from meshrl.roles import Policy
 from meshrl.weights import Weights
+
+_AGAIN: Final = "; if the script trains rows again, see docs/testing.md"
 
 
 class PromiseBroken(AssertionError):
@@ -89,18 +92,29 @@ class Witness(Policy):
     def check(self, *, ahead: int, n: int, epochs: int = 1, dropped: int | None = 0) -> None:
         """Raise `PromiseBroken` unless the bound held, groups were whole and each prompt was trained once or dropped.
 
+        Weights must have been published before the first row was trained.
+
         `n`: rows of a group. `epochs`: how often a row is trained. `dropped`: groups that account for prompts that were
         not trained, `sum(stream.dropped.values())`; None where the script ended before the prompts did.
         """
+        early = sum(row.step == 0 for row in self.rows)
+        _require(
+            not early,
+            f"{early} rows were trained before any weights were published: call `await publish(policy, sampler)` "
+            "before the first batch",
+        )
         old = [row for row in self.rows if row.published > ahead]
-        _require(not old, f"{len(old)} rows were more than ahead={ahead} versions behind; the first is {old[:1]}")
+        _require(
+            not old,
+            f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}{_AGAIN}",
+        )
         _require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
         counts = Counter((row.group, row.step) for row in self.rows)
         parts = {group: count for (group, _), count in counts.items() if count != n * epochs}
         _require(not parts, f"groups have {n} rows, each trained {epochs} times in a step; rows trained: {parts}")
         times = Counter(group for group, _ in counts)
         again = {group: count for group, count in times.items() if count > 1}
-        _require(not again, f"groups were trained in more than one step: {again}")
+        _require(not again, f"groups were trained in more than one step: {again}{_AGAIN}")
         if dropped is not None:
             lost = sorted(set(self.drawn) - set(times))
             _require(

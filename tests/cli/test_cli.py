@@ -115,7 +115,7 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals, sta
     write(tmp_path)
     # Whoever runs the tests in the background may have them ignore interrupts, and their children too.
     code = "import signal; signal.signal(2, signal.default_int_handler); from meshrl.cli import main; main()"
-    command = [sys.executable, "-c", code, "run", "count.toml", "wait=true"]
+    command = [sys.executable, "-c", code, "run", "count.toml", "wait=true", "run.checkpoint_every=1"]
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -127,7 +127,8 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals, sta
         _, err = process.communicate(timeout=20)
     assert time.monotonic() - began < 10
     assert process.returncode == status
-    assert err.endswith("Interrupted. What was recorded so far is in runs/run\n")
+    assert "Interrupted. What was recorded so far is in runs/run\n" in err
+    assert err.endswith("To continue from its newest checkpoint: meshrl run runs/run/config.toml run.resume=true\n")
     assert "Traceback" not in err
     assert b'"interrupted"' in (tmp_path / "runs" / "run" / "summary.json").read_bytes()
     assert b'"what":"nothing"' in (tmp_path / "runs" / "run" / "events.jsonl").read_bytes()

@@ -84,14 +84,25 @@ async def test_what_is_taken_is_waited_for(
     second = asyncio.create_task(Mesh.reserve(engine, 1, shelf, "judges", str(tmp_path)))
     said = ""
     async with asyncio.timeout(60):
-        while "waiting for ranks to start" not in said:  # where it goes is the command line's to say
+        while "waiting for resources for ranks" not in said:  # where it goes is the command line's to say
             await asyncio.sleep(0.05)
             said += "".join(capsys.readouterr())
-    assert f"waiting for ranks to start mesh=judges logs={tmp_path}/judges-*.log missing=1 of=1" in said
+    assert f"waiting for resources for ranks mesh=judges logs={tmp_path}/judges-*.log missing=1 of=1" in said
     assert not second.done()
     await first.stop()
     probe = await (await second).spawn(Probe)
     assert await probe.threads() == 1
+
+
+async def test_a_process_that_starts_is_told_from_missing_resources(
+    engine: RayEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("meshrl.engines.hosting.patience.FIRST_WORD", 0.05)
+    monkeypatch.setattr("meshrl.engines.hosting.patience.NEXT_WORD", 0.05)
+    await Mesh.reserve(engine, 1, Resources(cpus=1))
+    last = [line for line in "".join(capsys.readouterr()).splitlines() if "waiting for" in line][-1]
+    assert "waiting for ranks to start" in last
+    assert "free=" not in last
 
 
 def test_a_share_of_a_gpu_lies_on_one_gpu() -> None:

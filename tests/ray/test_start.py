@@ -9,6 +9,7 @@ import ray
 
 from meshrl import Mesh, Resources
 from meshrl.engines.ray import RayEngine
+from meshrl.errors import ConfigError
 
 
 async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +35,18 @@ async def test_sigterm_reaches_the_callers_handler_while_rays_own_is_installed(m
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+async def test_a_ray_that_does_not_start_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    engine = RayEngine()
+    with pytest.raises(
+        ConfigError, match=r"did not start .* within 0 s: The current node timed out .*`ray start --head`"
+    ):
+        await Mesh.reserve(engine, 1, Resources(cpus=0))
+    await engine.close()

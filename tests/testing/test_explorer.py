@@ -210,7 +210,7 @@ def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_p
         ([(0, 2), (0, 2)], "more than one step"),
         ([(0, 1), (1, 2)], "2 rows"),
         ([(0, 2)], "1 prompts that were drawn were never trained, and 0 groups"),
-        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 versions behind"),
+        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 publications behind.*trains rows again"),
     ],
 )
 def test_a_witness_tells_what_was_broken(trained: list[tuple[int, int]], broken: str | None) -> None:
@@ -230,3 +230,14 @@ def test_a_witness_tells_what_was_broken(trained: list[tuple[int, int]], broken:
     else:
         with pytest.raises(PromiseBroken, match=broken):
             simulate(main)
+
+
+def test_a_witness_asks_for_weights_before_the_first_rows() -> None:
+    async def main() -> None:
+        witness = Witness(FakePolicy(POLICY))
+        await witness.update(rows(2, 0), CrossEntropy())
+        await witness.weights()
+        witness.check(ahead=1, n=2)
+
+    with pytest.raises(PromiseBroken, match=r"2 rows were trained before any weights were published: .*publish\("):
+        simulate(main)

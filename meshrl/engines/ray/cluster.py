@@ -211,9 +211,16 @@ async def _connect(address: str | None) -> _Link:
         # The first line of a log imports what writes it, for which Ray need not wait.
         said = asyncio.get_running_loop().run_in_executor(None, say)
         # Not in a thread of its own: Ray's processes would end with that.
+        began = time.monotonic()
         try:
             with _own_sigterm():
                 ray.init("local", num_cpus=cores, include_dashboard=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise ConfigError(
+                f"Ray did not start on this machine within {time.monotonic() - began:.0f} s: {error}; the machine may "
+                "be overloaded: run the command again, or start Ray yourself with `ray start --head` and set "
+                "run.engine = 'auto'"
+            ) from error
         finally:
             await said
         return "started"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import ray
 from ray.actor import ActorClass
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from meshrl import log
@@ -103,10 +103,18 @@ class RayReservation(Reservation):
             await self._cluster.ask(self._package.upload)
 
     async def say_missing(self, missing: int) -> None:
-        """Say that so many processes have not started yet, what each asks for, and what is free."""
+        """Say that so many processes have not started yet. If resources are missing: what each asks, what is free."""
+        if await self._cluster.ask(self._has_its_resources):
+            await super().say_missing(missing)
+            return
         free, asks = written(await self._cluster.free()), written(self.asked)
         of = len(self.slots)
-        log.info("waiting for ranks to start", **self.named, missing=missing, of=of, each_asks=asks, free=free)
+        log.info("waiting for resources for ranks", **self.named, missing=missing, of=of, each_asks=asks, free=free)
+
+    def _has_its_resources(self) -> bool:
+        """Whether Ray has reserved what the ranks ask for, so that only their processes are still to start."""
+        tables = [cast("Mapping[str, object]", placement_group_table(group)) for group in self._groups]
+        return all(table["state"] == "CREATED" for table in tables)
 
     async def place(self, slot: ProcessSlot) -> Place:
         """Where a rank's process is. One that comes and goes is sought on all nodes again when a silent one answers."""
