@@ -93,7 +93,7 @@ class Witness(Policy):
         not trained, `sum(stream.dropped.values())`; None where the script ended before the prompts did.
         """
         old = [row for row in self.rows if row.published > ahead]
-        _require(not old, f"{len(old)} rows were more than ahead={ahead} versions behind; the first is {old[:1]}")
+        _require(not old, f"{len(old)} rows were more than ahead={ahead} publications behind; the first is {old[:1]}")
         _require(self.versions == sorted(self.versions), f"versions fell: {self.versions}")
         counts = Counter((row.group, row.step) for row in self.rows)
         parts = {group: count for (group, _), count in counts.items() if count != n * epochs}

@@ -210,7 +210,7 @@ def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_p
         ([(0, 2), (0, 2)], "more than one step"),
         ([(0, 1), (1, 2)], "2 rows"),
         ([(0, 2)], "1 prompts that were drawn were never trained, and 0 groups"),
-        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 versions behind"),
+        ([(0, 2), (1, 2), (2, 2)], "2 rows were more than ahead=1 publications behind"),
     ],
 )
 def test_a_witness_tells_what_was_broken(trained: list[tuple[int, int]], broken: str | None) -> None:
