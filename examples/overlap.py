@@ -18,7 +18,7 @@ BATCHES, PROMPTS = 20, 8
 
 
 async def seconds(ahead: int) -> float:
-    """Measure how long a run takes if its rows may be `ahead` versions old."""
+    """Measure how long a run takes if its rows may be `ahead` publications behind."""
     slow_policy = delayed(FakePolicy, seed=0, update=Lognormal(mean=10, sigma=0.1))
     slow_sampler = delayed(FakeSampler, seed=0, generate=Lognormal(mean=2.5, sigma=0.8), load=0.5)
     policy, sampler = slow_policy(PolicyConfig(model="none")), slow_sampler(SamplerConfig(model="none"))

@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from meshrl.roles import PolicyConfig as PolicyConfig
     from meshrl.roles import Reference as Reference
     from meshrl.roles import ReferenceConfig as ReferenceConfig
+    from meshrl.roles import ResumingSampler as ResumingSampler
     from meshrl.roles import Reward as Reward
     from meshrl.roles import RewardModel as RewardModel
     from meshrl.roles import RewardModelConfig as RewardModelConfig
@@ -198,9 +199,9 @@ else:
         "rewards": "RewardConfig from_trl overlong_penalty",
         "roles": (
             "BackendOptions Critic CriticConfig GroupSampling LoraConfig ModelConfig NewModel OptimizerConfig "
-            "PairSampling Policy PolicyConfig Reference ReferenceConfig Reward RewardModel RewardModelConfig "
-            "RewardTrainingConfig RoleConfig Sampler SamplerConfig Sampling Stateful TeacherConfig check_teacher "
-            "options_of with_options"
+            "PairSampling Policy PolicyConfig Reference ReferenceConfig ResumingSampler Reward RewardModel "
+            "RewardModelConfig RewardTrainingConfig RoleConfig Sampler SamplerConfig Sampling Stateful TeacherConfig "
+            "check_teacher options_of with_options"
         ),
         "rollout": "Rollouts greedy_baseline has_signal publish rollout rollouts",
         "run": "AlgorithmConfig EvaluationConfig MeshConfig RolloutConfig Run RunConfig Trained train",

@@ -120,7 +120,7 @@ class Delivery(msgspec.Struct, tag_field="kind", tag="delivery", frozen=True, om
     rows: int
     """Rows of the batch."""
     staleness: list[int]
-    """Number of rows that are 0, 1, 2, ... versions behind."""
+    """Number of rows that are 0, 1, 2, ... publications behind."""
     dropped: Mapping[str, int] = {}
     """Number of groups that were dropped since the batch before, by reason."""
 

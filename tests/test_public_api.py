@@ -83,6 +83,7 @@ PUBLIC = [
     "ReplicasDisagree",
     "Replicate",
     "Resources",
+    "ResumingSampler",
     "Reward",
     "RewardConfig",
     "ReverseKl",

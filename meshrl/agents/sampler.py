@@ -118,7 +118,7 @@ class Agents(ResumingSampler):
         try:
             places = await self._sampler.load(weights)
         finally:
-            self._gateway.resume()
+            await self.resume()
         self._version = weights.version
         return places
 
@@ -131,7 +131,15 @@ class Agents(ResumingSampler):
     async def abort(self) -> None:
         """Stop what the model writes. Episodes last, and their programs wait, until new weights have come."""
         self._gateway.pause()
-        await self._sampler.abort()
+        try:
+            await self._sampler.abort()
+        except BaseException:
+            await self.resume()
+            raise
+
+    async def resume(self) -> None:
+        """Let the model write on, with the weights that it has."""
+        self._gateway.resume()
 
     async def _episode(self, asked: Batch, row: int, sampling: Sampling, kept: Schedule | None) -> _Played:
         """Play it, or take it as it was played in the run that is repeated."""

@@ -211,7 +211,7 @@ function tellStep(event, bounds, at, total) {
   ]);
 }
 
-/** Rows by how many versions they were behind. */
+/** Rows by how many publications they were behind. */
 function histogramCard(counts) {
   const total = counts.reduce((sum, each) => sum + each, 0) || 1;
   const plotted = frame(HEIGHT, (svg, width) => {
@@ -234,9 +234,9 @@ function histogramCard(counts) {
     svg.tell = (event) => {
       const at = Math.floor(scale(box.left, box.right, 0, counts.length)(placeIn(svg, event)));
       if (!(at in counts)) return hideTip();
-      showTip(event, [`${at} versions behind`, `${number(counts[at])} rows, ${percent(counts[at] / total)}`]);
+      showTip(event, [`${at} publications behind`, `${number(counts[at])} rows, ${percent(counts[at] / total)}`]);
     };
   });
   pointing(plotted, (event) => plotted.tell(event));
-  return card("rows by versions behind", "share of rows", null, plotted);
+  return card("rows by publications behind", "share of rows", null, plotted);
 }

@@ -295,7 +295,7 @@ def _means(name: str, at: npt.NDArray[np.float64], value: npt.NDArray[np.float64
 
 
 def _staleness(deliveries: Sequence[Delivery]) -> list[int]:
-    """Rows that were 0, 1, 2, ... versions behind when they were delivered."""
+    """Rows that were 0, 1, 2, ... publications behind when they were delivered."""
     counts = np.zeros(max((len(each.staleness) for each in deliveries), default=0), np.int64)
     for each in deliveries:
         counts[: len(each.staleness)] += np.array(each.staleness, np.int64)

@@ -155,7 +155,7 @@ def _stale(story: Story) -> str:
     size, staleness = story.steps.get("effective_sample_size"), story.steps.get("staleness")
     if size is None or size.last >= 0.5:
         return ""
-    behind = f", and rows are {staleness.last:.2g} versions behind" if staleness else ""
+    behind = f", and rows are {staleness.last:.2g} publications behind" if staleness else ""
     return f"`effective_sample_size`: after the correction the tokens count as {size.last:.0%} of their number{behind}"
 
 

@@ -60,7 +60,7 @@ def time_lines(
     dropped: Mapping[str, int],
     idle: Iterable[Idle],
 ) -> list[tuple[str, str]]:
-    """What a forecast and a run tell alike. `bound`: shares of the steps; `staleness`: rows 0, 1, ... versions old."""
+    """What a forecast and a run tell alike. `bound`: shares of the steps; `staleness`: rows by publications behind."""
     told = [
         ("overlap efficiency", f"{efficiency:.2f}"),
         ("bound by", listed({BOUND.get(name, name): f"{share:.0%}" for name, share in bound.items() if share})),

@@ -137,15 +137,20 @@ class Producer:
         if self._mode == "in_flight":
             await load_into(self.sampler, weights, self.replicas.load)
             return
+        resuming = self.sampler if self._mode == "abort" and isinstance(self.sampler, ResumingSampler) else None
         self._halted += 1
         try:
             if self._mode == "abort":
                 await self.replicas.abort()
-            if self._mode == "drain" or not isinstance(self.sampler, ResumingSampler):
+            if resuming is None:
                 await self._state.condition.wait_for(
                     lambda: not self._running, "publish", "the sampler", lambda: f"{len(self._running)} calls run"
                 )
             await load_into(self.sampler, weights, self.replicas.load)
+        except BaseException:
+            if resuming is not None:  # the load may not have been reached
+                await resuming.resume()
+            raise
         finally:
             self._halted -= 1
             self._state.condition.notify_all()

@@ -30,7 +30,7 @@ class StalenessLedger:
 
     Prompts are drawn while `accepted + running <= (ahead + version + 1) * size`, where what is ready or delivered has
     been accepted (AReaL, arXiv:2505.24298, equation 3). What is delivered has no token that is more than `ahead`
-    versions older than the trainer's weights. A publication counts for that as soon as it is announced, so that one
+    publications behind the trainer's weights. A publication counts for that as soon as it is announced, so that one
     that is still on its way does not loosen the bound.
     """
 
@@ -204,7 +204,7 @@ class StalenessLedger:
         self.batches += 1
 
     def staleness(self, weights: Sequence[int]) -> list[int]:
-        """How many versions tokens sampled by weights of these numbers were behind the batch taken last."""
+        """How many publications tokens sampled by weights of these numbers were behind the batch taken last."""
         return [self._last_trained - self.version_of(each) for each in weights]
 
     def _remove(self, label: int) -> None:

@@ -264,7 +264,8 @@ class VersionAudit:
         if oldest > stream.ahead:
             groups = ", ".join(str(group) for group in in_ranges(happening.groups))
             self.too_old.append(
-                f"{where}: of groups {groups} the oldest token is {oldest} versions behind, and ahead = {stream.ahead}"
+                f"{where}: of groups {groups} the oldest token is {oldest} publications behind, and ahead = "
+                f"{stream.ahead}"
             )
         elif age > happening.staleness:
             self.too_old.append(

@@ -22,6 +22,8 @@ S = TypeVar("S", bound=Stateful)
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 """What a script may call its own state: no name of an actor or a file."""
+_METHODS: Final = ("checkpoint", "written", "restore")
+"""What a checkpoint calls of a `Stateful`; an actor on a mesh has them too, and is an instance of none."""
 _WHOLE: Final = re.compile(r"step-(\d{6,})")
 _RUN: Final = "run.json"
 _FOLDER: Final = "checkpoints"
@@ -67,6 +69,8 @@ class Checkpoints:
         self._actors: dict[str, Stateful] = {}
         self._places = 0
         self._writing: asyncio.Task[None] | None = None
+        self._begun = False
+        """Whether a loop has: a checkpoint may lack what comes later, and the run could not resume from it."""
         self._from: Path | None = None
         self.saved: Saved | None = None
         """Where the run goes on from; None where it begins anew."""
@@ -80,11 +84,25 @@ class Checkpoints:
         return f"{self._places - 1}-{role.lower()}"
 
     async def keep(self, name: str, state: S) -> S:
-        """Adopt what the script keeps by a name. DataError where that is no name, or has been given."""
+        """Adopt what the script keeps by a name.
+
+        DataError where that is no name, or has been given, where it is too late, and where the state has no methods
+        for that.
+        """
         if not _NAME.fullmatch(name):
             raise DataError(f"run.keep({name!r}): a name begins with a-z, and has a-z, 0-9 and _ alone")
         if name in self._actors:
             raise DataError(f"run.keep({name!r}): the script keeps something by that name already: choose another")
+        if self._begun:
+            raise DataError(
+                f"run.keep({name!r}): the loop has begun, and its checkpoints may lack this state: call it before "
+                "`run.steps`"
+            )
+        if lacking := [each for each in _METHODS if not callable(getattr(state, each, None))]:
+            raise DataError(
+                f"run.keep({name!r}): {type(state).__name__} has no {', '.join(lacking)}: derive it from "
+                "`meshrl.Stateful`, which says what they do"
+            )
         await self.adopt(name, state)
         return state
 
@@ -100,8 +118,11 @@ class Checkpoints:
             await actor.restore(str(self._from / place))
         self._actors[place] = actor
 
-    def check(self) -> None:
-        """ConfigError where the checkpoint has an actor that was not spawned before the loop begins."""
+    def begin(self, loop: int) -> None:
+        """A loop begins. ConfigError where the run goes on in it, from an actor that was not spawned before."""
+        self._begun = True
+        if self.saved is None or loop != self.saved.loop:
+            return
         if lacking := [place for place in self._saved_places() if place not in self._actors]:
             raise ConfigError(
                 f"{self._from} has {', '.join(lacking)}, which the script has not spawned or kept before its loop: its "
@@ -252,7 +273,7 @@ def _newest_undamaged(folder: Path) -> tuple[Path, Saved] | tuple[None, None]:
     if damaged:
         path, why = damaged[0]
         raise DataError(
-            f"{why}. There is no earlier checkpoint: restore it, or remove {path} to start from the beginning"
+            f"{why}. There is no earlier checkpoint: restore that file, or remove {path} to start from the beginning"
         )
     return None, None
 

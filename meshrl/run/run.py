@@ -170,8 +170,8 @@ class Run:
 
             memory = await run.keep("memory", Memory())
 
-        Call it before the loop. `name` is its folder in a checkpoint. Raises DataError for a name that cannot be used,
-        and ConfigError if the run resumes from a checkpoint without it.
+        Call it before the loop. `name` is its folder in a checkpoint. Raises DataError if it cannot be kept or a loop
+        has begun, and ConfigError if the run resumes from a checkpoint without it.
         """
         return await self._checkpoints.keep(name, state)
 
@@ -261,8 +261,8 @@ class Run:
                 "[evaluation] is configured, and the script never evaluates beside its steps: call "
                 "`evaluate_during(run, config.evaluation, ...)` before `run.steps`, or leave the table out"
             )
+        self._checkpoints.begin(loop)
         if self._saved and loop == self._saved.loop:
-            self._checkpoints.check()
             self._done = self._saved.done
             told = (
                 f"goes on after step {first} of {count}"

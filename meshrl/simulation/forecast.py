@@ -65,7 +65,7 @@ class Forecast(msgspec.Struct, frozen=True):
     """The share of the steps that rollout, training, scoring, sync (new weights) or other (the script itself) made as
     long as they were."""
     staleness: list[int]
-    """How many rows were 0, 1, 2, ... versions behind."""
+    """How many rows were 0, 1, 2, ... publications behind."""
     dropped: dict[str, int]
     """Groups, by why."""
     idle: list[Lane]

@@ -34,7 +34,7 @@ class Happening(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     version: int = 0
     """Of a `publish`: the number of the weights. Of a `deliver`: that of those that sampled its oldest token."""
     staleness: int = 0
-    """Of a `deliver`: how many versions the oldest row is behind the trainer."""
+    """Of a `deliver`: how many publications the oldest row is behind the trainer."""
     counts: bool = True
     """Of a `publish`: whether it ages tokens. What comes before the first draw does not."""
 

@@ -104,8 +104,8 @@ def _in_processes(reference: str, seeds: range, workers: int, time_limit: float 
     """The lowest failing seed: whichever process finds another one earlier, all lower seeds are tried."""
     chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(workers, get_context("spawn"), sys.path.extend, (sys.path,)) as pool:
-        pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
-        try:
+        try:  # where a process ends early, `submit` may raise too
+            pending = [pool.submit(_chunk, reference, chunk, time_limit) for chunk in chunks]
             return next((seed for future in pending if (seed := future.result()) is not None), None)
         except BrokenProcessPool as error:
             raise ConfigError(

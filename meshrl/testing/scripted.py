@@ -11,8 +11,10 @@ from meshrl.data import Batch, Ragged, Source
 from meshrl.roles import GenerateCalls, ModelConfig, Sampler, Sampling
 from meshrl.weights import Weights
 
-_END: Final = "\0"
+END: Final = "\0"
+"""Ends a turn."""
 _TOOLS: Final = "tools: "
+_ASSISTANT: Final = "assistant: "
 
 
 class ScriptedChat:
@@ -23,9 +25,9 @@ class ScriptedChat:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """The lines, each after the first at the end of a turn, and `assistant: `."""
-        offered = [f"{_TOOLS}{json.dumps(list(tools))}{_END}\n"] if tools else []
-        lines = [f"{message.role}: {message.content}{_END}\n" for message in messages]
-        return "".join([*offered, *lines, "assistant: "])
+        offered = [f"{_TOOLS}{json.dumps(list(tools))}{END}\n"] if tools else []
+        lines = [f"{message.role}: {message.content}{END}\n" for message in messages]
+        return "".join([*offered, *lines, _ASSISTANT])
 
     def encode(self, text: str) -> Sequence[int]:
         """The number of each character."""
@@ -33,21 +35,23 @@ class ScriptedChat:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The characters, without the one that ends a turn."""
-        return "".join(map(chr, tokens)).replace(_END, "")
+        return "".join(map(chr, tokens)).replace(END, "")
 
 
 def reply(text: str) -> str:
     """What a good model says to a conversation of `ScriptedChat`.
 
     It calls the first tool that it is offered, with what it was told last for each argument, and repeats the answer;
-    without a tool it repeats what it was told.
+    without a tool it repeats what it was told. A text that is no conversation it repeats, and to none it says nothing.
     """
-    *lines, _ = text.split(f"{_END}\n")
+    *lines, last = text.split(f"{END}\n")
+    if not lines:
+        return last.removesuffix(_ASSISTANT)
     role, _, told = lines[-1].partition(": ")
     if not lines[0].startswith(_TOOLS) or role == "tool":
         return told
     function = json.loads(lines[0].removeprefix(_TOOLS))[0]["function"]
-    arguments = dict.fromkeys(function.get("parameters", {}).get("properties", ()), told)
+    arguments = dict.fromkeys((function.get("parameters") or {}).get("properties") or (), told)
     return json.dumps({"name": function["name"], "arguments": arguments}, separators=(",", ":"))
 
 
@@ -95,12 +99,12 @@ class ScriptedSampler(Sampler):
         had = "tokens" in row
         given = row.tokens[0].tolist() if had else list(map(ord, str(row.objects("prompt")[0])))
         said = "" if aborted else self._say("".join(map(chr, given)))
-        whole = f"{said}{_END}"
+        whole = f"{said}{END}"
         for stop in sampling.stop:
             whole = whole[: whole.find(stop) + len(stop)] if stop in whole else whole
         most = int(row.row("max_tokens")[0]) if "max_tokens" in row else sampling.max_tokens
         tokens = [] if aborted else [ord(letter) for letter in whole[:most]]
-        text = whole[:most].replace(_END, "")
+        text = whole[:most].replace(END, "")
         for stop in sampling.stop:
             text = text.partition(stop)[0]
         size = len(given)

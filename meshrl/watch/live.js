@@ -7,7 +7,7 @@ function nowSection() {
   if (!now) return null;
   const stat = (name, value, unit) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null));
-  const bound = typeof ahead === "number" ? `versions behind, at most ${ahead} (ahead)` : "versions behind";
+  const bound = typeof ahead === "number" ? `publications behind, at most ${ahead} (ahead)` : "publications behind";
   const known = (name) => pace[name] !== undefined;
   const waits = now.waits.map(({ who, what, on, seconds: length }) =>
     told(`${who} waits for ${what}`, on, length, "wait"),

@@ -249,7 +249,7 @@ class Events:
         return [*self._restarts, *(each for each in self._kept if since is None or not _began_before(each, since))]
 
     def behind(self) -> list[int]:
-        """Rows that were 0, 1, 2, ... versions behind when they were delivered."""
+        """Rows that were 0, 1, 2, ... publications behind when they were delivered."""
         return [self._staleness[versions] for versions in range(max(self._staleness, default=-1) + 1)]
 
 

@@ -10,7 +10,7 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl import Batch, Source
@@ -349,7 +349,6 @@ def learnt(rows: Batch) -> dict[float, tuple[int, int, list[int]]]:
     return found
 
 
-@settings(max_examples=100)
 @given(random=st.randoms(use_true_random=True))
 def test_what_is_trained_on_is_what_was_sampled(chat: HuggingFaceChat, random: Random) -> None:
     """In 10,000 conversations: 34 an example, since drawing them by a strategy takes longer than holding them."""

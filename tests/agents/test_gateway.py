@@ -12,9 +12,10 @@ import numpy as np
 import openai
 import pytest
 
-from meshrl import Sampling, Weights
+from meshrl import SamplerConfig, Sampling, Weights
 from meshrl.agents import Gateway, GatewayConfig, Session
-from meshrl.testing import ScriptedChat, ScriptedSampler, simulate
+from meshrl.testing import FakeSampler, ScriptedChat, ScriptedSampler, simulate
+from meshrl.testing.scripted import reply
 
 USER: Any = {"role": "user", "content": "hello"}
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -191,6 +192,24 @@ def test_a_client_that_writes_what_stopped_the_answer() -> None:
         assert len(rows) == 1
 
     talk(["\nAction: ask\nObservation: 43", " it is"], program)
+
+
+def test_a_fake_sampler_answers_whatever_it_is_asked() -> None:
+    async def main() -> None:
+        sampler = FakeSampler(SamplerConfig(model="none"))
+        await sampler.load(Weights(0, {"skill": np.array([1.0])}))
+        gateway = Gateway(sampler, ScriptedChat())
+        session = gateway.open(Sampling(max_tokens=1000))
+        async with client_of(gateway, session) as client:
+            text = (await client.completions.create(model="any", prompt="1 2")).choices[0]
+            assert (text.text, text.finish_reason) == ("1 2", "stop")
+            ask = client.chat.completions.create
+            look: Any = {"type": "function", "function": {"name": "look", "parameters": None}}
+            calls = (await ask(model="any", messages=[USER], tools=[look])).choices[0].message.tool_calls
+            assert [call.function.arguments for call in calls or () if call.type == "function"] == ["{}"]
+        assert reply(ScriptedChat().render([], [])) == ""
+
+    simulate(main)
 
 
 def test_new_weights_between_turns_and_an_abort_under_the_clients_feet() -> None:

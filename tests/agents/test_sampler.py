@@ -13,6 +13,7 @@ from meshrl import (
     CrossEntropy,
     PolicyConfig,
     Ragged,
+    ResumingSampler,
     Sampling,
     Weights,
     group_advantages,
@@ -273,6 +274,55 @@ def test_an_answer_that_is_aborted_goes_on_with_the_new_weights_and_the_program_
         assert len(row) == 24
         assert row == sorted(row)
     assert any(len(set(row[turn : turn + 8])) > 1 for row in versions for turn in (0, 8, 16))
+
+
+class Passing(ResumingSampler):
+    """Passes calls on to agents, but refuses the weights of version 1."""
+
+    def __init__(self, agents: Agents) -> None:
+        self._agents = agents
+
+    def generate(self, prompts: Batch, sampling: Sampling) -> AsyncIterator[Batch]:
+        return self._agents.generate(prompts, sampling)
+
+    async def load(self, weights: Weights) -> Batch:
+        if weights.version == 1:
+            raise DataError("refused")
+        return await self._agents.load(weights)
+
+    async def replay(self, record: Batch) -> None:
+        await self._agents.replay(record)
+
+    async def abort(self) -> None:
+        await self._agents.abort()
+
+    async def resume(self) -> None:
+        await self._agents.resume()
+
+
+def test_programs_wait_no_longer_where_new_weights_do_not_come(tmp_path: Path) -> None:
+    """Since they are refused, or since the sampler cannot be aborted."""
+    (tmp_path / "talker.py").write_text(TALKER, "utf-8")
+
+    class Failing(Typist):
+        async def abort(self) -> None:
+            raise DataError("no abort")
+
+    async def main(kind: type[Typist], told: str) -> None:
+        policy, sampler = FakePolicy(PolicyConfig(model="none")), kind([])
+        passing = Passing(agents_of(Agent(AgentConfig(source=f"{tmp_path / 'talker.py'}:solve")), sampler))
+        await publish(policy, passing)
+        fresh = await policy.encode(Batch.of(prompt=["a"], completion=["b"]))
+        prompts = [Batch.of(prompt=["a"], groups=np.array([0]))]
+        async with rollouts(passing, prompts, Sampling(n=2), ahead=1, swap="abort") as stream:
+            await asyncio.sleep(2.5)
+            await policy.update(fresh, CrossEntropy())
+            with pytest.raises(DataError, match=told):
+                await publish(policy, stream)
+            assert (await anext(stream)).rewards.tolist() == [1.0, 1.0]
+
+    simulate(lambda: main(Typist, "refused"))
+    simulate(lambda: main(Failing, "no abort"))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

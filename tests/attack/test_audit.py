@@ -219,11 +219,11 @@ def test_a_version_that_goes_back_is_found(tmp_path: Path) -> None:
 def test_a_staleness_above_the_bound_is_found(tmp_path: Path) -> None:
     told = play(tmp_path / "told", ahead=1)
     forged(told, lambda lines: of(lines, 4, "deliver").update(staleness=2))
-    assert "the oldest token is 2 versions behind, and ahead = 1" in breaches(told)
+    assert "the oldest token is 2 publications behind, and ahead = 1" in breaches(told)
     sampled = play(tmp_path / "sampled", ahead=1)
     forged(sampled, lambda lines: of(lines, 4, "deliver").update(version=0))
     assert "step 4: of groups" in breaches(sampled)
-    assert "the oldest token is 4 versions behind, and ahead = 1" in breaches(sampled)
+    assert "the oldest token is 4 publications behind, and ahead = 1" in breaches(sampled)
     less = play(tmp_path / "less", ahead=1)
     forged(less, lambda lines: of(lines, 4, "deliver").update(staleness=0))
     assert "step 4: a staleness of 0 is recorded, but by the versions published since version 3 it is 1" in breaches(

@@ -62,7 +62,7 @@ async def test_each_bit_counts(tmp_path: Path) -> None:
             changed = bytearray(whole)
             changed[place // 8] ^= 1 << place % 8
             file.write_bytes(changed)
-            with pytest.raises(DataError, match="restore it, or remove"):
+            with pytest.raises(DataError, match="restore that file, or remove"):
                 Checkpoints(folder.parent, 2, resume=True)
         for cut in (b"", whole[:-1], whole + b"\n"):
             file.write_bytes(cut)

@@ -90,7 +90,7 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
         ("vllm.tensor_parallel_size=2", "`vllm.tensor_parallel_size` is `sampler.axes` here"),
         ("services.policy.num_replicas=2", "`services.policy.num_replicas` is `sampler.axes` here"),
         ("trainer.training.max_norm=1", "`trainer.training.max_norm` is `policy.optimizer.max_grad_norm` here"),
-        ("off_by_n=1", "`off_by_n` is `ahead` here: no trained row is more than that number of versions behind"),
+        ("off_by_n=1", "`off_by_n` is `ahead` here: no trained row is more than that number of publications behind"),
     ],
 )
 def test_the_answer_says_where_the_key_is_in_this_configuration(

@@ -24,7 +24,7 @@ from meshrl.report.reading import Record
         ("critic_value_clip_fraction", "share of tokens", "training"),
         ("critic_rows", "in an update", "training"),
         ("loss", "", "training"),
-        ("staleness", "versions behind, mean over rows", "sync"),
+        ("staleness", "publications behind, mean over rows", "sync"),
         ("step_s", "seconds", "plain"),
         ("groups ready", "groups", "rollout"),
         ("my_own", "", "plain"),

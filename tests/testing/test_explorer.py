@@ -4,6 +4,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from random import Random
 
@@ -201,6 +203,15 @@ def test_a_script_that_its_processes_would_run_again_is_told_what_to_write(tmp_p
     last = ran.stderr[ran.stderr.rindex("ConfigError: a process that explores") :]
     assert 'call `explore` below `if __name__ == "__main__":`' in last
     assert f"python -m meshrl.testing {script}:scenario --workers 2" in last
+
+
+def test_a_process_that_ends_while_work_is_handed_out_is_told_likewise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> None:
+        raise BrokenProcessPool("a child process terminated abruptly")
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
+    with pytest.raises(ConfigError, match="ended before it was done"):
+        explore(lost_update, seeds=2, workers=2)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ async def test_the_page_shows_what_comes_and_asks_this_machine_alone(run: Path, 
         await expect(page.locator(".pill")).to_have_text("running")
         await expect(page.locator(".now")).to_contain_text("steps a minute30")
         await expect(page.locator(".now")).to_contain_text("tokens a second300")
-        await expect(page.locator(".now")).to_contain_text("staleness1.5versions behind, at most 2 (ahead)")
+        await expect(page.locator(".now")).to_contain_text("staleness1.5publications behind, at most 2 (ahead)")
         await expect(page.locator(".now")).to_contain_text(f"trainer waits for a batch 1.5 s3 of 64 groups {HOSTILE}")
         await expect(page.locator(".now")).to_contain_text("Sampler.generate 2.5 srank 0 (process 7 on here)")
         await expect(page.locator(".sample .prompt")).to_have_text(HOSTILE)
