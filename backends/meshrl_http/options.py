@@ -27,6 +27,11 @@ class HttpConfig(BackendOptions):
     """Seconds of retries without an answer from any server before the sampler fails."""
 
     @property
+    def samples_elsewhere(self) -> bool:
+        """Always: the servers sample."""
+        return True
+
+    @property
     def keeps_weights(self) -> str:
         """The key `weights` if it is not set, else empty."""
         return "" if self.weights else "weights"

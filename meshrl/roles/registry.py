@@ -53,6 +53,11 @@ class BackendOptions(Config):
         return ""
 
     @property
+    def samples_elsewhere(self) -> bool:
+        """Whether a sampler's ranks only ask servers, so training on the same mesh does not slow it."""
+        return False
+
+    @property
     def keeps_weights(self) -> str:
         """The missing key without which a sampler accepts no weights. "" if it accepts them."""
         return ""

@@ -43,8 +43,6 @@ _PATIENCE: Final = 10.0
 """Seconds for a reward to judge a row."""
 _MAIN: Final[str] = RoleConfig.model_fields["mesh"].default
 """The mesh of roles that name none."""
-_ELSEWHERE: Final = "http"
-"""The backend whose servers sample on ranks of their own, whatever its mesh."""
 
 
 class Findings(NamedTuple):
@@ -143,10 +141,12 @@ def find_doubts(config: Config) -> list[str]:
 def _doubts_of_ahead(config: Config) -> list[str]:
     policy, sampler = _of(config, "policy", PolicyConfig), _of(config, "sampler", SamplerConfig)
     ahead = getattr(config, "ahead", 0)
-    if not ahead or not policy or not sampler or policy.mesh != sampler.mesh or sampler.backend == _ELSEWHERE:
+    if not ahead or not policy or not sampler or policy.mesh != sampler.mesh:
         return []
-    if any(isinstance(table, AgentConfig | EnvironmentConfig) for _, table in tables_of(config)):
-        return []  # training goes on while the sampler waits for programs
+    if chosen_options(sampler).samples_elsewhere or any(
+        isinstance(table, AgentConfig | EnvironmentConfig) for _, table in tables_of(config)
+    ):
+        return []  # training goes on while the sampler waits for servers or programs
     doubt = (
         f"ahead = {ahead}: policy and sampler share the mesh {policy.mesh!r}, so rollout and training take turns: rows "
         'get older and steps no shorter. Give the sampler a mesh (sampler.mesh = "rollout"), or set ahead = 0 '

@@ -68,6 +68,7 @@ def test_rollouts_ahead_on_the_trainers_mesh_are_doubted(mine: Path) -> None:
     (doubt,) = doubts("ahead=1")
     assert doubt.startswith("ahead = 1: policy and sampler share the mesh 'main', so rollout and training take turns")
     assert doubts() == doubts("ahead=1", "sampler.mesh=rollout") == []
+    assert doubts("ahead=1", "sampler.backend=http", 'sampler.http.urls=["http://localhost:1"]') == []
 
 
 @pytest.mark.parametrize(
