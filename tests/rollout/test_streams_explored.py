@@ -266,8 +266,8 @@ async def swaps_within_a_step(seed: int) -> None:
 @pytest.mark.parametrize(
     ("scenario", "told"),
     [
-        (bound_lost_at_restart, "versions behind"),
-        (bound_scaled_twice, "versions behind"),
+        (bound_lost_at_restart, "publications behind"),
+        (bound_scaled_twice, "publications behind"),
         (loses_groups, "were never trained"),
         (swaps_within_a_step, _CLAIM),
     ],
