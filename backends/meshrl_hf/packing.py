@@ -22,7 +22,11 @@ from meshrl_hf.devices import moved
 Ints = NDArray[np.int64]
 
 _WORTH: Final = 32
-"""Tokens that rows share beyond a prompt of theirs, from which on they are computed once."""
+"""Tokens that rows share beyond a prompt of theirs, from which on they are computed once..."""
+_PARTS: Final = 4
+"""... and where the row has no such prompt, at least one part in so many of what it reads: what shares is slower."""
+_KEY: Final = 8
+"""Tokens shared beyond a prompt whose keys and values, once more for each row, take no more memory than one token."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Rows:
     """Rows of one number share their prefix."""
     first: Ints
     """Its first target, a position in the row; targets run to position `inputs`."""
+    apart: bool = False
+    """Whether it shares nothing but its prompt: what reads it is told for each row, as experts are."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ Two tokens: compiled layers that were compiled for any number of them would be c
 """
 
 
-def learned(tokens: Ragged, mask: Ragged) -> Rows:
+def learned(tokens: Ragged, mask: Ragged, *, apart: bool = False) -> Rows:
     """What a training pass needs: up to the last learned token of each row that has one."""
     spans = np.flatnonzero(mask.values)
     row = np.repeat(np.arange(len(mask)), mask.lengths)[spans]
@@ -88,7 +94,7 @@ def learned(tokens: Ragged, mask: Ragged) -> Rows:
     lasts = np.append(firsts, len(row))[1:] - 1
     starts = tokens.offsets[rows]
     first = spans[firsts] - starts
-    return _with_families(tokens, starts, spans[lasts] - starts, first, first)
+    return replace(_with_families(tokens, starts, spans[lasts] - starts, first, first), apart=apart)
 
 
 def check_first(tokens: Ragged, mask: Ragged) -> None:
@@ -103,7 +109,7 @@ def check_first(tokens: Ragged, mask: Ragged) -> None:
         )
 
 
-def whole(tokens: Ragged, mask: Ragged | None) -> Rows:
+def whole(tokens: Ragged, mask: Ragged | None, *, apart: bool = False) -> Rows:
     """What scoring every token needs; a prompt, where the mask tells it, is read once for all its rows."""
     starts, lengths = tokens.offsets[:-1], tokens.lengths
     rows = np.flatnonzero(lengths > 1)
@@ -115,7 +121,7 @@ def whole(tokens: Ragged, mask: Ragged | None) -> Rows:
         found = after < len(spans)
         first = spans[np.minimum(after, len(spans) - 1)] - starts if len(spans) else prompt
         prompt = np.where(found & (first <= inputs), first, 0)
-    return _with_families(tokens, starts, inputs, prompt, np.ones(len(rows), np.int64))
+    return replace(_with_families(tokens, starts, inputs, prompt, np.ones(len(rows), np.int64)), apart=apart)
 
 
 def ends(tokens: Ragged, prompt: Ints) -> Rows:
@@ -141,87 +147,84 @@ def _with_families(tokens: Ragged, starts: Ints, inputs: Ints, prompt: Ints, fir
 def micro_batches(tokens: Ragged, rows: Rows, learn: Ragged | None, budget: int) -> Iterator[MicroBatch]:
     """Fill micro-batches of at most `budget` tokens; a row longer than that has one of its own.
 
-    Families stay together, beside those that begin alike, and rows of about one length meet, so that few shapes of
-    attention are needed.
+    Rows that begin alike stay together, and others of about one length meet, so that few shapes of attention are
+    needed.
     """
-    tree = _trees(tokens, rows)[rows.family]
-    longest = np.zeros(int(tree.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(longest, tree, rows.inputs)
-    order = np.lexsort((rows.inputs, rows.family, tree, longest[tree]))
-    for part in _filled(rows, order, budget):
+    order, shared = _alike(tokens, rows, np.arange(len(rows.starts)))
+    prefix, family = rows.prefix[order], rows.family[order]
+    tree = np.cumsum(shared == 0) - 1  # a row that shares nothing with the one before begins another
+    longest = np.zeros(len(order), np.int64)
+    np.maximum.at(longest, tree, rows.inputs[order])
+    # Rows of one family that share their prompt alone do so in any order: they are ordered by length.
+    deep = np.zeros(len(order), np.bool_)
+    np.logical_or.at(deep, tree, (shared > 0) & ((shared != prefix) | (np.diff(family, prepend=-1) != 0)))
+    deep = deep[tree]
+    within = np.where(deep, np.arange(len(order)), rows.inputs[order])
+    places = np.lexsort((within, tree, longest[tree]))
+    begins = np.diff(tree[places], prepend=-1) != 0
+    shared = np.where(begins, 0, np.where(deep, shared, prefix)[places])
+    for part in _filled(rows, order[places], shared, budget):
         yield packed(tokens, rows, part, learn)
 
 
-def _filled(rows: Rows, order: Ints, budget: int) -> Iterator[Ints]:
+def _filled(rows: Rows, order: Ints, shared: Ints, budget: int) -> Iterator[Ints]:
+    """Adjacent rows of this order, each of which shares so many tokens with those before it."""
     start = filled = 0
-    family = -1
-    own = (rows.inputs - rows.prefix)[order].tolist()
-    prefix, families = rows.prefix[order].tolist(), rows.family[order].tolist()
-    for index, tokens in enumerate(own):
-        cost = tokens + (prefix[index] if families[index] != family else 0)
+    inputs = rows.inputs[order]
+    costs = inputs - shared + -(-np.maximum(shared - rows.prefix[order], 0) // _KEY)
+    for index, (cost, alone) in enumerate(zip(costs.tolist(), inputs.tolist(), strict=True)):
         if index > start and filled + cost > budget:
             yield order[start:index]
-            start, filled, cost = index, 0, tokens + prefix[index]
-        filled += cost
-        family = families[index]
-    if start < len(own):
+            start = index
+        filled = alone if index == start else filled + cost
+    if start < len(order):
         yield order[start:]
 
 
-def _trees(tokens: Ragged, rows: Rows) -> Ints:
-    """Of each family the number of the first of those that begin alike, int64[families]."""
-    tree = np.full(int(rows.family.max(initial=-1)) + 1, -1, np.int64)
-    order, common = _alike(tokens, rows.starts, rows.inputs)
-    before = -1
-    for family, count in zip(rows.family[order].tolist(), common.tolist(), strict=True):
-        if tree[family] < 0:
-            tree[family] = tree[before] if count >= _WORTH else family
-        before = family
-    return tree
+def _alike(tokens: Ragged, rows: Rows, part: Ints) -> tuple[Ints, Ints]:
+    """These rows, numbers of `part`, in an order in which those that begin alike are adjacent, the shorter one first.
 
-
-def _alike(tokens: Ragged, starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """Spans of the token column in an order in which those that begin alike are adjacent, the shorter one first.
-
-    And how many tokens each, in this order, has in common with the one before.
+    And how many tokens each, in this order, takes from those before it. It never takes more of fewer rows.
     """
-    spans = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    keys = [span.tobytes() for span in spans]
-    order = sorted(range(len(spans)), key=keys.__getitem__)
+    starts, inputs = rows.starts[part], rows.inputs[part]
+    family = rows.family[part] if rows.apart else np.zeros(len(part), np.int64)
+    spans = [tokens.values[start : start + length] for start, length in zip(starts, inputs, strict=True)]
+    keys = [(number, span.tobytes()) for number, span in zip(family.tolist(), spans, strict=True)]
+    order = np.array(sorted(range(len(spans)), key=keys.__getitem__), np.int64)
     common = np.zeros(len(spans), np.int64)
-    for place, (one, other) in enumerate(pairwise(order), start=1):
+    for place, (one, other) in enumerate(pairwise(order.tolist()), start=1):
+        if family[one] != family[other]:
+            continue
         size = min(len(spans[one]), len(spans[other]))
         differs = spans[one][:size] != spans[other][:size]
         common[place] = differs.argmax() if differs.any() else size
-    return np.array(order, np.int64), common
+    prefix = rows.prefix[part][order]
+    prefix = np.where(common >= prefix, prefix, 0)
+    worth = (common - prefix >= _WORTH) & ((prefix > 0) | (common * _PARTS >= inputs[order])) & (not rows.apart)
+    return order, np.where(worth, common, prefix)
 
 
 def packed(tokens: Ragged, rows: Rows, part: Ints, learn: Ragged | None) -> MicroBatch:
     """One micro-batch of these rows, numbers of `rows`; of their targets those that are learned, where that is told."""
-    starts, inputs, prefix = rows.starts[part], rows.inputs[part], rows.prefix[part]
-    _, leaders = np.unique(rows.family[part], return_index=True)
-    heads = leaders[prefix[leaders] > 0]  # one row of each family stands for the family's prompt
-    # The segments: first the shared prompts, then the rows; each without what it shares with another.
-    begin, lengths = np.concatenate([starts[heads], starts]), np.concatenate([prefix[heads], inputs])
-    alike, common = _alike(tokens, begin, lengths)
-    before = np.concatenate([np.zeros(len(heads), np.int64), prefix])
-    before[alike] = np.where(common - before[alike] >= _WORTH, common, before[alike])
+    starts, lengths = rows.starts[part], rows.inputs[part]
+    alike, shared = _alike(tokens, rows, part)
+    before = np.zeros(len(part), np.int64)
+    before[alike] = shared
     queries = lengths - before
     order = np.lexsort((lengths, queries))
     order = order[queries[order] > 0]
     packed_at = np.zeros(len(queries), np.int64)
     packed_at[order] = np.cumsum(queries[order]) - queries[order]
 
-    # Which packed token each token of each segment is, with what it shares.
+    # Which packed token each input of each row is.
     offsets = np.cumsum(lengths) - lengths
     path = runs(packed_at - before, lengths)
     for one, other in pairwise(alike.tolist()):
-        shared = before[other]
-        path[offsets[other] :][:shared] = path[offsets[one] :][:shared]
+        path[offsets[other] :][: before[other]] = path[offsets[one] :][: before[other]]
 
-    read = runs((begin + before)[order], queries[order])
+    read = runs((starts + before)[order], queries[order])
     keys = torch.from_numpy(path[runs(offsets[order], lengths[order])]) if before.any() else None
-    source, target = _targets(rows, part, path[len(path) - int(inputs.sum()) :], learn)
+    source, target = _targets(rows, part, path, learn)
     return MicroBatch(
         ids=torch.from_numpy(tokens.values[read].astype(np.int64))[None],
         positions=torch.from_numpy(runs(before[order], queries[order]))[None],

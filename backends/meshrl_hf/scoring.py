@@ -15,7 +15,7 @@ from meshrl_hf.devices import moved
 from meshrl_hf.model import LanguageModel
 from meshrl_hf.packing import MicroBatch, Rows, Split, micro_batches, whole
 from meshrl_hf.ranks import SINGLE_RANK, RankGroup, Share
-from meshrl_hf.routing import followed
+from meshrl_hf.routing import COLUMN, followed
 
 Predict: TypeAlias = Callable[[Batch, MicroBatch], Tensor]
 """What a model says of each target of a micro-batch, float32[targets]: log-probs, or values.
@@ -118,6 +118,6 @@ def logprobs(
 
     def rows() -> Rows:
         check(passes.model, batch)
-        return whole(tokens, mask)
+        return whole(tokens, mask, apart=COLUMN in batch)
 
     return Ragged(score(passes, batch, rows, None), tokens.offsets, source=source)

@@ -16,6 +16,7 @@ from meshrl.losses import Loss, Predicts, token_weights
 from meshrl_hf.devices import moved
 from meshrl_hf.packing import IDLE, MicroBatch, check_first, learned
 from meshrl_hf.ranks import RankGroup, Share
+from meshrl_hf.routing import COLUMN
 from meshrl_hf.scoring import Passes, Predict, spread
 
 _OWN: Final = frozenset({"loss", "grad_norm", "lr", "rows", "tokens", "entropy"})
@@ -95,7 +96,7 @@ def prepared(passes: Passes, batch: Batch, loss: Loss, check: Callable[[], objec
         _check_logprobs(batch, loss)
         rows, count = learnable(tokens, mask)
         if count:
-            micros.extend(passes.split(tokens, learned(tokens, mask), mask, passes.budget))
+            micros.extend(passes.split(tokens, learned(tokens, mask, apart=COLUMN in batch), mask, passes.budget))
         return Share(len(micros), count, rows)
 
     total = passes.ranks.total(share)

@@ -21,15 +21,19 @@ Pairs = list[tuple[int, int]]
 
 @st.composite
 def packings(draw: st.DrawFn) -> list[MicroBatch]:
-    """Micro-batches of rows with shared prompts, for training and for scoring."""
+    """Micro-batches of rows with shared prompts, for training and for scoring, and perhaps a system message of all."""
     prompts = draw(st.lists(st.integers(1, 12), min_size=4, max_size=4))
     rows = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=1, max_size=8))
-    return packed(prompts, rows, training=draw(st.booleans()), budget=draw(st.integers(20, 100)))
+    system = draw(st.sampled_from([0, 40]))
+    prompts = [system + length for length in prompts]
+    return packed(
+        prompts, rows, training=draw(st.booleans()), budget=system + draw(st.integers(20, 100)), system=system
+    )
 
 
-def packed(prompts: list[int], rows: Pairs, *, training: bool, budget: int = 1000) -> list[MicroBatch]:
+def packed(prompts: list[int], rows: Pairs, *, training: bool, budget: int = 1000, system: int = 0) -> list[MicroBatch]:
     rng = np.random.default_rng(0)
-    heads = [rng.integers(2, 99, length) for length in prompts]
+    heads = [np.append(np.ones(system), rng.integers(2, 99, length - system)) for length in prompts]
     tokens = Ragged.of([np.append(heads[head], rng.integers(2, 99, tail)) for head, tail in rows], np.int32)
     mask = Ragged.of([np.arange(prompts[head] + tail) >= prompts[head] for head, tail in rows], np.bool_)
     asked = learned(tokens, mask) if training else whole(tokens, mask)

@@ -11,22 +11,27 @@ from torch.nn.functional import log_softmax
 
 from meshrl import Batch, CrossEntropy, NewModel, OptimizerConfig, PolicyConfig, Ragged
 from meshrl_hf import packing
-from meshrl_hf.packing import MicroBatch, learned, micro_batches, whole
+from meshrl_hf.packing import MicroBatch, Split, ends, learned, micro_batches, whole
+from meshrl_megatron.balance import Balance
 from meshrl_torch.policy import TorchPolicy
 
 MODEL = NewModel(characters="abcdefgh>", hidden_size=32, ffn_size=64, layers=2, heads=4, max_tokens=256)
 LONG = packing._WORTH + 6
+SPLITS: list[Split] = [micro_batches, Balance(per_token=1000.0, per_pair=16.0, fewest=3)]
 
 
 def branches(random: Random, conversations: int = 4) -> Batch:
-    """Rows that go on after the beginning of a row before, where they learn nothing that it learns, or begin anew."""
+    """Rows that go on after the beginning of a row before, or repeat it, or begin anew.
+
+    They learn nothing of what they repeat, or all that the row before learns.
+    """
     system = [random.randrange(2, 11) for _ in range(random.choice([1, LONG]))]
     rows: list[tuple[list[int], list[bool]]] = []
     for _ in range(conversations):
         tokens, mask = random.choice(rows) if rows and random.random() < 0.7 else (system, [False] * len(system))
-        kept = random.randint(len(system), len(tokens))
-        tokens, mask = tokens[:kept], [False] * kept
-        for _ in range(random.randint(1, 3)):
+        kept = random.choice([random.randint(len(system), len(tokens)), len(tokens)])
+        tokens, mask = tokens[:kept], mask[:kept] if random.random() < 0.5 else [False] * kept
+        for _ in range(random.randint(kept == len(system), 3)):
             for learnt in (False, True):
                 new = [random.randrange(1, 11) for _ in range(random.choice([1, 4, LONG // 4]))]
                 tokens, mask = [*tokens, *new], [*mask, *[learnt] * len(new)]
@@ -37,39 +42,55 @@ def branches(random: Random, conversations: int = 4) -> Batch:
 
 
 def contexts(micro: MicroBatch) -> list[list[int]]:
-    """Of each packed token those that it sees, and itself."""
-    ids = micro.ids[0].tolist()
-    keys = list(range(len(ids))) if micro.attend.keys is None else micro.attend.keys.tolist()
+    """Of each packed token those that it sees, and itself: which packed tokens they are."""
+    total = micro.ids.numel()
+    keys = list(range(total)) if micro.attend.keys is None else micro.attend.keys.tolist()
     found: list[list[int]] = []
     at = 0
     for group in micro.attend.groups:
         for _ in range(group.count):
-            seen = [ids[key] for key in keys[at : at + group.keys]]
+            seen = keys[at : at + group.keys]
             found += [seen[: group.keys - group.queries + query + 1] for query in range(group.queries)]
             at += group.keys
     assert at == len(keys)
     return found
 
 
-@given(st.randoms(use_true_random=True), st.sampled_from([100, 300, 2000]), st.booleans())
-def test_a_token_is_read_after_those_before_it(random: Random, budget: int, trains: bool) -> None:
+@given(
+    st.randoms(use_true_random=True),
+    st.sampled_from([100, 300, 2000]),
+    st.sampled_from(["learned", "whole", "ends"]),
+    st.booleans(),
+    st.sampled_from(SPLITS),
+)
+def test_a_token_is_read_after_those_before_it(
+    random: Random, budget: int, asked: str, apart: bool, split: Split
+) -> None:
     batch = branches(random, conversations=6)
     tokens, mask = batch.tokens, batch.loss_mask
-    rows, learn = (learned(tokens, mask), mask) if trains else (whole(tokens, mask), None)
+    lasts = tokens.offsets[1:] - 1
+    if asked == "learned":
+        rows, wanted = learned(tokens, mask, apart=apart), np.flatnonzero(mask.values)
+    elif asked == "whole":
+        rows = whole(tokens, mask, apart=apart)
+        wanted = np.setdiff1d(np.arange(len(tokens.values)), tokens.offsets[:-1])
+    else:
+        rows, wanted = ends(tokens, np.minimum(tokens.lengths, 8)), lasts
     predicted: list[int] = []
-    for micro in micro_batches(tokens, rows, learn, budget):
+    for micro in split(tokens, rows, mask if asked == "learned" else None, budget):
         seen = contexts(micro)
+        assert micro.ids.numel() <= max(budget, rows.inputs.max())
         assert micro.positions[0].tolist() == [len(each) - 1 for each in seen]
         assert micro.ids[0].tolist() == tokens.values[micro.read].tolist()
         for source, target in zip(micro.source.tolist(), micro.target.tolist(), strict=True):
-            row = int(np.searchsorted(tokens.offsets, target, side="right")) - 1
-            assert seen[source] == tokens.values[tokens.offsets[row] : target].tolist()
+            start = tokens.offsets[np.searchsorted(tokens.offsets, target, side="right") - 1]
+            read = micro.read[seen[source]]
+            assert tokens.values[read].tolist() == tokens.values[start:target].tolist()
+            if rows.apart:
+                own = int(rows.prefix[rows.starts == start][0])
+                assert read[own:].tolist() == list(range(start + own, target)), "of its own row"
         predicted += micro.target.tolist()
-    firsts = set(tokens.offsets[:-1].tolist())
-    wanted = (
-        np.flatnonzero(mask.values).tolist() if trains else [n for n in range(len(tokens.values)) if n not in firsts]
-    )
-    assert sorted(predicted) == wanted
+    assert sorted(predicted) == wanted.tolist()
 
 
 def test_what_branches_share_is_read_once() -> None:
@@ -80,6 +101,26 @@ def test_what_branches_share_is_read_once() -> None:
     (micro,) = micro_batches(tokens, learned(tokens, mask), mask, 1000)
     # The first two are a family, the last shares all but a token with it, and the third too little.
     assert micro.ids.numel() == LONG + 2 + (apart + 1) + 1
+    (micro,) = micro_batches(tokens, learned(tokens, mask, apart=True), mask, 1000)
+    assert micro.ids.numel() == LONG + 2 + (apart + 1) + LONG
+
+
+def test_a_small_part_of_a_row_is_not_shared() -> None:
+    rows = [[*[1] * packing._WORTH, *[other] * packing._WORTH * packing._PARTS] for other in (2, 3)]
+    tokens = Ragged.of(rows, np.int32)
+    (micro,) = micro_batches(tokens, whole(tokens, None), None, 1000)
+    assert micro.attend.keys is None
+
+
+def test_branches_meet_wherever_they_are_in_the_batch() -> None:
+    """Neither other conversations of the same system message, nor a budget for few whole rows, part them."""
+    random = Random(0)
+    system, *histories = ([random.randrange(99) for _ in range(size)] for size in (80, 200, 200, 200, 200))
+    rows = [[*system, *histories[row % 4], *[100 + row] * 20] for row in range(12)]
+    tokens = Ragged.of(rows, np.int32)
+    mask = Ragged.of([np.arange(300) >= 281 for _ in rows], np.bool_)  # prompts differ in their last token
+    micros = list(micro_batches(tokens, learned(tokens, mask), mask, 450))
+    assert [micro.ids.numel() for micro in micros] == [280 + 3 * 19] * 4
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -105,6 +105,25 @@ async def test_following_changes_nothing_where_the_choice_is_the_same(model: str
         np.testing.assert_allclose(alone, following, atol=1e-6)
 
 
+async def test_rows_that_begin_alike_follow_their_own_experts(model: str) -> None:
+    rows = [[2, 3, 4, *[5] * 40, last, 6] for last in (7, 8)]
+    tokens = Ragged.of(rows, np.int32)
+    completion = np.arange(len(rows[0])) >= 3
+    told = [np.where(completion[:, None, None], first, 0) + np.tile([0, 1], (3, 1)) for first in (2, 4)]
+    batch = Batch.of(
+        tokens=tokens,
+        loss_mask=Ragged.of([completion, completion], np.bool_),
+        experts=Ragged(np.concatenate(told).astype(np.int16), tokens.offsets),
+    )
+    made = policy(model)
+
+    async def logprobs(batch: Batch) -> NDArray[np.float32]:
+        return np.asarray((await made.logprobs(batch)).ragged("logprobs").values, np.float32)
+
+    alone = [await logprobs(batch.select(np.array([row]))) for row in range(2)]
+    np.testing.assert_allclose(await logprobs(batch), np.concatenate(alone), atol=1e-5)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", [TorchPolicy, FsdpPolicy])
 async def test_only_experts_that_are_told_learn(model: str, kind: type[TrainedPolicy], checkpointing: bool) -> None:
