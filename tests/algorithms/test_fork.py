@@ -140,7 +140,7 @@ def test_a_name_may_look_like_a_number() -> None:
 def test_what_is_removed_or_comes_while_a_fork_is_copied_is_told() -> None:
     planned = plan_fork(Path("runs/earlier"), 3, "new", [])
     Path("runs/new/model").mkdir(parents=True)
-    with pytest.raises(DataError, match="runs/new is there by now"):
+    with pytest.raises(DataError, match="runs/new exists by now"):
         planned.begin()
     shutil.rmtree("runs/new")
     shutil.rmtree("runs/earlier/checkpoints")

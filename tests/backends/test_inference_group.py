@@ -15,7 +15,7 @@ def test_an_engine_has_the_gpus_of_its_ranks_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "message"),
     [
-        (Place("a 1", ("0",)), Place("b 1", ("0",)), "rank 2 is on a; rank 5 is on b: take a smaller tp"),
+        (Place("a 1", ("0",)), Place("b 1", ("0",)), "rank 2 is on a; rank 5 is on b: use a smaller tp"),
         (Place("a 1", ("0",)), Place("a 2", ("0",)), "on one machine"),
         (Place("a", ("0",)), Place("a", ("0",)), "rank 2 has 0; rank 5 has 0: set gpus = 1"),
         (Place("a", ("0",)), Place("a", ()), "rank 2 has 0; rank 5 has none: set gpus = 1"),

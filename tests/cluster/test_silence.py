@@ -50,7 +50,7 @@ def test_what_lay_on_a_host_that_is_cut_off_is_lost_and_its_rank_ends(three: Clu
     said = controller.communicate(timeout=100)[0]
     pid, (*rows, call) = answer(said)
     for error, seconds in rows:
-        assert f"{second.name} ({second.address}) has lost the column `tokens`" in error, said
+        assert f"the column `tokens` cannot be read from {second.name} ({second.address})" in error, said
         assert PATIENCE / 2 <= seconds <= PATIENCE + LATE, said
     assert call[0].startswith("RankDied"), said
     for error, _ in (*rows, call):

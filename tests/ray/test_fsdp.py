@@ -207,7 +207,7 @@ async def test_rows_that_one_rank_alone_has_lost_leave_the_others_free(ray_clust
     made = await maker.make(Batch.of(prompt=["one", "two"]))
     batch = made.assign(loss_mask=Ragged(np.arange(18) % 9 > 2, np.array([0, 9, 18])))
     os.kill(int((await maker.pid())[1]), signal.SIGKILL)
-    with pytest.raises(RankFailed, match=r"DataLost: .* has lost the columns .*: the rank has died"):
+    with pytest.raises(RankFailed, match=r"DataLost: the columns .* cannot be read from .*: the rank has died"):
         await until_it_fails(policy, batch)
     await policy.update(rollouts(), ClippedLoss())
     assert (await policy.weights()).version == 1

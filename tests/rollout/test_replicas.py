@@ -180,7 +180,7 @@ def test_rows_that_are_lost_on_their_way_are_drawn_again(retries: int) -> None:
     if retries:
         assert sorted(simulate(script)) == sorted([*range(24)] * 2)
     else:
-        with pytest.raises(RankFailed, match=r"node2 \(10.0.0.2\) has lost what a rank made"):
+        with pytest.raises(RankFailed, match=r"what a rank made cannot be read from node2 \(10.0.0.2\)"):
             simulate(script)
 
 
