@@ -61,8 +61,8 @@ class DataLost(DataError):
         self.reason = reason
         self.what = what
         super().__init__(
-            f"{what} cannot be read from {where}: {reason}. Make the batch again, or load what you need later while its "
-            "ranks live"
+            f"{what} cannot be read from {where}: {reason}. Make the batch again, or load what you need later while "
+            "its ranks live"
         )
 
     def __reduce__(self) -> tuple[type["DataLost"], tuple[object, ...]]:

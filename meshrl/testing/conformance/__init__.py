@@ -16,11 +16,11 @@ from meshrl.errors import BackendError
 try:
     from meshrl.testing.conformance import checkpoints, draws, interruptions, judging, numbers, refusals, rows, state
     from meshrl.testing.conformance.subject import PLAIN, Check, Harness, Side, Subject, Trial, name_of
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _missing:
     raise BackendError(
-        f"meshrl.testing.conformance needs the package {error.name!r}, which is not installed: "
+        f"meshrl.testing.conformance needs the package {_missing.name!r}, which is not installed: "
         "pip install 'meshrl[torch]'"
-    ) from error
+    ) from _missing
 
 __all__ = [
     "ADAPTERS",
