@@ -22,6 +22,12 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+RolloutSeconds = Annotated[
+    float | None, typer.Option(help="Without --from: seconds that one rank takes for a step's rollouts.")
+]
+TrainSeconds = Annotated[
+    float | None, typer.Option(help="Without --from: seconds that one rank takes to update on them.")
+]
 ConfigArgument = Annotated[
     str,
     typer.Argument(

@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl import log
-from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, RunArgument, app, settings, write
+from meshrl.cli.application import (
+    WITH_SETTINGS,
+    ConfigArgument,
+    Overrides,
+    RolloutSeconds,
+    RunArgument,
+    TrainSeconds,
+    app,
+    settings,
+    write,
+)
 from meshrl.cli.signals import Terminated, cancelled_by_sigterm
 from meshrl.cli.terminal import show_findings, show_lines, show_raised
 from meshrl.engines.local import RankLoop
@@ -109,12 +119,8 @@ def simulate(  # noqa: PLR0913, PLR0917 -- the options of a command
     recorded: Annotated[
         str | None, typer.Option("--from", metavar="RUN", help="A recorded run to take the durations of calls from.")
     ] = None,
-    rollout: Annotated[
-        float | None, typer.Option(help="Without --from: seconds that one rank takes for a step's rollouts.")
-    ] = None,
-    train: Annotated[
-        float | None, typer.Option(help="Without --from: seconds that one rank takes to update on them.")
-    ] = None,
+    rollout: RolloutSeconds = None,
+    train: TrainSeconds = None,
     seed: Annotated[int, typer.Option(help="Seed for the choice of recorded durations.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the numbers to this file.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Keep the simulated run's folder here.")] = None,

@@ -8,7 +8,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.cli.application import WITH_SETTINGS, ConfigArgument, Overrides, app, settings, write
+from meshrl.cli.application import (
+    WITH_SETTINGS,
+    ConfigArgument,
+    Overrides,
+    RolloutSeconds,
+    TrainSeconds,
+    app,
+    settings,
+    write,
+)
 from meshrl.errors import ConfigError
 from meshrl.planning import Devices, Plan, Wanted, make_plan
 from meshrl.report import BOUND, find_run
@@ -24,12 +33,8 @@ def plan(  # noqa: PLR0913, PLR0917 -- the options of a command
         list[str] | None,
         typer.Option("--from", metavar="RUN", help="A recorded run to take the durations of calls from. Repeatable."),
     ] = None,
-    rollout: Annotated[
-        float | None, typer.Option(help="Without --from: seconds that one rank takes for a step's rollouts.")
-    ] = None,
-    train: Annotated[
-        float | None, typer.Option(help="Without --from: seconds that one rank takes to update on them.")
-    ] = None,
+    rollout: RolloutSeconds = None,
+    train: TrainSeconds = None,
     memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="Memory of each GPU, or of the machine with --cpus.")
     ] = None,
