@@ -11,7 +11,7 @@ import meshrl as rl
 
 class DapoConfig(rl.RolloutConfig):
     loss: rl.ClippedLoss = rl.ClippedLoss(clip=0.2, clip_high=0.28)
-    overlong: int = 0
+    overlong_buffer: int = 0
     """Length of the penalty zone in tokens, at the end of `sampling.max_tokens`. A completion that ends in it
     gets up to 1 less reward. 0: no penalty."""
     epochs: int = 1  # passes over the rows of a step
@@ -42,7 +42,7 @@ async def dapo(run: rl.Run, config: DapoConfig) -> None:
                 batch = await reference.logprobs(batch)
             batch = await batch.load("rewards", "groups", "loss_mask")
             lengths = [mask.sum() for mask in batch.loss_mask]
-            rewards = batch.rewards + rl.overlong_penalty(lengths, config.sampling.max_tokens, config.overlong)
+            rewards = batch.rewards + rl.overlong_penalty(lengths, config.sampling.max_tokens, config.overlong_buffer)
             batch = batch.assign(advantages=rl.group_advantages(rewards, batch.groups))
             parts = rl.minibatches(batch, config.epochs, config.minibatches, (run.seed, step))
             metrics = rl.Metrics.mean([await policy.update(part, config.loss) for part in parts])

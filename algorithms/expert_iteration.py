@@ -16,7 +16,7 @@ class ExpertIterationConfig(rl.AlgorithmConfig):
     reward: rl.RewardConfig | rl.RewardModelConfig
     sampling: rl.Sampling = rl.Sampling(n=8)
     loss: rl.CrossEntropy = rl.CrossEntropy()
-    at_least: float = 1.0
+    min_reward: float = 1.0
     """Lowest reward of the completions that are kept."""
     ahead: int = 0
     """Published weight versions that rollouts may be behind. Above 0, rollouts run while the policy trains."""
@@ -40,7 +40,7 @@ async def expert_iteration(run: rl.Run, config: ExpertIterationConfig) -> None:
         async for _ in run.steps(config.steps):
             batch = await anext(stream)
             batch = await batch.load("rewards")
-            kept = batch.select(batch.rewards >= config.at_least).drop("temperature")  # likelihood at temperature 1
+            kept = batch.select(batch.rewards >= config.min_reward).drop("temperature")  # likelihood at temperature 1
             metrics = await policy.update(kept, config.loss) if len(kept) else rl.Metrics.of()
             await rl.publish(policy, stream)
             await run.record(metrics, batch, kept=len(kept) / len(batch))

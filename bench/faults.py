@@ -66,7 +66,7 @@ custom = { node1 = 1 }
 
 [run.meshes.rollout]
 ranks = RANKS
-least = 1
+min_ranks = 1
 cpus = 1
 custom = { rollout = 1 }
 

@@ -59,7 +59,7 @@ def test_an_evaluation_beside_training_by_a_sampler_that_lends_its_memory_is_wro
 
     (mistake,) = mistakes("evaluation.every=5")
     assert mistake.startswith("evaluation: sampler.vllm.sleep gives the sampler's memory to training")
-    assert mistakes("evaluation.wait=true") == []
+    assert mistakes("evaluation.pause_training=true") == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)

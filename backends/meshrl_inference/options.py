@@ -24,7 +24,7 @@ class EngineOptions(BackendOptions):
     sleep: bool = False
     """Free the GPU's memory while no row is decoded. For a sampler that shares its mesh with training, with `ahead` =
     0."""
-    after_load: Literal["recompute", "keep"] = "recompute"
+    kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV cache of running rows after new weights arrive: `recompute` it with the new weights, or `keep` the old one."""
 
     @property

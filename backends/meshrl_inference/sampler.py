@@ -118,7 +118,7 @@ class EngineSampler(Sampler):
     @property
     def _recomputes(self) -> bool:
         """Whether running rows read their tokens again with new weights."""
-        return options_of(self._config, self.options).after_load == "recompute"
+        return options_of(self._config, self.options).kv_after_update == "recompute"
 
     @property
     def engine_pid(self) -> int:

@@ -7,7 +7,7 @@ from meshrl_inference.options import EngineOptions, check_here
 class SglangConfig(EngineOptions):
     """How the backend `sglang` runs its engines."""
 
-    read_back: bool = False
+    verify_weights: bool = False
     """After each load, read the start of each tensor back from SGLang, and stop the engine if it differs. Slow."""
 
 

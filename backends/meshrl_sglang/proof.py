@@ -20,6 +20,6 @@ async def read_back(manager: Any, places: Places) -> None:
     for name, tensor in tensors(places):
         told = await manager.get_weights_by_name(GetWeightsByNameReqInput(name=name, truncate_size=_ROWS))
         if told is None:
-            raise RuntimeError(f"SGLang cannot tell `{name}` of this model: remove sampler.sglang.read_back")
+            raise RuntimeError(f"SGLang cannot tell `{name}` of this model: remove sampler.sglang.verify_weights")
         if not torch.equal(torch.tensor(told), tensor[:_ROWS].float()):
             raise RuntimeError(f"SGLang has another `{name}` than was sent, and its completions cannot be trusted")

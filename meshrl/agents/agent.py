@@ -142,8 +142,8 @@ class Agent:
         own, work = copy.deepcopy(dict(row)), _Work()
         playing = asyncio.create_task(_outcome(self._call(gateway, session, own, output, work)))
         try:
-            if not (await asyncio.wait([playing], timeout=self._config.seconds))[0]:
-                raise TimeoutError(f"no result in {self._config.seconds:g} seconds (seconds)")
+            if not (await asyncio.wait([playing], timeout=self._config.timeout))[0]:
+                raise TimeoutError(f"no result in {self._config.timeout:g} seconds (timeout)")
         finally:
             if not playing.done():
                 gateway.close(session)  # what it still asks for is no part of the episode

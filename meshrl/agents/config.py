@@ -29,7 +29,7 @@ class AgentConfig(Config):
     """Container image in which the command runs. Without a command, the image's own command runs."""
     runtime: Runtime = "docker"
     """The program that runs containers."""
-    seconds: float = Field(default=600.0, gt=0)
+    timeout: float = Field(default=600.0, gt=0)
     """Time limit of an episode."""
     retries: int = Field(default=0, ge=0)
     """Number of times that a failed episode is repeated before its error is reported."""

@@ -60,7 +60,7 @@ class GatewayConfig(Config):
     """Requests in flight at most. Further ones get status 429, after which clients retry."""
     connections: int = Field(default=4096, gt=0)
     """Connections at most. Further ones get status 503."""
-    seconds: float = Field(default=60.0, gt=0)
+    timeout: float = Field(default=60.0, gt=0)
     """Time limit in seconds for a client to begin its first request, to send a body, and to read each piece of a
     stream."""
 
@@ -150,7 +150,7 @@ class Gateway:
         server = _Server(
             uvicorn.Config(
                 self.app,
-                http=_protocol(config.seconds),
+                http=_protocol(config.timeout),
                 log_level="error",
                 lifespan="off",
                 limit_concurrency=config.connections,
@@ -198,7 +198,7 @@ class Gateway:
         if name is None:
             return Response(status_code=_LEFT)
         told_of = ToldResponse(name, choices[0], len(prompt.tokens))
-        return told_of.stream(self.config.seconds) if asked.stream else told_of.whole()
+        return told_of.stream(self.config.timeout) if asked.stream else told_of.whole()
 
     async def complete(self, session: Session, request: Request) -> Response:
         """`/v1/completions`."""
@@ -215,7 +215,7 @@ class Gateway:
 
     async def _body(self, request: Request) -> bytes:
         most, body = self.config.body_mib << 20, bytearray()
-        async with asyncio.timeout(self.config.seconds):
+        async with asyncio.timeout(self.config.timeout):
             async for piece in request.stream():
                 body += piece
                 if len(body) > most:
@@ -277,7 +277,7 @@ class Gateway:
         if name is None:
             return Response(status_code=_LEFT)
         told_of = Told(kind, name, choices, len(prompt.tokens), self._chat if logprobs else None)
-        return told_of.stream(asked.tells_usage, self.config.seconds) if asked.stream else told_of.whole()
+        return told_of.stream(asked.tells_usage, self.config.timeout) if asked.stream else told_of.whole()
 
     async def _recorded(
         self, session: Session, request: Request, prompt: Prompt, choices: Sequence[Choice]
@@ -382,7 +382,7 @@ async def _told(call: _Call, session: Session, request: Request) -> Response:
     except ClientDisconnect:
         return Response(status_code=_LEFT)
     except TimeoutError:
-        return refused(408, "the body did not come in time (seconds)")
+        return refused(408, "the body did not come in time (timeout)")
     except _TooLarge as error:
         return refused(413, str(error))
     except _NoRoom as error:

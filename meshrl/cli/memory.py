@@ -25,7 +25,7 @@ def memory(
         float | None, typer.Option(help="GiB of memory of a rank's GPU. Default: run.meshes.NAME.gib, or 80.")
     ] = None,
     prompt: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the longest prompt. Default: task.longest.")
+        int | None, typer.Option(min=1, help="Tokens of the longest prompt. Default: task.max_prompt_tokens.")
     ] = None,
     completion: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the longest completion. Default: sampling.max_tokens.")

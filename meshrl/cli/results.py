@@ -79,7 +79,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
     ] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Completions for each prompt.")] = 8,
     reward: Annotated[str | None, typer.Option(help="A reward function. Default: the run's reward.")] = None,
-    at_least: Annotated[float, typer.Option(help="Lowest reward that counts as correct.")] = 1.0,
+    threshold: Annotated[float, typer.Option(help="Lowest reward that counts as correct.")] = 1.0,
     rows: Annotated[int | None, typer.Option(min=1, help="Use only the first N prompts. Default: all.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature. Default: the run's.")] = None,
     max_tokens: Annotated[
@@ -97,7 +97,7 @@ def evaluate(  # noqa: PLR0913, PLR0917 -- the options of a command
         "task": task,
         "n": n,
         "reward": reward,
-        "at_least": at_least,
+        "threshold": threshold,
         "rows": rows,
         "temperature": temperature,
     }

@@ -24,6 +24,18 @@ class _Place(NamedTuple):
 
 _OF_ROLLOUTS: Final = "keep", "late", "swap", "retries"
 """Arguments of `rl.rollouts`, which users look for in the configuration."""
+_RENAMED: Final = {
+    "after_load": ("kv_after_update",),
+    "at_least": ("threshold", "min_reward"),
+    "least": ("min_ranks",),
+    "longest": ("max_prompt_tokens",),
+    "most": ("clip_high",),
+    "overlong": ("overlong_buffer",),
+    "read_back": ("verify_weights",),
+    "seconds": ("timeout", "row_timeout"),
+    "wait": ("pause_training",),
+}
+"""Old names of keys, and what they are called now: the last of them that the table has."""
 _NOT_WRITTEN: Final = "callable_type", "default_factory_not_called"
 """Errors of what no file can hold, and of defaults that follow from a value with a mistake of its own."""
 
@@ -189,6 +201,8 @@ def _unknown(schema: type[Config], table: Mapping[str, object], place: _Place) -
     if not above and path[0] in _OF_ROLLOUTS:
         return f"no such key; {path[0]} is an argument of `rl.rollouts` in the script: copy one with `meshrl new`"
     known = sorted(_keys(place.table)) if _is_config(place.table) else []
+    if renamed := [new for new in _RENAMED.get(str(path[-1]), ()) if new in known]:
+        return f"this key is now called {dotted((*above, renamed[-1]))}"
     near = nearest(str(path[-1]), known)
     if near:
         return f"no such key; did you mean {dotted((*above, near))}?"

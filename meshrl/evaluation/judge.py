@@ -48,12 +48,12 @@ class Judged:
     versions: tuple[int, int]
     """Versions of the weights that sampled the oldest and the newest token."""
 
-    def numbers(self, at_least: float) -> Mapping[str, float]:
-        """Return the numbers that a run records. A completion with a reward of `at_least` or more is right."""
+    def numbers(self, threshold: float) -> Mapping[str, float]:
+        """Return the numbers that a run records. A completion with a reward of `threshold` or more is right."""
         prompts, n = self.sampled.shape
-        correct = (self.sampled >= at_least).sum(axis=1)
+        correct = (self.sampled >= threshold).sum(axis=1)
         return {
-            "eval/greedy": float((self.greedy >= at_least).mean()),
+            "eval/greedy": float((self.greedy >= threshold).mean()),
             **{f"eval/pass@{k}": float(pass_at_k(correct, n, k).mean()) for k in powers_of_2(n)},
             "eval/reward": float(self.sampled.mean(dtype=np.float64)),
             "eval/truncated": self.truncated,
@@ -99,7 +99,7 @@ def evaluate_during(
 
     Call it before `run.steps`. The results of `judge` go to evaluations.jsonl as `eval/greedy`, `eval/pass@k` and so
     on. An error in the evaluation ends the run. It begins when a step's weights are published, and training continues.
-    So later tokens may come from newer weights, unless `config.wait` is set. `eval/version_oldest` and
+    So later tokens may come from newer weights, unless `config.pause_training` is set. `eval/version_oldest` and
     `eval/version_newest` show the versions. With `ahead = 0` the run trains on exactly the same data as without it.
 
     `policy`: publish its weights before each evaluation, for scripts that do not publish after each step. Raises
@@ -125,10 +125,10 @@ def evaluate_during(
     )
 
     async def measure() -> Mapping[str, float]:
-        return (await judge(sampler, some, drawn, score)).numbers(config.at_least)
+        return (await judge(sampler, some, drawn, score)).numbers(config.threshold)
 
     prepare = partial(publish, policy, sampler) if policy else None
-    run.beside(Measurement(config.every, measure, config.wait, prepare))
+    run.beside(Measurement(config.every, measure, config.pause_training, prepare))
 
 
 _GREEDY: Mapping[str, float] = {"n": 1, "temperature": 0.0}

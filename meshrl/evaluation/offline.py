@@ -44,7 +44,7 @@ class Question(Config):
     """Completions a prompt, for pass@k."""
     reward: str | None = None
     """A reward function, as `reward.function` names one; nothing means the run's reward."""
-    at_least: float = 1.0
+    threshold: float = 1.0
     """The reward from which on a completion is right."""
     rows: int | None = Field(default=None, ge=1)
     """The first so many prompts; nothing means all."""
@@ -81,7 +81,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     prompts: int
     n: int
     temperature: float
-    at_least: float
+    threshold: float
     seed: int
     greedy: Estimate
     """The share of prompts whose greedy completion is right, with Wilson's interval."""
@@ -123,15 +123,15 @@ async def evaluate_run(run: Path, question: Question) -> Evaluation:
             judged = await judge(sampler, prompts, sampling, reward.score)
         finally:
             await engine.close()
-    correct = (judged.sampled >= question.at_least).sum(axis=1)
-    right = int((judged.greedy >= question.at_least).sum())
+    correct = (judged.sampled >= question.threshold).sum(axis=1)
+    right = int((judged.greedy >= question.threshold).sum())
     return Evaluation(
         model=str(newest.relative_to(run)),
         task=source,
         prompts=len(prompts),
         n=question.n,
         temperature=sampling.temperature,
-        at_least=question.at_least,
+        threshold=question.threshold,
         seed=question.seed,
         greedy=wilson(right, len(prompts)),
         pass_at={k: bootstrap(pass_at_k(correct, question.n, k), question.seed) for k in question.ks},

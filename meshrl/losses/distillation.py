@@ -24,7 +24,7 @@ class ReverseKl(Normalised):
     policy to the sampler).
     """
 
-    most: float = Field(default=2.0, ge=1)
+    clip_high: float = Field(default=2.0, ge=1)
     """Upper bound of a token's importance weight, policy over sampler. It has no effect if both have the same
     weights."""
 
@@ -38,7 +38,7 @@ class ReverseKl(Normalised):
         sampler, teacher = columns["sampler_logprobs"], columns["reference_logprobs"]
         now = logprobs.detach()
         ratio = (now - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        values = reverse_kl(logprobs, sampler, teacher, self.most)
+        values = reverse_kl(logprobs, sampler, teacher, self.clip_high)
         return TokenLoss(values, {"teacher_kl": kl_k1(now, teacher), "ratio": ratio})
 
 

@@ -12,7 +12,7 @@ from meshrl.mesh.handle import at, each, limited, respawn, stop
 from meshrl.mesh.in_place import empty, is_in_place
 from meshrl.mesh.mesh import Mesh
 from meshrl.mesh.partition import even_runs, lightest
-from meshrl.mesh.parts import is_away, least, leave_out, parts, ranks, replicas, routed, streams, take_in
+from meshrl.mesh.parts import is_away, leave_out, min_ranks, parts, ranks, replicas, routed, streams, take_in
 from meshrl.mesh.refs import ForAll, HasRefs, NotHere, Put, Ref, fetch, put_large, resolve, seal_arrays, when_here
 from meshrl.mesh.scatter import plan_of
 from meshrl.mesh.segment import Bytes, Segment, address_of
@@ -68,10 +68,10 @@ __all__ = [
     "is_away",
     "is_in_place",
     "is_in_transit",
-    "least",
     "leave_out",
     "lightest",
     "limited",
+    "min_ranks",
     "note_transit",
     "own_place",
     "parts",

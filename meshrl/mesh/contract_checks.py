@@ -13,13 +13,14 @@ from meshrl.mesh.actor import CollectiveActor
 from meshrl.mesh.marks import Mark, holds_mark, read_marks, type_name
 
 
-def check_may_shrink(cls: type, shape: Mapping[str, int], least: int) -> None:
+def check_may_shrink(cls: type, shape: Mapping[str, int], min_ranks: int) -> None:
     """ContractError where ranks of the mesh may come and go, and the actor needs all of them."""
-    if least and (issubclass(cls, CollectiveActor) or shape.get("dp") != prod(shape.values())):
+    if min_ranks and (issubclass(cls, CollectiveActor) or shape.get("dp") != prod(shape.values())):
         written = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         raise ContractError(
-            f"{cls.__name__} cannot be spawned on a mesh of {written} whose ranks may come and go (least = {least}): "
-            "such a mesh needs the axis dp only, and an actor whose ranks do not wait for each other"
+            f"{cls.__name__} cannot be spawned on a mesh of {written} whose ranks may come and go "
+            f"(min_ranks = {min_ranks}): such a mesh needs the axis dp only, and an actor whose ranks do not "
+            "wait for each other"
         )
 
 

@@ -30,7 +30,7 @@ class Resources:
     """Custom resources of the cluster that each rank needs, by name."""
     placement: Literal["pack", "spread"] = "pack"
     """`pack` puts ranks on few machines, `spread` on many."""
-    least: int = 0
+    min_ranks: int = 0
     """Lowest number of ranks that the mesh can start and continue with. 0: all of them."""
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ class Deployment:
     """The name of the mesh, for events."""
     timeout: float | None = None
     """Seconds that a call, or the next value of a stream, may take."""
-    least: int = 0
+    min_ranks: int = 0
     """Lowest number of ranks that the actor can work with. 0: all of them."""
     away: set[int] = field(default_factory=set[int], compare=False, repr=False)
     """The numbers of the ranks that calls leave out. All views of the actor share this set."""

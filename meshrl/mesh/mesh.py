@@ -30,13 +30,13 @@ class Mesh:
         slots: Sequence[Slot],
         axes: Mapping[str, int] | None = None,
         name: str = "mesh",
-        least: int = 0,
+        min_ranks: int = 0,
     ) -> None:
         self.name = name
         """What the events of a run call it."""
         self._engine = engine
         self._slots = slots
-        self._least = least
+        self._min_ranks = min_ranks
         self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
         """Each axis and its size, the last one fastest."""
 
@@ -46,7 +46,7 @@ class Mesh:
     ) -> "Mesh":
         """Reserve `count` ranks of an engine. `logs`: a folder for the output of their processes, as NAME-RANK.log."""
         asked, log = resources or Resources(), f"{logs}/{name.replace('/', '_')}" if logs else ""
-        return cls(engine, await engine.reserve(count, asked, log), name=name, least=asked.least)
+        return cls(engine, await engine.reserve(count, asked, log), name=name, min_ranks=asked.min_ranks)
 
     def shape(self, **axes: int) -> "Mesh":
         """Arrange the same ranks along these axes. Sizes multiply to the number of ranks. The last axis is fastest."""
@@ -56,7 +56,7 @@ class Mesh:
                 f"mesh.shape({written}): the sizes multiply to {prod(axes.values())}, but the mesh has "
                 f"{len(self._slots)} ranks"
             )
-        return Mesh(self._engine, self._slots, axes, self.name, self._least)
+        return Mesh(self._engine, self._slots, axes, self.name, self._min_ranks)
 
     async def spawn(self, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs) -> A:
         """Construct the actor on every rank, and return a handle for all of them, typed as the actor.
@@ -77,10 +77,12 @@ class Mesh:
             inspect.signature(cls).bind(*args, **kwargs)
         except TypeError as error:
             raise ContractError(f"{cls.__name__}{inspect.signature(cls)} cannot be constructed: {error}") from None
-        check_may_shrink(cls, self.axes, self._least)
+        check_may_shrink(cls, self.axes, self._min_ranks)
         members = await self._engine.start(self._slots, self._ranks(), cls, args, kwargs)
         away = {member.rank.index for member in members if not member.is_made}
-        it = Deployment(cls, contract, self.axes, members, self._engine, self.name, least=self._least, away=away)
+        it = Deployment(
+            cls, contract, self.axes, members, self._engine, self.name, min_ranks=self._min_ranks, away=away
+        )
         return cast("A", Handle(it))
 
     async def stop(self) -> None:

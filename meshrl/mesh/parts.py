@@ -83,10 +83,10 @@ def _alone(bound: BoundEndpoint, request: Request, plans: Plans) -> AsyncIterato
     return BoundEndpoint(alone, bound.endpoint).stream(request.arguments, request.keywords, ([request], plans))
 
 
-def least(actor: object) -> int:
+def min_ranks(actor: object) -> int:
     """Return the lowest number of ranks that the actor's mesh can work with. 0: all of them."""
     deployment = _deployment(actor)
-    return deployment.least if deployment else 0
+    return deployment.min_ranks if deployment else 0
 
 
 def is_away(actor: object) -> bool:

@@ -24,7 +24,7 @@ class Rehearsal:
             rows = Task.load(task).train.objects("row")[:_PROMPTS]
             file = folder / "prompts.jsonl"
             file.write_bytes(msgspec.json.Encoder(enc_hook=str).encode_lines(list(rows)))
-            short: dict[str, object] = {"source": str(file), "options": {}, "longest": None, "held_out": 0}
+            short: dict[str, object] = {"source": str(file), "options": {}, "max_prompt_tokens": None, "held_out": 0}
             self._changes["task"] = task.model_copy(update=short)
         if "evaluation" in type(job.config).model_fields:
             self._changes["evaluation"] = None

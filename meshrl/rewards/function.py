@@ -79,7 +79,7 @@ class RewardConfig(RoleConfig):
     """Weights of `functions`, as a table with the same names, or as a list in the same order. Default: 1 each."""
     concurrency: int = Field(default=64, gt=0)
     """Calls of an async function that run at once."""
-    seconds: float | None = Field(default=None, gt=0)
+    row_timeout: float | None = Field(default=None, gt=0)
     """Time limit of a call. Beyond it the row gets an error. A function that is not async continues in its thread."""
     unsafe: bool = False
     """Allow `code_tests` to run a model's code without a sandbox, with access to this user's files and processes."""
@@ -169,7 +169,7 @@ class FunctionReward(Reward):
             for name, function in config.parts.items()
         ]
         self._concurrency = config.concurrency
-        self._seconds = config.seconds
+        self._row_timeout = config.row_timeout
         self._turns = asyncio.Lock()
         self._errors = FirstErrors("a reward function raised; its row gets reward 0")
 
@@ -190,7 +190,7 @@ class FunctionReward(Reward):
             row = dict(row) if part.shipped else copy.deepcopy(row)
             if str(row.get("answer")) != answers[index]:
                 row["answer"] = answers[index]
-            function = part.function if self._seconds is None else self._in_time(part.function, self._seconds)
+            function = part.function if self._row_timeout is None else self._in_time(part.function, self._row_timeout)
             value, error = await boundary(function, str(prompts[index]), str(completions[index]), row)
             text = self._errors.told(error) if error else None
             return value, f"{part.name}: {text}" if text and part.name else text
@@ -223,7 +223,7 @@ class FunctionReward(Reward):
                     return await answer
             except TimeoutError as error:
                 if limit.expired():
-                    raise TimeoutError(f"the reward took longer than reward.seconds = {seconds:g}") from error
+                    raise TimeoutError(f"the reward took longer than reward.row_timeout = {seconds:g}") from error
                 raise
 
         return limited

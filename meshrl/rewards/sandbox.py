@@ -43,7 +43,7 @@ sandbox itself could not work, which is not the code's fault."""
 class Limits(Config):
     """What code may use."""
 
-    seconds: float = Field(default=5.0, gt=0)
+    timeout: float = Field(default=5.0, gt=0)
     """Of the clock; and as many of a CPU, rounded up, for each process."""
     memory_mib: int = Field(default=512, gt=0)
     """Of address space, for each process."""
@@ -205,7 +205,7 @@ def _run(code: str, tests: list[str], limits: Limits) -> Result:
             "spaces": bool(holds.prefix),
             "own_count": bool(uid or holds.prefix),
             "hidden": ["/dev/shm", *(() if holds.files else _without_python(_TEMPORARY))],  # noqa: S108
-            "seconds": limits.seconds,
+            "timeout": limits.timeout,
             "memory": limits.memory_mib << 20,
             "processes": limits.processes,
             "file_bytes": 16 * limits.output_bytes,
@@ -258,7 +258,7 @@ def _spawn(command: Sequence[str], job: object, inside: Path, printed: Path, lim
             start_new_session=True,
         )
         try:
-            process.communicate(json.dumps(job).encode(), timeout=limits.seconds + _START)
+            process.communicate(json.dumps(job).encode(), timeout=limits.timeout + _START)
         except subprocess.TimeoutExpired:
             process.terminate()  # without namespaces this one ends what has left the session
             with suppress(subprocess.TimeoutExpired):

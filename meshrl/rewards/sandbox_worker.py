@@ -55,7 +55,7 @@ class Job(TypedDict):
     """Whether this user's processes are counted for this sandbox alone."""
     hidden: list[str]
     """Folders of the machine to put an empty one over; only with `spaces`."""
-    seconds: float
+    timeout: float
     memory: int
     processes: int
     file_bytes: int
@@ -112,7 +112,7 @@ def _children() -> list[int]:
 def run(job: Job, here: Path) -> NoReturn:
     """Run the code, then its tests, and write what became of them."""
     counted = 0 if job["own_count"] else _running()
-    cpu = math.ceil(job["seconds"])
+    cpu = math.ceil(job["timeout"])
     for kind, soft, hard in (
         (resource.RLIMIT_CPU, cpu, cpu + 1),
         (resource.RLIMIT_AS, job["memory"], job["memory"]),

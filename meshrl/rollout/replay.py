@@ -18,7 +18,7 @@ import numpy as np
 from meshrl.data import Batch
 from meshrl.errors import DataError
 from meshrl.events import gauge
-from meshrl.mesh import is_away, least, replicas
+from meshrl.mesh import is_away, min_ranks, replicas
 from meshrl.roles import Sampler
 from meshrl.rollout.kept_rows import KeptRows, RowKeeper
 from meshrl.weights import Weights
@@ -241,7 +241,7 @@ LoadAll: TypeAlias = Callable[[Weights], Awaitable[Batch | None]]
 
 async def load_into(sampler: Sampler, weights: Weights, load: LoadAll | None = None) -> None:
     """Load weights into a sampler, as the run's schedule says where it has one. `load`: in place of the sampler's."""
-    if least(sampler) or sampler in newest:
+    if min_ranks(sampler) or sampler in newest:
         newest[sampler] = weights
     if load is None:
         weights = weights.read_by(sum(not is_away(replica) for replica in replicas(sampler)))

@@ -12,7 +12,7 @@ from meshrl import log
 from meshrl.data import Batch
 from meshrl.errors import ConfigError, EngineDied, MeshStopped, RankDied, RankFailed, is_lost
 from meshrl.events import gauge
-from meshrl.mesh import Rows, is_away, least, leave_out, replicas, respawn, take_in
+from meshrl.mesh import Rows, is_away, leave_out, min_ranks, replicas, respawn, take_in
 from meshrl.roles import Sampler
 from meshrl.rollout.condition import Condition
 from meshrl.rollout.replay import load_alone, newest
@@ -32,7 +32,7 @@ class Replicas:
     """A sampler whose ranks are replicas is one of these for each; any other is one replica.
 
     One that dies is left out of every call on the sampler from then on, made again beside those that go on, and given
-    the newest weights before it is given rows. A death uses one of the `retries`; on a mesh with `least` it does not.
+    the newest weights before it is given rows. A death uses one of the `retries`, but none on a mesh with `min_ranks`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Replicas:
         """`start`: as in `StreamState`. `changed` is told what happened, and which life of a replica ended by what."""
         self.each: list[Sampler] = replicas(sampler)
         self._sampler = sampler
-        self._least = least(sampler)
+        self._min_ranks = min_ranks(sampler)
         self._retries = retries
         self._condition = condition
         self._start = start
@@ -83,11 +83,11 @@ class Replicas:
     @property
     def are_enough(self) -> bool:
         """Whether rows may be drawn."""
-        return len(self.each) - len(self._away) >= max(1, self._least)
+        return len(self.each) - len(self._away) >= max(1, self._min_ranks)
 
     def why_not(self) -> str:
         """Which are waited for."""
-        wanted = max(1, self._least)
+        wanted = max(1, self._min_ranks)
         told = "; ".join(f"replica {number}: {error or 'not there yet'}" for number, error in self._away.items())
         count = len(self.each)
         return f"{count - len(self._away)} of {count} replicas of the sampler are there, and {wanted} wanted: {told}"
@@ -137,7 +137,7 @@ class Replicas:
         """Raise the error, or count it: what was lost is drawn again."""
         alone = len(self._away.keys() | {number}) == len(self.each)
         unknown = self._weights is None and alone  # nobody knows the weights that it had
-        if self._least and not unknown and (died(error) or number in self._away):
+        if self._min_ranks and not unknown and (died(error) or number in self._away):
             log.warning("a replica of the sampler is away, and its rows are sampled again elsewhere", error=str(error))
             return
         if died(error) and unknown:
@@ -146,7 +146,7 @@ class Replicas:
 
     def unread(self, error: Exception) -> None:
         """Rows have come that cannot be fetched. Raises the error where that is not to be survived."""
-        if self._least:
+        if self._min_ranks:
             log.warning("rows are out of reach, and are sampled again", error=str(error))
         else:
             self._retry(error)
@@ -178,7 +178,7 @@ class Replicas:
                 if is_lost(again) and given is not None and not given.lasts:
                     gone = given  # the policy has gone on, and there will be others
                     continue
-                if not died(again) and not (self._least and self.are_enough):
+                if not died(again) and not (self._min_ranks and self.are_enough):
                     raise
                 self._pay(number, again)
                 self._ended[number] += 1
@@ -246,8 +246,8 @@ class Replicas:
 
 
 async def outlive(sampler: Sampler, call: Callable[[], Awaitable[T]]) -> T:
-    """What a call on a sampler gives that feeds no stream: again without one that died, where `least` are left."""
-    each, enough = replicas(sampler), least(sampler)
+    """What a call on a sampler gives that feeds no stream: again without one that died, where `min_ranks` are left."""
+    each, enough = replicas(sampler), min_ranks(sampler)
     if sampler in newest and all(map(is_away, each)):  # as a stream left them that closed meanwhile
         await _bring_back(each, enough or len(each), newest[sampler])
     while True:

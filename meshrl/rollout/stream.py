@@ -84,7 +84,7 @@ def rollouts(  # noqa: PLR0913 -- what a stream does is chosen in one place
     - `late`: whether a batch waits for a group that would be too old for the next one, or such groups are dropped.
     - `swap`: what happens to running rollouts when weights are published.
     - `retries`: how often to repeat rollouts that were lost by a failing sampler. A dead replica is respawned while the
-      others continue. On a mesh with `least`, deaths do not count.
+      others continue. On a mesh with `min_ranks`, deaths do not count.
     """
     if ahead < 0:
         raise DataError(f"ahead = {ahead}: the bound is a number of publications, at least 0")

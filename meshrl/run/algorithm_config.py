@@ -31,13 +31,13 @@ class EvaluationConfig(Config):
     """Completions for each prompt, for pass@k. A greedy completion is drawn in addition."""
     rows: int | None = Field(default=None, ge=1)
     """Evaluate only this number of held-out prompts, the first ones. Default: all."""
-    at_least: float = 1.0
+    threshold: float = 1.0
     """Lowest reward that counts as correct."""
     temperature: float | None = Field(default=None, gt=0)
     """Sampling temperature. Default: that of the run's `sampling`."""
     seed: int = 0
     """Seed for sampling."""
-    wait: bool = False
+    pause_training: bool = False
     """Pause training during an evaluation, so that one version of the weights samples all its tokens."""
 
 
@@ -113,7 +113,7 @@ class AlgorithmConfig(Config):
         if filled.get("evaluation") is False:  # the only way for a command line to remove a file's table
             del filled["evaluation"]
         run, policy, task = table.get("run"), table.get("policy"), table.get("task")
-        if isinstance(task, Mapping) and "longest" in task and (counts := cls._first_model(table)):
+        if isinstance(task, Mapping) and "max_prompt_tokens" in task and (counts := cls._first_model(table)):
             reader = {key: counts[key] for key in _OF_A_READER if key in counts}
             filled["task"] = {"reader": reader, **task}
         if isinstance(run, Mapping) and "seed" in run:

@@ -67,7 +67,7 @@ def examine(config: Config, run: RunConfig | None = None, *, memory: bool = True
         wrong, doubts = _tried_reward(config)
         mistakes += wrong
     if isinstance(config, AlgorithmConfig) and config.evaluation:
-        mistakes += _mistakes_of_evaluation(config, wait=config.evaluation.wait)
+        mistakes += _mistakes_of_evaluation(config, pausing=config.evaluation.pause_training)
     mistakes += _mistakes_of_run(config, run)
     if memory and not mistakes:
         doubts += doubts_of_memory(config, run)
@@ -217,15 +217,15 @@ def _mistakes_of_rows(config: Config) -> Iterator[str]:
         yield f"task: {error}"
 
 
-def _mistakes_of_evaluation(config: Config, *, wait: bool) -> Iterator[str]:
+def _mistakes_of_evaluation(config: Config, *, pausing: bool) -> Iterator[str]:
     samplers = [(path, table) for path, table in tables_of(config) if isinstance(table, SamplerConfig)]
     if not samplers:
         yield "evaluation: the algorithm has no sampler to evaluate: remove this table"
     for path, table in samplers:
-        if not wait and (key := chosen_options(table).lends_memory):
+        if not pausing and (key := chosen_options(table).lends_memory):
             yield (
                 f"evaluation: {dotted((*path, table.backend, key))} gives the sampler's memory to training, which "
-                "would continue during an evaluation: set evaluation.wait = true"
+                "would continue during an evaluation: set evaluation.pause_training = true"
             )
 
 

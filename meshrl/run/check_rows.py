@@ -43,7 +43,7 @@ def find_row_mistakes(
     if lacking:
         return list(_some(lacking))
     mistakes = list(_unreadable(task, model, sampling, prompts)) if model else []
-    if not mistakes and task.longest is not None:
+    if not mistakes and task.max_prompt_tokens is not None:
         try:
             counted(task, [prompt.text for prompt in prompts])
         except (ConfigError, ModelError) as error:
@@ -104,14 +104,14 @@ def _unreadable(
     for prompt, count in zip(prompts, counts, strict=True):
         if isinstance(count, str):
             strange.append(f"{prompt.where}: {count}")
-        elif room is not None and count > room and (task.longest is None or count <= task.longest):
+        elif room is not None and count > room and (task.max_prompt_tokens is None or count <= task.max_prompt_tokens):
             long.append(f"{prompt.where}: the prompt has {count} tokens: {shortened(prompt.text)}")
     yield from _some(strange)
     yield from _some(long)
     if long:
         yield (
             f"the model takes {longest} tokens, which with {new} new ones (sampling.max_tokens) leaves {room} for a "
-            f"prompt: set task.longest = {room} to leave longer ones out, or lower sampling.max_tokens"
+            f"prompt: set task.max_prompt_tokens = {room} to leave longer ones out, or lower sampling.max_tokens"
         )
 
 

@@ -18,7 +18,7 @@ class MeshConfig(Config):
 
     ranks: int = Field(default=1, ge=1, le=65_536)
     """Number of ranks."""
-    least: int | None = Field(default=None, ge=1)
+    min_ranks: int | None = Field(default=None, ge=1)
     """Lowest number of ranks that the run can start and continue with. Only for meshes of samplers. By default all
     ranks must be there."""
     axes: Shape = Field(default={})
@@ -38,14 +38,14 @@ class MeshConfig(Config):
     @property
     def resources(self) -> Resources:
         """The resources of each rank."""
-        return Resources(self.cpus, self.gpus, self.custom, self.placement, self.least or 0)
+        return Resources(self.cpus, self.gpus, self.custom, self.placement, self.min_ranks or 0)
 
     def check_takes(self, role: RoleConfig) -> None:
-        """ConfigError if the mesh may lose ranks (`least`) and the role cannot continue without them."""
-        if self.least and not isinstance(role, SamplerConfig):
+        """ConfigError if the mesh may lose ranks (`min_ranks`) and the role cannot continue without them."""
+        if self.min_ranks and not isinstance(role, SamplerConfig):
             raise ConfigError(
-                f"the mesh {role.mesh!r} has least = {self.least}, and the {role.role or type(role).__name__} would "
-                "lose a part of itself with each lost rank: use `least` only for meshes of samplers"
+                f"the mesh {role.mesh!r} has min_ranks = {self.min_ranks}, and the {role.role or type(role).__name__} "
+                "would lose a part of itself with each lost rank: use `min_ranks` only for meshes of samplers"
             )
 
     @model_validator(mode="after")
@@ -66,12 +66,12 @@ class MeshConfig(Config):
 
     @model_validator(mode="after")
     def _may_shrink(self) -> Self:
-        if self.least and self.least > self.ranks:
-            raise ValueError(f"least = {self.least} is more than ranks = {self.ranks}: lower it")
-        if self.least and self.axes.get("dp", self.ranks) != self.ranks:
+        if self.min_ranks and self.min_ranks > self.ranks:
+            raise ValueError(f"min_ranks = {self.min_ranks} is more than ranks = {self.ranks}: lower it")
+        if self.min_ranks and self.axes.get("dp", self.ranks) != self.ranks:
             raise ValueError(
-                f"least = {self.least} lets single ranks come and go, but with the axes {self.axes} some ranks work "
-                "together: use the axis dp only"
+                f"min_ranks = {self.min_ranks} lets single ranks come and go, but with the axes {self.axes} some ranks "
+                "work together: use the axis dp only"
             )
         return self
 

@@ -304,10 +304,10 @@ class _Rows:
     def of(cls, config: Config, asked: Asked) -> "_Rows":
         task, sampling = getattr(config, "task", None), getattr(config, "sampling", None)
         assumed: list[str] = []
-        prompt = asked.prompt or (task.longest if isinstance(task, TaskConfig) else None)
+        prompt = asked.prompt or (task.max_prompt_tokens if isinstance(task, TaskConfig) else None)
         if prompt is None:
             prompt = _PROMPT
-            assumed.append(f"prompts of {prompt} tokens: change it with task.longest or --prompt")
+            assumed.append(f"prompts of {prompt} tokens: change it with task.max_prompt_tokens or --prompt")
         completion = asked.completion or (sampling.max_tokens if isinstance(sampling, Sampling) else None)
         if completion is None:
             completion = _COMPLETION

@@ -37,11 +37,11 @@ class TaskConfig(Config):
     dialogues: tuple[tuple[MessageTemplate, ...], ...] = ()
     """Templates of dialogues, which rows use in turn, instead of prompt and answer. `sft` learns the assistant's
     messages in the policy's chat template. Default: no dialogues."""
-    longest: int | None = Field(default=None, gt=0)
+    max_prompt_tokens: int | None = Field(default=None, gt=0)
     """Leave out prompts with more tokens than this. Tokens are counted in the chat template of the policy, or of the
     first role with a model if there is no policy. By default no prompt is left out."""
     reader: ModelConfig | None = None
-    """The model that counts tokens for `longest`. The algorithm's configuration fills it in."""
+    """The model that counts tokens for `max_prompt_tokens`. The algorithm's configuration fills it in."""
     held_out: Annotated[int, Field(ge=0)] | Literal["all"] = 512
     """Number of prompts to hold out from training. "all" holds out every prompt of `held_out_fraction`, and 0 trains on
     every prompt."""

@@ -12,36 +12,38 @@ T = TypeVar("T")
 
 
 def short_enough(config: TaskConfig, rows: Mapping[str, T], *, quiet: bool = False) -> Mapping[str, T]:
-    """Rows by their prompts, without those of more than `config.longest` tokens.
+    """Rows by their prompts, without those of more than `config.max_prompt_tokens` tokens.
 
     A line in the log counts those that are left out, unless `quiet`. ConfigError where nobody can count them,
     DataError where none is left.
     """
-    if config.longest is None:
+    if config.max_prompt_tokens is None:
         return rows
     counts = counted(config, list(rows))
     left = {
         prompt: row
         for (prompt, row), count in zip(rows.items(), counts, strict=True)
-        if isinstance(count, str) or count <= config.longest
+        if isinstance(count, str) or count <= config.max_prompt_tokens
     }
     if not left:
         raise DataError(
-            f"{config.source}: each of its {len(rows)} prompts has more than task.longest = {config.longest} tokens"
+            f"{config.source}: each of its {len(rows)} prompts has more than "
+            f"task.max_prompt_tokens = {config.max_prompt_tokens} tokens"
         )
     if (gone := len(rows) - len(left)) and not quiet:
         log.info(
-            f"{config.source}: {gone} of {len(rows)} prompts are left out: they have more than {config.longest} tokens"
+            f"{config.source}: {gone} of {len(rows)} prompts are left out: they have more than "
+            f"{config.max_prompt_tokens} tokens"
         )
     return left
 
 
 def counted(config: TaskConfig, prompts: Sequence[str]) -> Sequence[int | str]:
-    """As `count_tokens`, by who counts for `config.longest`; ConfigError where nobody can."""
+    """As `count_tokens`, by who counts for `config.max_prompt_tokens`; ConfigError where nobody can."""
     counts = count_tokens(config.reader, prompts) if config.reader else None
     if counts is None:
         raise ConfigError(
-            f"task.longest = {config.longest}: there is no tokenizer to count tokens with: give the folder of a "
-            "model, or remove task.longest"
+            f"task.max_prompt_tokens = {config.max_prompt_tokens}: there is no tokenizer to count tokens with: "
+            "give the folder of a model, or remove task.max_prompt_tokens"
         )
     return counts

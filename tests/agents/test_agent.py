@@ -135,7 +135,7 @@ while True:
 def test_an_async_agent_that_does_not_end_is_left(agent: Callable[..., Agent], body: str) -> None:
     async def main() -> None:
         gateway = Gateway(ScriptedSampler(lambda prompt: "ok"), ScriptedChat())
-        solve, now = agent(ASK + body, seconds=60), asyncio.get_running_loop().time
+        solve, now = agent(ASK + body, timeout=60), asyncio.get_running_loop().time
         episode = await solve.play(gateway, ROW, Sampling(max_tokens=100))
         assert "no result in 60 seconds" in str(episode.error)
         assert len(episode.rows) == 1
@@ -189,7 +189,7 @@ async def test_without_a_server_nothing_is_played(agent: Callable[..., Agent]) -
 
 async def test_plain_functions_that_hang_hold_up_no_other(agent: Callable[..., Agent], tmp_path: Path) -> None:
     body = "import os, time\nwhile not os.path.exists(row['until']):\n    time.sleep(0.02)\nreturn 1"
-    solve, last = agent(body, "def", seconds=20), tmp_path / "last"
+    solve, last = agent(body, "def", timeout=20), tmp_path / "last"
     async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
         rows = [{"until": str(last)} for _ in range(40)]
         hanging = [asyncio.create_task(solve.play(gateway, row, Sampling())) for row in rows]
@@ -210,7 +210,7 @@ from meshrl.testing import ScriptedChat, ScriptedSampler
 
 async def main():
     async with Gateway(ScriptedSampler([]), ScriptedChat()).serving() as gateway:
-        agent = Agent(AgentConfig(source={f"{tmp_path}/my_agent.py:solve"!r}, seconds=0.5))
+        agent = Agent(AgentConfig(source={f"{tmp_path}/my_agent.py:solve"!r}, timeout=0.5))
         print((await agent.play(gateway, {{}}, Sampling())).error)
 
 asyncio.run(main())

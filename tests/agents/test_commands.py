@@ -77,7 +77,7 @@ open({str(tmp_path / "child")!r}, "a").write(str(child.pid) + "\\n")
 if HANGS: time.sleep(600)
 print(1)
 """
-    hangs = await served(python(code.replace("HANGS", "True"), seconds=20))
+    hangs = await served(python(code.replace("HANGS", "True"), timeout=20))
     ended = await served(python(code.replace("HANGS", "False")))
     assert "no result in 20 seconds" in str(hangs.error)
     assert (ended.reward, ended.error) == (1.0, None)
@@ -167,7 +167,7 @@ async def test_a_command_in_a_container(docker: Path) -> None:
 
 @pytest.mark.process
 async def test_a_container_ends_with_its_episode(docker: Path) -> None:
-    episode = await served(python("import time; time.sleep(600)", image="node:22", seconds=2))
+    episode = await served(python("import time; time.sleep(600)", image="node:22", timeout=2))
     assert "no result in 2 seconds" in str(episode.error)
     asked = (docker / "asked").read_text("utf-8").splitlines()
     name = asked[1].split("--name ")[1].split()[0]

@@ -341,7 +341,7 @@ async def test_a_body_that_is_too_large() -> None:
 
 
 async def test_a_client_that_never_reads_its_stream_is_left() -> None:
-    async with served(lambda prompt: "a" * (4 << 20), seconds=0.2) as (gateway, session):
+    async with served(lambda prompt: "a" * (4 << 20), timeout=0.2) as (gateway, session):
         host, port = session.url.split("/")[2].split(":")
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -26,7 +26,7 @@ def client_of(session: Session) -> openai.AsyncOpenAI:
 
 
 async def test_connections_that_ask_nothing_are_left() -> None:
-    async with gateway_of(connections=4, seconds=0.2).serving() as gateway:
+    async with gateway_of(connections=4, timeout=0.2).serving() as gateway:
         session = gateway.open(Sampling(max_tokens=1000))
         host, port = session.url.split("/")[2].split(":")
         idle = [await asyncio.open_connection(host, int(port)) for _ in range(6)]

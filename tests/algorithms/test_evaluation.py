@@ -130,7 +130,7 @@ def test_one_that_is_not_over_when_the_next_is_due_is_waited_for() -> None:
 
 def test_steps_that_wait_for_it_give_it_one_version() -> None:
     batches, _, alone = updates(0.25)
-    same, found, took = updates(0.25, evaluation={"every": 4, "n": 2, "wait": True})
+    same, found, took = updates(0.25, evaluation={"every": 4, "n": 2, "pause_training": True})
     assert [(line["eval/version_oldest"], line["eval/version_newest"]) for line in found] == [(0, 0), (4, 4), (8, 8)]
     assert same == batches
     assert took == alone + 3 * 4.5
@@ -153,7 +153,7 @@ async def test_what_fails_in_it_ends_the_run(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_goes_on_has_each_evaluation_once(tmp_path: Path) -> None:
-    update, every = FakePolicy.update, {"every": 2, "n": 2, "wait": True}
+    update, every = FakePolicy.update, {"every": 2, "n": 2, "pause_training": True}
 
     async def dying(self: FakePolicy, batch: Batch, loss: Loss) -> Metrics:
         if self.version == 5:
@@ -249,7 +249,7 @@ async def tuned(folder: Path, every: Mapping[str, object] | None, **settings: ob
 
 async def test_a_replay_may_evaluate_otherwise_but_not_at_other_steps(tmp_path: Path) -> None:
     first = await tuned(tmp_path, {"every": 3, "n": 2}, name="first", deterministic=True)
-    again = await tuned(tmp_path, {"every": 3, "n": 1, "wait": True}, name="again", replay=str(first))
+    again = await tuned(tmp_path, {"every": 3, "n": 1, "pause_training": True}, name="again", replay=str(first))
     assert lines(again / "metrics.jsonl") == lines(first / "metrics.jsonl")
     assert len(lines(again / "evaluations.jsonl")) == 4
     for every, told in (({"every": 4}, "4"), (None, "nothing")):
@@ -258,7 +258,7 @@ async def test_a_replay_may_evaluate_otherwise_but_not_at_other_steps(tmp_path: 
 
 
 async def test_a_page_that_does_not_publish_itself_is_judged_by_its_newest_weights(tmp_path: Path) -> None:
-    folder = await tuned(tmp_path, {"every": 3, "n": 2, "wait": True})
+    folder = await tuned(tmp_path, {"every": 3, "n": 2, "pause_training": True})
     found = lines(folder / "evaluations.jsonl")
     assert [line["eval/version_oldest"] for line in found] == [line["step"] for line in found] == [0, 3, 6, 9]
     assert found[0]["eval/greedy"] == 0

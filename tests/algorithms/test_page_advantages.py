@@ -251,7 +251,7 @@ async def test_a_pages_advantages_are_the_papers(name: str, kl: float, skill: fl
     if kl:
         table["kl"] = kl
     if name == "dapo":
-        table["overlong"] = OVERLONG
+        table["overlong_buffer"] = OVERLONG
     rows = rows_of(
         await run_page(name, Told(skill, []), table)
     )  # of one epoch, in as many parts as the page ships with

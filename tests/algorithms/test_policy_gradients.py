@@ -77,7 +77,7 @@ async def test_a_page_runs_as_it_ships_and_learns(tmp_path: Path, name: str, ahe
     prompts = 8 if name in COMPARES_A_GROUP else 32
     table = {**PAGES[name], **roles, "task": task, "sampling": sampling, "prompts": prompts, "steps": 6, "ahead": ahead}
     if name == "dapo":
-        table["overlong"] = 2
+        table["overlong_buffer"] = 2
     steps, summary = await run_page(name, tmp_path, table, inline_bytes)
     assert (summary["exact_match_before"], summary["exact_match_after"]) == (0.0, 1.0)
     assert len(steps) == 6

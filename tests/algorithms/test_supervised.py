@@ -35,7 +35,7 @@ class Page:
 
 
 PAGES = (
-    Page("expert_iteration", {"reward": {"backend": "fake"}}, {"at_least": 0.5, "prompts": 8, "sampling": {"n": 8}}),
+    Page("expert_iteration", {"reward": {"backend": "fake"}}, {"min_reward": 0.5, "prompts": 8, "sampling": {"n": 8}}),
     Page("distill", {"teacher": {"backend": "fake", "model": "teacher"}}, {"prompts": 64}, falls="teacher_kl"),
 )
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -113,7 +113,7 @@ async def test_expert_iteration_then_distill_learn_on_torch(tmp_path: Path) -> N
 
 
 async def test_a_step_that_keeps_nothing_changes_nothing(tmp_path: Path) -> None:
-    page = Page("expert_iteration", small={"at_least": 2.0, "prompts": 4, "sampling": {"n": 2}})
+    page = Page("expert_iteration", small={"min_reward": 2.0, "prompts": 4, "sampling": {"n": 2}})
     table = {**small(tmp_path, page), "steps": 3, "ahead": 1}
     steps = await run_page(page.name, tmp_path, alone(tmp_path, "run"), table)
     assert [step["kept"] for step in steps] == [0.0] * 3

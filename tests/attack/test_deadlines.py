@@ -125,10 +125,10 @@ ENDED = threading.Event()
 
 @pytest.mark.parametrize("name", ["hangs", "hangs_async"])
 async def test_a_reward_that_hangs_costs_its_row_alone(name: str) -> None:
-    reward = FunctionReward(RewardConfig(function=f"{__file__}:{name}", seconds=0.3))
+    reward = FunctionReward(RewardConfig(function=f"{__file__}:{name}", row_timeout=0.3))
     batch = await reward.score(Batch.of(prompt=["", "", ""], completion=["good", "bad", "good"]))
     assert batch.rewards.tolist() == [1, 0, 1]
-    assert batch.objects("reward_error")[1] == "TimeoutError: the reward took longer than reward.seconds = 0.3"
+    assert batch.objects("reward_error")[1] == "TimeoutError: the reward took longer than reward.row_timeout = 0.3"
     ENDED.set()
 
 

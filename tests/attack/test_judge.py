@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.rewards.sandbox import Limits, Outcome, run_tests
 
-LIMITS = Limits(seconds=3, memory_mib=256)
+LIMITS = Limits(timeout=3, memory_mib=256)
 JOB = """
 import sys
 frame = sys._getframe()

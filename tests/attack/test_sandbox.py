@@ -27,7 +27,7 @@ import asyncio, json, os, sys
 from meshrl.rewards.sandbox import Limits, enforced, run_tests
 
 async def main(codes):
-    limits = Limits(seconds=10, memory_mib=256, processes=8, files_mib=8)
+    limits = Limits(timeout=10, memory_mib=256, processes=8, files_mib=8)
     codes = {name: code.replace("JUDGE", str(os.getpid())) for name, code in codes.items()}
     print(json.dumps({"namespaces": bool(enforced().prefix), "landlock": enforced().files}))
     for name, code in codes.items():
@@ -178,6 +178,6 @@ async def test_without_namespaces_it_runs_all_the_same(monkeypatch: pytest.Monke
     add = "def add(a, b): return a + b"
     slow = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(60)"
     done = await asyncio.gather(
-        run_tests(add, ["assert add(1, 2) == 3"]), run_tests(slow, ["pass"], Limits(seconds=0.5))
+        run_tests(add, ["assert add(1, 2) == 3"]), run_tests(slow, ["pass"], Limits(timeout=0.5))
     )
     assert [each.outcome for each in done] == ["passed", "timeout"], done

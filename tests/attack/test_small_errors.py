@@ -66,7 +66,7 @@ def test_an_error_without_a_text_is_described() -> None:
 @pytest.mark.parametrize("name", SAYS)
 async def test_what_a_reward_raises_is_of_its_row(tmp_path: Path, name: str, seconds: float | None) -> None:
     (tmp_path / "rewards.py").write_text(REWARDS)
-    config = RewardConfig(function=f"{tmp_path / 'rewards.py'}:{name}", seconds=seconds)
+    config = RewardConfig(function=f"{tmp_path / 'rewards.py'}:{name}", row_timeout=seconds)
     batch = Batch.of(prompt=["a", "b"], completion=["c", "d"])
     with capture_logs() as logs:
         async with asyncio.timeout(30), Run(RunConfig(folder=str(tmp_path), samples_every=1)) as run:

@@ -40,7 +40,7 @@ async def streamed(engine: RayEngine, *changes: str) -> object:
 
     `changes`: the hosts that are to draw, one after the other, such as "node2 node3". How many batches that took.
     """
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, least=1))
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
     sampler = await mesh.spawn(PlacedSampler, SamplerConfig(model="none"))
     witness, seen = Witness(FakePolicy(PolicyConfig(model="none"))), 0
     await publish(witness, sampler)

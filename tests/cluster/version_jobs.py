@@ -17,7 +17,7 @@ async def reserved(engine: RayEngine) -> object:
 
 async def joined(engine: RayEngine) -> object:
     """Begin with one rank of two; what is told of the other when its node joins, and where the first is then."""
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, least=1))
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, custom={"rollout": 1}, min_ranks=1))
     one = await mesh.spawn(Traveller)
     print("ready", flush=True)  # noqa: T201 -- the test waits for it
     try:

@@ -48,15 +48,15 @@ class SlowSampler(FakeSampler):
         return np.array([os.getpid()])
 
 
-@pytest.mark.parametrize("least", [0, 1], ids=["all are wanted", "one is enough"])
-async def test_a_stream_outlives_a_killed_replica(engine: Engine, least: int) -> None:
-    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=least))
+@pytest.mark.parametrize("min_ranks", [0, 1], ids=["all are wanted", "one is enough"])
+async def test_a_stream_outlives_a_killed_replica(engine: Engine, min_ranks: int) -> None:
+    mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=min_ranks))
     sampler, witness = await mesh.spawn(SlowSampler, SAMPLER), Witness(FakePolicy(POLICY))
     pids = (await sampler.pid()).tolist()
     drawn_by: set[int] = set()
     steps = 0
     await publish(witness, sampler)
-    stream = rollouts(sampler, witness.prompts(prompts(200, 4)), Sampling(n=2), ahead=1, retries=0 if least else 1)
+    stream = rollouts(sampler, witness.prompts(prompts(200, 4)), Sampling(n=2), ahead=1, retries=0 if min_ranks else 1)
     async with stream:
         async for drawn in stream:
             batch = await drawn.load()

@@ -111,8 +111,8 @@ def test_long_rows_are_left_out_where_one_asks_for_it(mine: Path, terminal: Term
     write(mine, *ROWS, LONG)
     wrong = told(terminal, "check", "mine.toml")
     assert "the model takes 64 tokens, which with 8 new ones (sampling.max_tokens) leaves 56" in wrong
-    assert "set task.longest = 56 to leave longer ones out" in wrong
-    found = told(terminal, "run", "mine.toml", "task.longest=56")
+    assert "set task.max_prompt_tokens = 56 to leave longer ones out" in wrong
+    found = told(terminal, "run", "mine.toml", "task.max_prompt_tokens=56")
     assert "1 of 9 prompts are left out: they have more than 56 tokens" in found
     assert (mine / "runs/mine/model").is_dir()
     assert "1 of 9 prompts are left out" in told(terminal, "run", "runs/mine/config.toml", "steps=1")
@@ -120,9 +120,10 @@ def test_long_rows_are_left_out_where_one_asks_for_it(mine: Path, terminal: Term
 
 def test_the_fakes_leave_long_rows_out_too(mine: Path, terminal: Terminal) -> None:
     write(mine, *ROWS, LONG)
-    assert told(terminal, "run", "mine.toml", *FAKES, "task.longest=20").count("1 of 9 prompts are left out") == 1
-    wrong = told(terminal, "run", "mine.toml", *FAKES, "task.longest=1")
-    assert "each of its 9 prompts has more than task.longest = 1 tokens" in wrong
+    shorter = told(terminal, "run", "mine.toml", *FAKES, "task.max_prompt_tokens=20")
+    assert shorter.count("1 of 9 prompts are left out") == 1
+    wrong = told(terminal, "run", "mine.toml", *FAKES, "task.max_prompt_tokens=1")
+    assert "each of its 9 prompts has more than task.max_prompt_tokens = 1 tokens" in wrong
 
 
 def test_long_rows_are_counted_by_what_there_is_without_a_policy(mine: Path, terminal: Terminal) -> None:
@@ -130,16 +131,18 @@ def test_long_rows_are_counted_by_what_there_is_without_a_policy(mine: Path, ter
     task = ("task.source=task.jsonl", "task.prompt={question}", "task.options={}", "task.held_out=1")
     write(mine, *ROWS, LONG)
     fewer = (*reward, *task, "task.held_out_fraction=0.5", "reward.optimizer.total_steps=1", "rows=2")
-    assert "1 of 9 prompts are left out" in told(terminal, "run", *fewer, "task.longest=20")
-    assert "has more than task.longest = 1 tokens" in told(terminal, "check", *fewer, "task.longest=1")
+    assert "1 of 9 prompts are left out" in told(terminal, "run", *fewer, "task.max_prompt_tokens=20")
+    assert "has more than task.max_prompt_tokens = 1 tokens" in told(
+        terminal, "check", *fewer, "task.max_prompt_tokens=1"
+    )
 
 
 def test_where_nobody_counts_tokens_it_is_told_with_the_rest(
     mine: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshrl.tasks.lengths.count_tokens", lambda *_: None)
-    wrong = told(terminal, "check", "mine.toml", "task.longest=20", "run.log=tensorbord")
-    assert "task: task.longest = 20: there is no tokenizer to count tokens with" in wrong
+    wrong = told(terminal, "check", "mine.toml", "task.max_prompt_tokens=20", "run.log=tensorbord")
+    assert "task: task.max_prompt_tokens = 20: there is no tokenizer to count tokens with" in wrong
     assert "did you mean 'tensorboard'" in wrong
 
 

@@ -78,9 +78,9 @@ def test_each_word_is_answered_where_it_is_typed(project: str, name: str, capsys
         ),
         (
             "max_prompt_length=512",
-            "`max_prompt_length` is `task.longest` here: longer prompts are left out, none is cut",
+            "`max_prompt_length` is `task.max_prompt_tokens` here: longer prompts are left out, none is cut",
         ),
-        ("data.filter_overlong_prompts=true", "`data.filter_overlong_prompts` is `task.longest` here"),
+        ("data.filter_overlong_prompts=true", "`data.filter_overlong_prompts` is `task.max_prompt_tokens` here"),
         ("critic.adam.lr=1e-5", "`critic.adam.lr` is `critic.optimizer.lr` here, which this algorithm does not have"),
         ("rollout.batch_size=64", "`rollout.batch_size` is `prompts` here: it counts prompts"),
         (

@@ -14,14 +14,14 @@ CASES = {
     "recompute": SAMPLER,
     "keep": (interruptions.numbers_around_a_load, interruptions.a_prompt_that_was_read_before),
 }
-"""By `after_load`."""
+"""By `kv_after_update`."""
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def harness(
     request: pytest.FixtureRequest, backend: Any, harness_of: Callable[[Subject], Awaitable[Harness]]
 ) -> Harness:
-    options = {"python": backend.python, "kv_cache_mib": 32, "after_load": request.param}
+    options = {"python": backend.python, "kv_cache_mib": 32, "kv_after_update": request.param}
     subject = Subject(
         backend.name,
         keys={backend.name: options},

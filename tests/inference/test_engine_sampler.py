@@ -103,7 +103,7 @@ async def test_a_sampler_of_a_new_model_reads_what_is_long_refuses_what_is_too_l
 @pytest.fixture(scope="module")
 def own(backend: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
     """No actor, made where the path of temporary files is too long for sockets. SGLang is asked for its weights too."""
-    keys = {"read_back": True} if backend.name == "sglang" else {}
+    keys = {"verify_weights": True} if backend.name == "sglang" else {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("long" * 20)))
         sampler = backend.sampler(backend.config(model=NEW, slots=32, keys=keys))

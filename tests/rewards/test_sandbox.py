@@ -16,8 +16,8 @@ pytestmark = pytest.mark.process
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
-LONG = Limits(seconds=30.0, memory_mib=128, processes=8, output_bytes=4096)
-SHORT = LONG.model_copy(update={"seconds": 0.5})
+LONG = Limits(timeout=30.0, memory_mib=128, processes=8, output_bytes=4096)
+SHORT = LONG.model_copy(update={"timeout": 0.5})
 
 
 def left_running(mark: str) -> int:

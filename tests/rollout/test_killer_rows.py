@@ -54,7 +54,7 @@ def sums(count: int) -> Batch:
 def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -> None:
     async def script() -> None:
         engine = FragileEngine(0)
-        mesh = await Mesh.reserve(engine, 3, Resources(cpus=0, least=1))
+        mesh = await Mesh.reserve(engine, 3, Resources(cpus=0, min_ranks=1))
         sampler, policy = await mesh.spawn(delayed(Mortal, generate=1.0), SAMPLER), FakePolicy(POLICY)
         await publish(policy, sampler)
         batches = [sums(8).select(range(4)), sums(8).select(range(4, 8))]
@@ -74,7 +74,7 @@ def test_a_row_that_ends_every_replica_ends_the_stream_by_its_name(ahead: int) -
 
 def test_a_row_that_ends_every_replica_ends_a_call_beside_the_stream() -> None:
     async def script() -> None:
-        mesh = await Mesh.reserve(FragileEngine(0), 2, Resources(cpus=0, least=1))
+        mesh = await Mesh.reserve(FragileEngine(0), 2, Resources(cpus=0, min_ranks=1))
         sampler, policy = await mesh.spawn(delayed(Mortal, generate=1.0), SAMPLER), FakePolicy(POLICY)
         await publish(policy, sampler)
         async with rollouts(sampler, [sums(4)], Sampling(n=2)) as stream:
@@ -91,7 +91,7 @@ def test_deaths_that_no_row_brought_about_are_not_a_rows() -> None:
 
     async def script() -> set[int]:
         engine, seen = FragileEngine(0), set[int]()
-        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=1))
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=1))
         sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), FakePolicy(POLICY)
         await publish(policy, sampler)
         async with rollouts(sampler, prompts(40, 2), Sampling(n=2), ahead=2) as stream:
@@ -108,13 +108,13 @@ def test_deaths_that_no_row_brought_about_are_not_a_rows() -> None:
     assert sum("is away" in line["event"] for line in logged) > 10
 
 
-@pytest.mark.parametrize("least", [0, 1])
-def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(least: int) -> None:
+@pytest.mark.parametrize("min_ranks", [0, 1])
+def test_what_is_drawn_after_a_stream_is_of_the_newest_weights(min_ranks: int) -> None:
     """Also where all replicas had died when it closed, and were about to be made again."""
 
     async def script() -> Batch:
         engine = FragileEngine(0)
-        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=least))
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=min_ranks))
         sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=1.0), SAMPLER), FakePolicy(POLICY)
         await publish(policy, sampler)
         async with rollouts(sampler, prompts(9, 4), Sampling(n=2), ahead=2, retries=9) as stream:
@@ -137,7 +137,7 @@ def test_a_replica_that_comes_has_what_was_published_before_the_first_batch() ->
 
     async def script() -> Batch:
         engine = FragileEngine(0, missing=1)
-        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=1))
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=1))
         sampler, policy = await mesh.spawn(delayed(FakeSampler, generate=50.0), SAMPLER), FakePolicy(POLICY)
         await publish(policy, sampler)
         async with rollouts(sampler, prompts(1, 4), Sampling(n=1)) as stream:

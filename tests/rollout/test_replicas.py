@@ -55,8 +55,8 @@ async def trained(
     return batches
 
 
-@pytest.mark.parametrize("least", [0, 1, 2])
-def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(least: int) -> None:
+@pytest.mark.parametrize("min_ranks", [0, 1, 2])
+def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(min_ranks: int) -> None:
     lives = count()
 
     class Once(FakeSampler):
@@ -69,10 +69,10 @@ def test_a_replica_that_cannot_be_made_again_ends_the_stream_where_it_is_wanted(
 
     async def script() -> list[Batch]:
         engine = FragileEngine(0)
-        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, least=least))
+        mesh = await Mesh.reserve(engine, 2, Resources(cpus=0, min_ranks=min_ranks))
         return await trained(await mesh.spawn(delayed(Once, generate=1.0), SAMPLER), engine)
 
-    if least == 1:
+    if min_ranks == 1:
         assert sorted(set(Batch.concat(simulate(script)).groups.tolist())) == list(range(24))
     else:
         with pytest.raises(RankFailed, match=r"Once.__init__ on rank 1 \(dp=1\) failed: ValueError: no room"):
@@ -195,8 +195,8 @@ async def test_replicas_are_ranks_that_work_alone() -> None:
     assert replicas(together) == [together]
     plain = FakeSampler(SAMPLER)
     assert replicas(plain) == [plain]
-    shrinking = await Mesh.reserve(engine, 4, Resources(cpus=0, least=2))
-    with pytest.raises(ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(least = 2\)"):
+    shrinking = await Mesh.reserve(engine, 4, Resources(cpus=0, min_ranks=2))
+    with pytest.raises(ContractError, match=r"Together cannot be spawned on a mesh of dp=4 .*\(min_ranks = 2\)"):
         await shrinking.spawn(Together, SAMPLER)
     with pytest.raises(ContractError, match="needs the axis dp only"):
         await shrinking.shape(dp=2, tp=2).spawn(FakeSampler, SAMPLER)

@@ -118,9 +118,9 @@ class FragileEngine(LocalEngine):
 class World:
     """A policy, replicas of a sampler that may die, and a stream, all drawn by a seed."""
 
-    def __init__(self, seed: int, *, least: int, missing: int = 0) -> None:
+    def __init__(self, seed: int, *, min_ranks: int, missing: int = 0) -> None:
         self.random = random = Random(seed)
-        self.seed, self.least = seed, least
+        self.seed, self.min_ranks = seed, min_ranks
         self.replicas = random.randint(2, 4)
         self.ahead = random.randrange(4)
         self.n = random.randint(1, 3)
@@ -135,7 +135,7 @@ class World:
         random, seed, short = self.random, self.seed, Lognormal(0.1, 1)
         witness = Witness(delayed(FakePolicy, seed=seed, update=Lognormal(1, 0.5), weights=short)(POLICY))
         role = delayed(TellingSampler, seed=seed, generate=Lognormal(0.3, 1), load=short)
-        mesh = await Mesh.reserve(self.engine, self.replicas, Resources(cpus=0, least=self.least))
+        mesh = await Mesh.reserve(self.engine, self.replicas, Resources(cpus=0, min_ranks=self.min_ranks))
         sampler = await mesh.spawn(role, SAMPLER)
         judges = await Mesh.reserve(self.engine, 1, Resources(cpus=0))
         reward = await judges.spawn(delayed(FakeReward, seed=seed, score=short), REWARD)
@@ -148,10 +148,10 @@ class World:
             score=reward.score,
             late="wait",
             swap=random.choice(["in_flight", "drain", "abort"]),
-            retries=0 if self.least else 1000,
+            retries=0 if self.min_ranks else 1000,
         )
         async with stream:
-            self.may_die = bool(self.least)  # else nobody knows the first weights, if all die
+            self.may_die = bool(self.min_ranks)  # else nobody knows the first weights, if all die
             async for batch in stream:
                 told = await batch.load()
                 assert np.all(np.less_equal(told.row("oldest_version"), told.row("sampled_by")))
@@ -172,7 +172,7 @@ class Beside(Sampling):
 
 async def one_death(seed: int) -> None:
     """One of the replicas dies before the operation of this number: a call on it, or a value of a stream."""
-    world = World(seed % 7, least=1)
+    world = World(seed % 7, min_ranks=1)
     world.engine.kill_at = seed
     await world.run(steps=3)
 
@@ -180,9 +180,9 @@ async def one_death(seed: int) -> None:
 async def deaths(seed: int) -> None:
     """Any of them die, now and then, also several at once, or while they are made again; some come late."""
     random = Random(f"deaths {seed}")
-    world = World(seed, least=random.randint(0, 2), missing=random.randint(0, 2))
-    if not world.least:  # only where ranks may come and go does a mesh begin with fewer, and are weights kept for all
-        world = World(seed, least=0)
+    world = World(seed, min_ranks=random.randint(0, 2), missing=random.randint(0, 2))
+    if not world.min_ranks:  # elsewhere a mesh begins with all ranks, and weights are not kept for all
+        world = World(seed, min_ranks=0)
     running = asyncio.ensure_future(world.run(steps=5))
     while not running.done():
         await asyncio.wait([running], timeout=random.expovariate(0.3))

@@ -371,13 +371,13 @@ def test_what_no_disk_can_hold_is_told_by_who_reads_it(tmp_path: Path, name: str
 
 def test_a_mesh_that_may_shrink_is_one_of_samplers() -> None:
     for table, told in (
-        ({"ranks": 2, "least": 3}, "least = 3 is more than ranks = 2"),
-        ({"ranks": 4, "least": 2, "axes": {"dp": 2, "tp": 2}}, "use the axis dp only"),
+        ({"ranks": 2, "min_ranks": 3}, "min_ranks = 3 is more than ranks = 2"),
+        ({"ranks": 4, "min_ranks": 2, "axes": {"dp": 2, "tp": 2}}, "use the axis dp only"),
     ):
         with pytest.raises(ValidationError, match=told):
             MeshConfig.model_validate(table)
-    mesh = MeshConfig(ranks=4, least=2)
-    assert mesh.resources.least == 2
+    mesh = MeshConfig(ranks=4, min_ranks=2)
+    assert mesh.resources.min_ranks == 2
     mesh.check_takes(SamplerConfig(model="none"))
-    with pytest.raises(ConfigError, match=r"the mesh 'main' has least = 2, and the Policy would lose a part"):
+    with pytest.raises(ConfigError, match=r"the mesh 'main' has min_ranks = 2, and the Policy would lose a part"):
         mesh.check_takes(PolicyTable(model="none"))

@@ -146,7 +146,7 @@ class Setting:
             "prompts": PROMPTS,
             "minibatches": 2,
             "loss": {"kl": 0.1, "anchor": "trainer"},
-            "evaluation": {"every": 2, "wait": not self.meanwhile},
+            "evaluation": {"every": 2, "pause_training": not self.meanwhile},
             "ahead": self.ahead,
             "steps": STEPS,
         }

@@ -128,7 +128,7 @@ def test_an_evaluation_takes_no_step_longer_where_the_sampler_has_room_for_it(so
     assert beside.step_seconds == pytest.approx(2.0, rel=0.01)
     busy = [next(lane.busy for lane in found.idle if lane.mesh == "rollout") for found in (alone, beside)]
     assert busy[1] * 24 == pytest.approx(busy[0] * 24 + 4 * 2.0, rel=0.01)  # the fifth comes after the steps
-    waiting = forecast(source, *apart, *every, "evaluation.wait=true", rollout=1.0, train=2.0)
+    waiting = forecast(source, *apart, *every, "evaluation.pause_training=true", rollout=1.0, train=2.0)
     assert waiting.step_seconds > 2.2
 
 

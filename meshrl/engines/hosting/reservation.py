@@ -42,15 +42,15 @@ class ProcessSlot:
 class Reservation(ABC):
     """What one mesh holds of its engine."""
 
-    def __init__(self, count: int, threads: int, cpus: float, least: int = 0, log: str = "") -> None:
-        """`threads`: of each rank; `cpus`: cores that it has for itself; `least`: ranks that are enough to begin.
+    def __init__(self, count: int, threads: int, cpus: float, min_ranks: int = 0, log: str = "") -> None:
+        """`threads`: of each rank; `cpus`: cores that it has for itself; `min_ranks`: ranks that are enough to begin.
 
         `log`: as in `Engine.reserve`.
         """
         self.logs: LogFolder | None = LogFolder(Path(log)) if log else None
         self.named: Mapping[str, str] = {"mesh": Path(log).name, "logs": f"{log}-*.log"} if log else {}
         """Whose ranks these are, and where they write, for log lines."""
-        self.least: int = least or count
+        self.min_ranks: int = min_ranks or count
         self.cpus: float = cpus * count
         """Cores that are reserved in all."""
         self.members: list[RankMember] = []
@@ -65,7 +65,7 @@ class Reservation(ABC):
     async def settle(self, slots: Sequence[ProcessSlot] | None = None) -> None:
         """Wait until processes run, and make the environment of these ranks anew. Says what it waits for.
 
-        Without `slots` all of them, or `least`: what has come a little later than these is taken, too.
+        Without `slots` all of them, or `min_ranks`: what has come a little later than these is taken, too.
         """
         for slot in self.slots[len(self.processes) :]:
             self.processes.append(self.begin(slot))
@@ -78,9 +78,9 @@ class Reservation(ABC):
         async def say() -> None:
             await self.say_missing(len(wanted) - len(places))
 
-        least = self.least if slots is None else len(slots)
+        min_ranks = self.min_ranks if slots is None else len(slots)
         # All are asked anew: each names a port that is free now.
-        await patiently(enough([put(slot) for slot in wanted], least), say)
+        await patiently(enough([put(slot) for slot in wanted], min_ranks), say)
         self.environments.update(environments(places, len(self.slots), self.slots[0].threads))
 
     @abstractmethod
@@ -153,8 +153,8 @@ class Reservation(ABC):
                 self.kill(process)
 
 
-async def enough(waits: Sequence[Coroutine[object, object, None]], least: int) -> None:
-    """Wait for all, or for `least` of them and a moment more. Raises the first failure where too few are left."""
+async def enough(waits: Sequence[Coroutine[object, object, None]], min_ranks: int) -> None:
+    """Wait for all, or for `min_ranks` of them and a moment more. Raises the first failure where too few are left."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     waiting, failed = set(tasks), list[BaseException]()
     try:
@@ -162,13 +162,13 @@ async def enough(waits: Sequence[Coroutine[object, object, None]], least: int) -
             came = len(tasks) - len(waiting) - len(failed)
             done, waiting = await asyncio.wait(
                 waiting,
-                timeout=_LATECOMERS if came >= least else None,
+                timeout=_LATECOMERS if came >= min_ranks else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
                 return
             failed += [error for each in done if (error := each.exception()) is not None]
-            if len(tasks) - len(failed) < least:
+            if len(tasks) - len(failed) < min_ranks:
                 raise failed[0]
     finally:
         for task in tasks:

@@ -79,7 +79,7 @@ class _Processes(Reservation):
         self._launcher, self._machine, self._resources = launcher, machine, resources
         self._shares = machine.take(count, resources)
         threads = self._shares[0].threads
-        super().__init__(count, threads, len(self._shares[0].cores), resources.least, log)
+        super().__init__(count, threads, len(self._shares[0].cores), resources.min_ranks, log)
 
     async def place(self, slot: ProcessSlot) -> Place:
         """Where a slot's process is, when it runs. ConfigError where it does not start."""

@@ -77,7 +77,7 @@ class RayEngine(HostingEngine, RayCaller):
         async with self._planning:
             nodes = await self._cluster.nodes()
             asked = amounts(resources, resources.cpus or 0)
-            check_room(resources.least or count, asked, nodes, self._cluster.silent.values())
+            check_room(resources.min_ranks or count, asked, nodes, self._cluster.silent.values())
             await self._cluster.check({node.id: node.address for node in nodes if room_for(asked, node.has)})
             share = int(await self._free_cores(nodes)) // count
             if resources.cpus is None:
@@ -98,7 +98,7 @@ class RayEngine(HostingEngine, RayCaller):
 
     async def _packaged(self, nodes: Iterable[Node], resources: Resources) -> Package | None:
         """The code that ranks need, where one of them may be on another machine, and Ray has not brought it there."""
-        apart = any(node.address != self._cluster.home.door.ip for node in nodes) or resources.least
+        apart = any(node.address != self._cluster.home.door.ip for node in nodes) or resources.min_ranks
         if self._cluster.is_ours or not apart or has_working_dir():
             return None
         package = await asyncio.to_thread(packaged, self._code, dict(sys.modules))

@@ -64,14 +64,14 @@ class RayReservation(Reservation):
         `package`: the code that ranks need which their machines may not have.
         """
         cpus = asked.get("CPU", 0)
-        super().__init__(count, max(1, int(cpus)), cpus, resources.least, log)
+        super().__init__(count, max(1, int(cpus)), cpus, resources.min_ranks, log)
         self._package = package
         self._rank_logs = rank_logs
         self.asked = asked
         self._cluster = cluster
         self._keeps = keeps
         # A group is there whole or not at all: ranks that come and go have one each, which is made anew elsewhere.
-        groups, self._each = (count, 1) if resources.least else (1, count)
+        groups, self._each = (count, 1) if resources.min_ranks else (1, count)
         self._strategy = resources.placement.upper()
         self._avoided: dict[int, Mapping[str, Door]] = {}
         """By group, the nodes where it is not put, because they did not answer when it was made."""
