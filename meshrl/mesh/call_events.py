@@ -21,7 +21,7 @@ class Observation:
     def __init__(
         self, to: Sink, mesh: str, actor: str, endpoint: str, members: Sequence[Member], arguments: Iterable[object]
     ) -> None:
-        """`members`: the ranks that are asked, in the order of the requests."""
+        """`members`: the ranks that are called, in the order of the requests."""
         self._to = to
         self._mesh, self._actor, self._endpoint, self._members = mesh, actor, endpoint, members
         self._id = next(_numbers)
@@ -34,7 +34,7 @@ class Observation:
         self.waiting: Waiting = Waiting(f"{actor}.{endpoint}", members)
 
     def __call__(self, number: int, began: float, ended: float) -> None:
-        """As the engine's `OnSpan`."""
+        """Record when a request ran on its rank, as the engine's `OnSpan`."""
         self.waiting.answered(number)
         span = Span(
             self._id,
@@ -55,13 +55,13 @@ class Observation:
     ) -> None:
         failed = (
             None if kind is None or kind is GeneratorExit else kind.__name__
-        )  # a stream that is left has not failed
+        )  # leaving a stream early is not a failure
         ended = clock() - self._start
         self._to.emit(Call(self._id, self._actor, self._endpoint, self._began, ended, self._rows, self._tokens, failed))
 
 
 class _Batch(Sized, Protocol):
-    """What is looked at of a batch, which stands above this module."""
+    """The part of `Batch` that is read here. `Batch` itself lies above this module."""
 
     @property
     def lengths(self) -> Rows: ...
@@ -71,11 +71,11 @@ class _Batch(Sized, Protocol):
 
 
 def _batch(value: object) -> _Batch | None:
-    """The value, if it is a batch. What has no length, such as a handle, is not asked for attributes."""
+    """Return the value if it is a batch. Values without a length, such as handles, are not asked for attributes."""
     found: object = getattr(value, "stored", None) if isinstance(value, Sized) else None
     return cast("_Batch", value) if isinstance(found, Mapping) else None
 
 
 def _has_tokens(batch: _Batch) -> bool:
-    """Whether any column is of tokens; `lengths` is 1 a row where none is."""
+    """True if any column holds tokens. Without one, `lengths` is 1 for each row."""
     return any(isinstance(getattr(column, "lengths", None), np.ndarray) for column in batch.stored.values())

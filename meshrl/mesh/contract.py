@@ -16,19 +16,19 @@ class Endpoint:
 
     name: str
     signature: inspect.Signature
-    """Without `self`."""
+    """The signature without `self`."""
     shards: Mapping[str, Axes]
     """The sharded parameters and the axes that each is split over."""
     result: Mark
     stream: bool
-    """An async generator: each value is handed on as a rank yields it."""
+    """True for an async generator, whose values are passed on as a rank yields them."""
 
 
 Contract = Mapping[str, Endpoint]
 
 
 def read_contract(cls: type, shape: Mapping[str, int]) -> Contract:
-    """The contract of `cls` on a mesh of this shape.
+    """Read the contract of `cls` on a mesh of this shape.
 
     Raises `ContractError` that lists every mistake: class, endpoint, parameter and what to write instead.
     """
@@ -50,7 +50,7 @@ def read_contract(cls: type, shape: Mapping[str, int]) -> Contract:
 
 
 def _declared(cls: type) -> list[tuple[str, type, Callable[..., object]]]:
-    """Each endpoint with the class that declared it first: the role, where there is one."""
+    """List each endpoint with the class that declared it first, which is the role if there is one."""
     found: dict[str, tuple[type, Callable[..., object]]] = {}
     for owner in reversed(cls.__mro__):
         for name, value in vars(owner).items():

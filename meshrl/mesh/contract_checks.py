@@ -14,7 +14,7 @@ from meshrl.mesh.marks import Mark, holds_mark, read_marks, type_name
 
 
 def check_may_shrink(cls: type, shape: Mapping[str, int], min_ranks: int) -> None:
-    """ContractError where ranks of the mesh may come and go, and the actor needs all of them."""
+    """Raise ContractError if the mesh may lose ranks and the actor needs all of them."""
     if min_ranks and (issubclass(cls, CollectiveActor) or shape.get("dp") != prod(shape.values())):
         written = ", ".join(f"{axis}={size}" for axis, size in shape.items())
         raise ContractError(
@@ -25,7 +25,7 @@ def check_may_shrink(cls: type, shape: Mapping[str, int], min_ranks: int) -> Non
 
 
 def kind_mistakes(cls: type, name: str, stream: bool) -> list[str]:
-    """Of the method itself: not async, or no generator where it says that it is one."""
+    """Mistakes of the method itself: it is not async, or is annotated as a generator and is none."""
     function = inspect.getattr_static(cls, name)
     if not inspect.isfunction(function):
         return [f"is an endpoint of a base class, overridden by {type_name(type(function))}: write a method"]
@@ -41,7 +41,7 @@ def kind_mistakes(cls: type, name: str, stream: bool) -> list[str]:
 
 
 def parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) -> list[str]:
-    """Of the mark on one parameter."""
+    """Mistakes of the mark on one parameter."""
     where = f"parameter `{parameter}`"
     if mark.kind == "plain" and holds_mark(mark.type):
         return [f"{where}: a mark stands inside {type_name(mark.type)}: write it outermost, as in Shard[list[Batch]]"]
@@ -56,7 +56,7 @@ def parameter_mistakes(parameter: str, mark: Mark, shape: Mapping[str, int]) -> 
 
 
 def result_mistakes(mark: Mark, shape: Mapping[str, int], stream: bool) -> list[str]:
-    """Of the mark on the result."""
+    """Mistakes of the mark on the result."""
     if mark.kind == "missing":
         return ["has no result annotation: write `-> None`, `-> Gather[...]`, `-> Mean[...]` or `-> Same[...]`"]
     if mark.kind in ("shard", "replicate"):
@@ -97,7 +97,7 @@ def _axis_mistakes(where: str, mark: Mark, shape: Mapping[str, int]) -> list[str
 def override_mistakes(
     owner: type, base: inspect.Signature, marks: Mapping[str, Mark], result: Mark, override: Callable[..., object]
 ) -> list[str]:
-    """What an override does that its role does not allow. Plain types inherit the role's marks."""
+    """Mistakes of an override against its role. Plain types inherit the role's marks."""
     try:
         own, _ = read_marks(override)
     except NameError as error:
@@ -126,7 +126,7 @@ def _names(parameters: Sequence[inspect.Parameter]) -> str:
 
 
 def _leaves_have(hint: object, attribute: str) -> bool:
-    """Whether every leaf type (in containers and optionals) can be split or joined."""
+    """True if every leaf type, inside containers and optionals, can be split or joined."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is None or hint is type(None):
         return True

@@ -1,4 +1,4 @@
-"""The arguments that each rank receives: its part of sharded arguments, and the whole of the others."""
+"""The arguments that each rank receives: its part of sharded arguments, and all of the others."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from meshrl.mesh.scatter import Plan, split
 
 @dataclass(frozen=True)
 class Along:
-    """A mesh, seen along some of its axes. Its members are numbered, the last axis fastest."""
+    """A mesh, seen along some of its axes. Members are numbered with the last axis fastest."""
 
     parts: int
-    """How many parts a value split over them has."""
+    """Number of parts of a value that is split over these axes."""
     indices: Sequence[int]
-    """Which part is each member's: its joint coordinate on the axes."""
+    """The part of each member: its joint coordinate on the axes."""
     replica: Sequence[int]
     """The members whose results are joined, in order: those at 0 on every other axis."""
 
     @classmethod
     def of(cls, axes: Axes, shape: Mapping[str, int]) -> Self:
-        """A mesh of this shape along these axes."""
+        """Return a mesh of this shape along these axes."""
         if axes == EVERY_RANK:
             every = range(prod(shape.values()))
             return cls(len(every), every, every)
@@ -41,9 +41,9 @@ class Along:
 def deal(
     bound: BoundArguments, shares: Mapping[str, tuple[Plan, Sequence[int]]], members: int
 ) -> Iterator[tuple[tuple[object, ...], Mapping[str, object]]]:
-    """Each member's arguments, those by position and those by name.
+    """Yield each member's positional and keyword arguments.
 
-    `shares`: of each parameter that is divided, how, and which part is each member's.
+    `shares`: for each divided parameter, its plan and the part of each member.
     """
     for name, (plan, indices) in shares.items():
         if name in bound.arguments:
@@ -59,17 +59,17 @@ def deal(
 
 
 class _Dealt(list[object]):
-    """Of an argument, what each member is given."""
+    """The value of one argument for each member."""
 
     @classmethod
     def of(cls, plan: Plan, indices: Sequence[int], value: object) -> Self:
-        """The parts of a value; `indices`: which part is each member's."""
+        """Divide a value. `indices`: the part of each member."""
         parts = split(value, plan)
         return cls(parts[index] for index in indices)
 
 
 def _each_value(given: object, kind: object, function: Callable[[object], object]) -> object:
-    """A function of what a parameter of this kind is given: of each value where it takes several."""
+    """Apply a function to an argument, or to each of its values if the parameter takes several."""
     if kind is Parameter.VAR_POSITIONAL:
         return tuple(map(function, cast("tuple[object, ...]", given)))
     if kind is Parameter.VAR_KEYWORD:
@@ -78,6 +78,6 @@ def _each_value(given: object, kind: object, function: Callable[[object], object
 
 
 def _transposed(arguments: Collection[object], members: int) -> Iterable[tuple[object, ...]]:
-    """The arguments of each member."""
+    """Yield the arguments of each member."""
     columns = [each if isinstance(each, _Dealt) else repeat(each, members) for each in arguments]
     return zip(*columns, strict=True) if columns else repeat((), members)

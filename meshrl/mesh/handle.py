@@ -73,13 +73,13 @@ class Handle:
     def __init__(self, deployment: Deployment) -> None:
         self._meshrl = deployment
 
-    @property  # type: ignore[misc]  # Python asks for it and never sets it
+    @property  # type: ignore[misc]  # Python reads it and never sets it
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The actor's class, so that `isinstance(policy, Policy)` is True, in agreement with the type of `spawn`."""
         return self._meshrl.actor
 
     def __getattr__(self, name: str) -> "BoundEndpoint":
-        if name.startswith("_"):  # what Python itself looks for is never an endpoint
+        if name.startswith("_"):  # Python's own look-ups are never endpoints
             raise AttributeError(name)
         deployment = self._meshrl
         if name in deployment.contract:
@@ -116,7 +116,7 @@ class BoundEndpoint:
         self.deployment: Deployment = deployment.present
         self.endpoint = endpoint
         self.owners = owners
-        """Which part takes each row, where the caller has decided it."""
+        """The part that takes each row, if the caller has decided it."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Return a coroutine of the joined result, or a stream."""
@@ -206,9 +206,9 @@ class BoundEndpoint:
         except TypeError as error:
             raise ContractError(f"{self.where}{self.endpoint.signature} was called wrongly: {error}") from None
         engine = self.deployment.engine
-        for name, value in bound.arguments.items():  # sent once, however many ranks it goes to
+        for name, value in bound.arguments.items():  # sent once, for any number of ranks
             arrays, parts = name not in shards, along(shards[name]).parts if name in shards else 1
-            limit = engine.inline_bytes and engine.inline_bytes * parts  # each rank is sent its own rows alone
+            limit = engine.inline_bytes and engine.inline_bytes * parts  # each rank receives only its rows
             bound.arguments[name] = put_large(value, engine.put, limit, arrays=arrays, shares=engine.shares_memory)
         plans: Plans = {}
         for axes in set(shards.values()):

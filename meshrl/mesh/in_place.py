@@ -12,28 +12,28 @@ from meshrl.mesh.sharding import Array
 from meshrl.mesh.shared_memory import Writing, pool
 
 _FROM: Final = 1 << 16
-"""Bytes of the smallest array for which that pays."""
+"""Size in bytes of the smallest array for which shared memory pays."""
 
 
 class _Place(np.ndarray[tuple[int, ...], np.dtype[np.generic]]):
-    """What such an array is based on; it keeps the memory from being written anew.
+    """The base of such an array. It keeps the memory from being written again.
 
-    It lies on the mapping itself: numpy lets a view skip bases of its own type.
+    It lies on the mapping itself, because numpy lets a view skip bases of its own type.
     """
 
     writing: Writing
 
 
 def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> Array:
-    """An array to be filled, as `np.empty` makes it; where ranks are processes, in shared memory that has room.
+    """Make an array to fill, like `np.empty`. It is in shared memory if ranks are processes and there is room.
 
         tokens = mesh.empty(count, np.int32)
         ...                                                # fill it
         return Batch.of(tokens=Ragged(tokens, offsets))    # nothing is copied
 
-    A `Batch` takes it as it is, whole, and it is read-only from then on, as `ragged.frozen` says: views of it that were
-    made before stay writable, which numpy cannot tell, and whoever writes into them writes into what others read.
-    A part of it, or a view in another shape, is copied as of any array. A process that is forked meanwhile shares it.
+    A `Batch` takes the whole array without a copy. The array is read-only from then on, as after `ragged.frozen`. Views
+    that were made before stay writable, because numpy does not know them: do not write through them, others read that
+    memory. A part of the array, or a view in another shape, is copied. A process forked in between shares the memory.
     """
     dims = tuple(map(index, (shape,) if isinstance(shape, SupportsIndex) else shape))
     kind = np.dtype(dtype)
@@ -45,11 +45,11 @@ def empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike) -> A
     place = _Place(dims, kind, writing.mapping)
     place.writing = writing
     array: Array = np.asarray(place)
-    place.flags.writeable = False  # whether anybody may still write is asked of the array, and of its views' base
+    place.flags.writeable = False  # the owner of the memory finds writers through the array and the base of its views
     writing.fills(array)
     return array
 
 
 def is_in_place(array: Array) -> bool:
-    """Whether it is an array of `empty`, all of it."""
+    """True if the array is all of an array of `empty`."""
     return isinstance(array.base, _Place)

@@ -28,7 +28,7 @@ class Mark:
 
 
 def read_mark(hint: object) -> Mark:
-    """The mark on an annotation; `Mark("plain", (), hint)` where there is none."""
+    """Read the mark on an annotation: `Mark("plain", (), hint)` if there is none."""
     alias = getattr(hint, "__origin__", None)
     if isinstance(hint, types.UnionType) or alias is typing.Union:
         marked = [read_mark(option) for option in typing.get_args(hint)]
@@ -53,7 +53,7 @@ _KINDS: Mapping[TypeAliasType, str] = {
 
 
 def read_marks(function: Callable[..., object]) -> tuple[dict[str, Mark], bool]:
-    """The marks of a method by parameter and "return", and whether it is a stream. NameError if a type is unknown."""
+    """Read a method's marks by parameter and "return", and whether it streams. NameError if a type is unknown."""
     hints = typing.get_type_hints(function, include_extras=True)
     returned = hints.get("return")
     stream = typing.get_origin(returned) in (AsyncIterator, AsyncGenerator)
@@ -63,10 +63,10 @@ def read_marks(function: Callable[..., object]) -> tuple[dict[str, Mark], bool]:
 
 
 def holds_mark(hint: object) -> bool:
-    """Whether a mark stands on an annotation or anywhere inside it."""
+    """True if an annotation carries a mark or contains one."""
     return read_mark(hint).kind != "plain" or any(map(holds_mark, typing.get_args(hint)))
 
 
 def type_name(hint: object) -> str:
-    """A type as its author wrote it."""
+    """The name of a type as its author wrote it."""
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

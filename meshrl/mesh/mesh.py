@@ -33,12 +33,12 @@ class Mesh:
         min_ranks: int = 0,
     ) -> None:
         self.name = name
-        """What the events of a run call it."""
+        """The name of the mesh in the events of a run."""
         self._engine = engine
         self._slots = slots
         self._min_ranks = min_ranks
         self.axes: Mapping[str, int] = dict(axes) if axes else {"dp": len(slots)}
-        """Each axis and its size, the last one fastest."""
+        """The size of each axis, the last one fastest."""
 
     @classmethod
     async def reserve(

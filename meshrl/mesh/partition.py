@@ -8,11 +8,11 @@ import numpy as np
 from meshrl.mesh.sharding import Rows
 
 _EVEN = 256
-"""Runs of rows are even where the heaviest exceeds the lightest by this part of the mean at most."""
+"""Runs of rows count as even if the heaviest exceeds the lightest by at most the mean divided by this."""
 
 
 def even_runs(costs: Rows, parts: int) -> list[Rows] | None:
-    """The rows of each part, where parts that are runs of rows are even, and by one row's cost at most; else None."""
+    """Return the rows of each part as even runs, at most one row's cost apart. None if there are no such runs."""
     ends = np.append(0, costs.cumsum())
     if not ends[-1]:
         return None
@@ -27,22 +27,22 @@ def even_runs(costs: Rows, parts: int) -> list[Rows] | None:
 
 
 def lightest(costs: Rows, loads: Rows, homes: Rows | None = None, slack: int = 0) -> Rows:
-    """Which part takes each row, int64[rows]: the costliest row first, each to the part that is the lightest by then.
+    """Choose a part for each row, int64[rows]: the costliest row first, each to the lightest part at that time.
 
-    `costs`: int64[rows]; `loads`, int64[parts]: what each part has already. A part that is given rows ends at most one
-    row's cost above the lightest (Graham 1969, LPT). Ties go to the part of fewest rows, then to the
-    first. `homes`, int64[rows], -1 for none: a row goes to this part as long as that exceeds the lightest by `slack` at
-    most, and then adds its own cost.
+    `costs`: int64[rows]. `loads`, int64[parts]: the present load of each part. A part that receives rows ends at most
+    one row's cost above the lightest (Graham 1969, LPT). Ties go to the part with the fewest rows, then to the first.
+    `homes`, int64[rows], -1 for none: a row goes to this part while it exceeds the lightest by at most `slack`, and
+    then adds its cost.
     """
     parts = len(loads)
     order = (-costs).argsort(kind="stable")
-    # Of each part one number, which orders by load, then rows, then place: a heap of tuples is half as fast.
+    # One number for each part orders by load, then rows, then place. A heap of tuples is half as fast.
     unit = parts * (len(costs) + 1)
     now = [load * unit + part for part, load in enumerate(loads.tolist())]
     heap = sorted(now)
     taken: list[int] = []
     for cost, home in zip(costs[order].tolist(), repeat(-1) if homes is None else homes[order].tolist(), strict=False):
-        while (first := heap[0]) != now[first % parts]:  # the part has been given more since
+        while (first := heap[0]) != now[first % parts]:  # the part has received rows since
             heapq.heapreplace(heap, now[first % parts])
         part = home if home >= 0 and now[home] // unit - first // unit <= slack else first % parts
         now[part] += cost * unit + parts

@@ -11,34 +11,34 @@ T = TypeVar("T")
 
 
 class Ref(ABC):
-    """A value that an engine keeps. Whoever has this may fetch it; it is let go with the last that names it."""
+    """A value that an engine keeps. Any holder may fetch it. It is freed when the last reference to it goes."""
 
     __slots__ = ()
 
     way: str = "memory"
-    """What carries the value, as people read it."""
+    """The transport of the value, for people."""
 
     @classmethod
     @abstractmethod
     async def fetch(cls, held: "Sequence[Ref]") -> list[object]:
-        """The values of several of this class, read-only, uncopied where the engine can. `DataLost` if one is lost."""
+        """Fetch the values of references, read-only, without a copy if the engine can. `DataLost` if one is lost."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 Put = Callable[[object], Ref]
-"""How an engine keeps a value."""
+"""Keeps a value in an engine."""
 
 
 class ForAll:
-    """Base of a value that whoever is sent it reads whole, as weights are: it goes from each machine on to the next."""
+    """Base of values that each receiver reads whole, such as weights. They go from machine to machine in a chain."""
 
     __slots__ = ()
 
 
 class NotHere(Exception):
-    """A value was to be handed to a process of this machine, and is on another one still."""
+    """A value for a process of this machine is still on another machine."""
 
     def __init__(self, held: Ref) -> None:
         super().__init__("a value lies on another machine")
@@ -46,7 +46,7 @@ class NotHere(Exception):
 
 
 async def when_here(send: Callable[[], T]) -> T:
-    """What this returns, after what it hands on is on this machine. `DataLost` if it is lost."""
+    """Return the result of `send`, once everything that it passes on is on this machine. `DataLost` if it is lost."""
     while True:
         try:
             return send()
@@ -55,38 +55,38 @@ async def when_here(send: Callable[[], T]) -> T:
 
 
 class HasRefs(ABC):
-    """Base of a value that can leave its large parts behind: `Batch`, `Weights`."""
+    """Base of values that can leave their large parts behind: `Batch`, `Weights`."""
 
     __slots__ = ()
 
     @abstractmethod
     def hold(self, put: Put, limit: int, shares: bool = False) -> Self:
-        """The same value, each part of more than `limit` bytes as a reference only.
+        """Return the same value with each part of more than `limit` bytes as a reference only.
 
-        `shares`: whether all who may fetch it share this machine's memory; what lies there may then stay there.
+        `shares`: True if all that may fetch it share this machine's memory. Parts in that memory may then stay there.
         """
 
     @abstractmethod
     async def load(self) -> Self:
-        """The same value, all parts readable."""
+        """Return the same value with all parts readable."""
 
     @abstractmethod
     def __deepcopy__(self, memo: object) -> Self:
-        """The same value for another reader, who may write what can be written in it."""
+        """Copy the value for another reader, who may change its mutable parts."""
 
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """Stands for an array while it travels."""
+    """Stands for an array in transit."""
 
     held: Ref
 
 
 def put_large(value: T, put: Put, limit: int | None, *, arrays: bool = False, shares: bool = False) -> T:
-    """The value with the large parts of what it contains held; with `arrays`, arrays of more than `limit` bytes too.
+    """Return the value with its large parts held. With `arrays`, also arrays of more than `limit` bytes.
 
-    Looks into dicts, lists and tuples. What is held is sent once, whatever the number of ranks that fetch it. A `limit`
-    of None holds nothing. For `shares` see `HasRefs.hold`.
+    Looks into dicts, lists and tuples. A held part is sent once, for any number of ranks that fetch it. A `limit` of
+    None holds nothing. For `shares` see `HasRefs.hold`.
     """
     return value if limit is None else cast("T", _put_large(value, put, limit, arrays, shares))
 
@@ -105,7 +105,7 @@ def _put_large(value: object, put: Put, limit: int, arrays: bool, shares: bool) 
 
 
 async def resolve(value: T) -> T:
-    """The value with everything readable that `put_large` left behind."""
+    """Return the value with everything readable that `put_large` left behind."""
     return cast("T", await _resolve(value))
 
 
@@ -134,7 +134,7 @@ def seal_arrays(value: object) -> None:
 
 
 async def fetch(held: Iterable[Ref]) -> dict[Ref, object]:
-    """The values. Nothing else runs meanwhile if they are in this process: so calls start in their order."""
+    """Fetch values. In one process it runs without a break, so that calls start in their order."""
     by_kind: dict[type[Ref], list[Ref]] = {}
     for each in dict.fromkeys(held):
         by_kind.setdefault(type(each), []).append(each)

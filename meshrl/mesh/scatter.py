@@ -12,17 +12,17 @@ from meshrl.errors import ContractError, ReplicasDisagree, shortened
 from meshrl.mesh.sharding import Addable, Array, Averageable, Joinable, Rows, Splittable
 
 Plan = Sequence[Rows]
-"""For each part, the rows it takes."""
+"""The rows of each part."""
 UNDIVIDED: Plan = ()
-"""The plan of a call that divided no argument: what its ranks return follows one another."""
+"""The plan of a call that divided no argument: the results of its ranks are concatenated."""
 
 
 def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = None) -> Plan:
-    """One division of rows for all values that a call shards over the same axes.
+    """Make one plan for all values that a call shards over the same axes.
 
-    `owners`, int64[rows], says which part takes each row. Without it a value that knows the cost of its rows (a
-    `Batch`) decides; arrays alone are cut into runs of rows. `UNDIVIDED` where every value is None. Raises
-    `ContractError` where the values have different row counts, or `owners` does not fit them.
+    `owners`, int64[rows], names the part that takes each row. Without it, a value that knows the cost of its rows (a
+    `Batch`) decides. Arrays alone are cut into runs of rows. Returns `UNDIVIDED` if every value is None. Raises
+    `ContractError` if row counts differ, or if `owners` does not fit them.
     """
     counts = {f"{name}{path}": len(leaf) for name, value in values.items() for path, leaf in _leaves(value)}
     if not counts:
@@ -47,14 +47,14 @@ def make_plan(values: Mapping[str, object], parts: int, owners: Rows | None = No
 
 
 def plan_of(owners: Rows, parts: int) -> list[Rows]:
-    """For each part, the rows that it owns, ascending, from which part owns each row."""
+    """Convert the owner of each row into the rows of each part, ascending."""
     order = owners.argsort(kind="stable")
     ends = np.bincount(owners, minlength=parts).cumsum().tolist()
     return [order[start:end] for start, end in pairwise([0, *ends])]
 
 
 def split(value: object, plan: Plan) -> Sequence[object]:
-    """The parts of a value: in each the tree of containers is the value's, with the part's rows of every leaf."""
+    """Split a value. Each part has the same tree of containers, with the part's rows of every leaf."""
     if value is None:
         return [None] * len(plan)
     if isinstance(value, Mapping):
@@ -69,7 +69,7 @@ def split(value: object, plan: Plan) -> Sequence[object]:
 
 
 def gather(parts: Sequence[object], plan: Plan | None) -> object:
-    """Join one value a rank into one, rows in the order of the sharded argument."""
+    """Join one value of each rank, with rows in the order of the sharded argument."""
 
     def leaf(values: Sequence[object]) -> object:
         if isinstance(values[0], np.ndarray):
@@ -80,7 +80,7 @@ def gather(parts: Sequence[object], plan: Plan | None) -> object:
 
 
 def mean(parts: Sequence[object]) -> object:
-    """The mean of one value a rank, container by container."""
+    """Average one value of each rank, container by container."""
 
     def leaf(values: Sequence[object]) -> object:
         if isinstance(values[0], int | float | np.ndarray | np.generic):
@@ -91,12 +91,12 @@ def mean(parts: Sequence[object]) -> object:
 
 
 def total(parts: Sequence[object]) -> object:
-    """The sum of one value a rank, container by container."""
+    """Sum one value of each rank, container by container."""
     return _reduce(parts, _total)
 
 
 def check_same(parts: Sequence[object], ranks: Sequence[int], where: str) -> None:
-    """`ReplicasDisagree`, which names the ranks, where not all of them returned the same."""
+    """Raise `ReplicasDisagree`, which names the ranks, unless all of them returned the same."""
     for rank, part in zip(ranks[1:], parts[1:], strict=True):
         if not _equal(parts[0], part):
             raise ReplicasDisagree(
@@ -152,7 +152,7 @@ def _reduce(parts: Sequence[object], join: Callable[[Sequence[object]], object])
 
 
 def _check_alike(parts: Sequence[object]) -> None:
-    """`ContractError` where some ranks returned None, other keys, or lists of other lengths."""
+    """Raise `ContractError` if some ranks returned None, other keys, or lists of other lengths."""
     none = [rank for rank, part in enumerate(parts) if part is None]
     if none and len(none) < len(parts):
         raise ContractError(f"parts {none} are None and the others are not: return an empty Batch instead of None")

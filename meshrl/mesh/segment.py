@@ -1,6 +1,6 @@
 """Shared memory segments for reading. A mapping stays in this process, and only the lease on it ends.
 
-To map pages again costs more than to read them.
+Mapping pages again costs more than reading them.
 """
 
 import fcntl
@@ -20,34 +20,34 @@ from meshrl.errors import DataError
 Bytes: TypeAlias = NDArray[np.uint8]
 
 _IDLE, _MOST = 1 << 30, 256
-"""Bytes and files that stay mapped at most where nobody here reads them."""
+"""Most bytes and files that stay mapped without a reader in this process."""
 _POPULATE_READ: Final = 22
-"""Linux's advice to map pages that are there, all at once."""
+"""Linux's advice to map all existing pages at once."""
 _LARGE: Final = 1 << 20
-"""Bytes of the smallest segment for which that pays."""
+"""Size in bytes of the smallest segment for which that advice pays."""
 
 _Place: TypeAlias = tuple[int, int]
-"""A file's device and number, which stay when it is renamed."""
+"""Device and inode number of a file, which a rename keeps."""
 
 
 class Found(NamedTuple):
-    """Where bytes lie in a segment."""
+    """The place of some bytes in a segment."""
 
     path: str
     nbytes: int
-    """Of the segment."""
+    """Size of the segment."""
     start: int
 
 
 def address_of(memory: "mmap.mmap | memoryview | Bytes") -> int:
-    """Where bytes lie in this process's memory."""
+    """Return the address of some bytes in this process."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a segment; its number. OSError where something else lies there, of another kind or somebody else's.
+    """Open a segment and return its descriptor. OSError if the file is of another kind or of another user.
 
-    The folders are everybody's, and anybody may put something under a name that he has seen.
+    Anybody can write to these folders, and may put a file under a name that he has seen.
     """
     file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(file)
@@ -58,14 +58,14 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def remove(path: Path, file: int) -> None:
-    """Remove a segment of which one has the only lock. Its pages go at once, though others may have them mapped."""
-    with suppress(OSError):  # on systems that do not show what is open
+    """Remove a segment whose only lock is ours. Its pages go at once, even if others have them mapped."""
+    with suppress(OSError):  # on systems that do not show open files
         os.truncate(f"/proc/self/fd/{file}", 0)
     path.unlink(missing_ok=True)
 
 
 class _Mapped:
-    """A file that is open here, and mapped from the first reader on."""
+    """An open file, mapped from its first reader on."""
 
     def __init__(self, file: int, place: _Place, nbytes: int) -> None:
         self.file: int = file
@@ -73,35 +73,35 @@ class _Mapped:
         self.nbytes: Final = nbytes
         self.leases = 0
         self.path = ""
-        """Its name, which stays as long as it is leased."""
+        """Its name, which stays while it is leased."""
         self.address: int = 0
-        """Where it is mapped."""
+        """The address of its mapping."""
         self._memory: mmap.mmap | None = None
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of its bytes. DataError where they were lost by a fork."""
+        """All its bytes. Raises DataError if a fork lost them."""
         if self._memory is None:
             if self.file < 0:
                 raise DataError(f"{self.nbytes} bytes in shared memory are not this process's: load them before a fork")
             self._memory = mmap.mmap(self.file, self.nbytes, prot=mmap.PROT_READ)
             self.address = address_of(self._memory)
             if self.nbytes >= _LARGE:
-                with suppress(OSError):  # of another system, which maps them one by one
+                with suppress(OSError):  # of other systems, which map pages one by one
                     self._memory.madvise(_POPULATE_READ)
         return self._memory
 
     def is_gone(self) -> bool:
-        """Whether its owner has given its memory back."""
+        """True if its owner has given its memory back."""
         return os.fstat(self.file).st_nlink == 0
 
     def close(self) -> None:
-        """Let it go, with its lock."""
+        """Close the file, which releases its lock."""
         os.close(self.file)
         self.file = -1
 
     def own_lock(self) -> None:
-        """After a fork: a lock of this process's own, in place of the one that it shares with its parent."""
+        """Take a lock of this process after a fork, instead of the one shared with the parent."""
         shared = self.file
         try:
             self.file = os.open(f"/proc/self/fd/{shared}", os.O_RDONLY)
@@ -112,18 +112,18 @@ class _Mapped:
 
 
 class _Leases:
-    """What this process has open, by place; those that nobody reads any more, the oldest first."""
+    """The open segments of this process, by place. Those without a reader are kept oldest first."""
 
     def __init__(self) -> None:
         self._open: dict[_Place, _Mapped] = {}
         self._idle: dict[_Place, _Mapped] = {}
         self._lock = threading.RLock()
         self._busy = False
-        """Whether this thread is in here already: a lease may end at any moment, by the collection of garbage."""
+        """True while this thread is in here. Garbage collection may end a lease at any moment."""
         self._ended: list[tuple[_Mapped, str]] = []
 
     def take(self, path: str) -> _Mapped:
-        """Lease a segment under the name that it still has. OSError where it has none, or is being written anew."""
+        """Lease a segment by the name that it still has. OSError if it has none, or is being written again."""
         with self._lock:
             self._busy = True
             try:
@@ -138,7 +138,7 @@ class _Leases:
             fcntl.flock(mapped.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             try:
                 if Path(path).lstat().st_ino != mapped.place[1]:
-                    raise FileNotFoundError(path)  # its memory was written anew before the lease
+                    raise FileNotFoundError(path)  # its memory was written again before the lease
             except OSError:
                 fcntl.flock(mapped.file, fcntl.LOCK_UN)
                 raise
@@ -148,7 +148,7 @@ class _Leases:
         return mapped
 
     def find(self, address: int, nbytes: int) -> "Found | None":
-        """The leased segment in which these bytes lie, of which the caller has a view."""
+        """Return the leased segment that contains these bytes. The caller must have a view of it."""
         with self._lock:
             self._busy = True
             try:
@@ -170,7 +170,7 @@ class _Leases:
         return mapped
 
     def give_back(self, mapped: _Mapped, path: str) -> None:
-        """A reader has gone. The last one of all removes what a maker has left that is gone."""
+        """A reader has gone. The last reader of all removes what a dead maker left."""
         self._ended.append((mapped, path))
         with self._lock:
             if not self._busy:
@@ -186,7 +186,7 @@ class _Leases:
         mapped.leases -= 1
         if mapped.leases or mapped.file < 0:
             return
-        with suppress(OSError):  # its maker lives, or another reads it
+        with suppress(OSError):  # its maker lives, or another process reads it
             fcntl.flock(mapped.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(Path(path), mapped.file)
         fcntl.flock(mapped.file, fcntl.LOCK_UN)
@@ -202,7 +202,7 @@ class _Leases:
         idle.close()
 
     def forget(self) -> None:
-        """After a fork: what was leased gets a lock of its own, the rest is the parent's."""
+        """After a fork, give leased segments their own locks and drop the rest, which are the parent's."""
         self._lock = threading.RLock()
         self._busy = False
         for mapped in self._idle.values():
@@ -214,7 +214,7 @@ class _Leases:
 
 
 class _Lease:
-    """Ends with the last that has it."""
+    """Ends with its last holder."""
 
     def __init__(self, path: str) -> None:
         self.path: Final = path
@@ -226,19 +226,19 @@ class _Lease:
 
 
 class _View(np.ndarray[tuple[int, ...], np.dtype[np.uint8]]):
-    """What arrays that look into a segment are based on; it keeps their lease.
+    """The base of arrays that look into a segment. It keeps their lease.
 
-    It lies on the mapping itself: numpy lets a view skip bases of its own type.
+    It lies on the mapping itself, because numpy lets a view skip bases of its own type.
     """
 
     lease: _Lease
 
 
 class Segment:
-    """Bytes that somebody wrote, read-only, as long as this object or a view of `memory` lives."""
+    """The bytes of a writer, read-only, available as long as this object or a view of `memory` lives."""
 
     def __init__(self, path: str, nbytes: int) -> None:
-        """DataError where it is gone: nobody had a lease on it any more, and its memory was written anew."""
+        """Open a segment. Raises DataError if it had no lease left and its memory was written again."""
         self.path: Final = path
         self.nbytes: Final = nbytes
         try:
@@ -255,5 +255,5 @@ class Segment:
 
 
 leases: Final = _Leases()
-"""Of this process."""
+"""The leases of this process."""
 os.register_at_fork(after_in_child=leases.forget)

@@ -1,9 +1,9 @@
 """Shared memory of the processes of a machine: files that one process writes and any other maps.
 
-They lie in memory, and on a disk where that has no room.
+They lie in memory, or on a disk if memory has no room.
 
-Who has a segment open has a lease on it, a file lock, which ends with its process. A process writes again where nobody
-has a lease: pages that were made once are several times faster than fresh ones.
+A process that has a segment open holds a lease on it, a file lock that ends with the process. Segments without a lease
+are written again, because used pages are several times faster than fresh ones.
 """
 
 import atexit
@@ -33,42 +33,42 @@ FOLDER: Final = Path("/dev/shm")  # noqa: S108 -- memory, under names that nobod
 _PREFIX: Final = "meshrl-pool-"
 _NAMES: Final = f"{_PREFIX}{'[0-9a-f]' * 8}-{'[0-9a-f]' * 16}"
 _WASTE: Final = 2
-"""A segment is used again for what has at least this part of its bytes."""
+"""A segment is used again if at least this part of its bytes is needed."""
 
 
 def _folders() -> list[Path]:
-    """Where segments lie, the best first."""
+    """List the folders for segments, the best first."""
     return [folder for folder in (FOLDER, Path(tempfile.gettempdir())) if folder.is_dir()]
 
 
 class Share(NamedTuple):
-    """What a run may keep in the shared memory of each machine, of all its processes together."""
+    """The shared memory that all processes of a run may keep on each machine."""
 
     run: str = "0" * 8
-    """Eight hexadecimal digits, by which its segments are told from other runs'."""
+    """Eight hexadecimal digits that tell this run's segments from those of other runs."""
     mib: int | None = None
-    """MiB of `/dev/shm` at most; None: what there is."""
+    """Most MiB of `/dev/shm`. None: all that is free."""
 
     @classmethod
     def of_run(cls, mib: int | None) -> Self:
-        """Of a new run."""
+        """Return the share of a new run."""
         return cls(secrets.token_hex(4), mib)
 
     def new_path(self, folder: Path) -> Path:
-        """A name that nobody can guess."""
+        """Return a name that nobody can guess."""
         return folder / f"{_PREFIX}{self.run}-{secrets.token_hex(8)}"
 
     def taken(self) -> int:
-        """Bytes that the run's segments have in memory. It is read from the files, so that no kill leaves it wrong."""
+        """Return the bytes of the run's segments in memory, read from the files, so that no kill makes them wrong."""
         total = 0
         for path in FOLDER.glob(f"{_PREFIX}{self.run}-*"):
-            with suppress(OSError):  # it has just been removed
+            with suppress(OSError):  # it was removed just now
                 found = path.lstat()
                 total += found.st_size if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() else 0
         return total
 
     def check(self, folder: Path) -> None:
-        """OSError where more is taken than may be."""
+        """Raise OSError if the run has taken more than its share."""
         if self.mib is not None and folder == FOLDER and self.taken() > self.mib << 20:
             raise OSError(errno.ENOSPC, "the run has no share of the memory left")
 
@@ -77,7 +77,7 @@ class _Own:
     """A segment that this process made and may write."""
 
     def __init__(self, folder: Path, nbytes: int, share: Share) -> None:
-        """OSError where there is no room."""
+        """Make a segment. Raises OSError if there is no room."""
         self._share = share
         while True:
             self.path: Path = share.new_path(folder)
@@ -88,9 +88,9 @@ class _Own:
                     break
             os.close(self.file)
         try:
-            os.ftruncate(self.file, nbytes)  # which others count from now on
+            os.ftruncate(self.file, nbytes)  # from here on others count it
             share.check(folder)
-            if hasattr(os, "posix_fallocate"):  # an error here, where later there would be a signal
+            if hasattr(os, "posix_fallocate"):  # raises here, instead of a signal later
                 os.posix_fallocate(self.file, 0, nbytes)
             self.nbytes = nbytes
             self.mapping: Final = mmap.mmap(self.file, nbytes)
@@ -101,20 +101,20 @@ class _Own:
         self.address: Final = address_of(self.memory)
         self.written: bool = False
         self.filled: weakref.ref[Array] | None = None
-        """The array that lies there and is given away when nobody can write it any more."""
+        """The array in the segment. The segment is handed over once nobody can write to the array."""
         self._is_parents = False
 
     def free(self) -> bool:
-        """Take it for writing, unless it is written or somebody has a lease. What it held cannot be found any more.
+        """Take it for writing, unless it is written or leased. Nobody can find its old content any more.
 
-        FileNotFoundError where it was swept.
+        Raises FileNotFoundError if it was swept.
         """
         if not self.written:
             return False
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(self.file, fcntl.LOCK_SH)  # which the attempt has let go
+            fcntl.flock(self.file, fcntl.LOCK_SH)  # the failed attempt has released it
             return False
         path = self._share.new_path(self.path.parent)
         self.path.rename(path)
@@ -124,7 +124,7 @@ class _Own:
         return True
 
     def segment(self, nbytes: int) -> Segment:
-        """What is written, to be read by all."""
+        """Return what was written, for all readers."""
         fcntl.flock(self.file, fcntl.LOCK_SH)
         return Segment(str(self.path), nbytes)
 
@@ -134,20 +134,20 @@ class _Own:
         self.leave()
 
     def leave(self) -> None:
-        """As `close`, but its name stays until the last lease ends, so that whoever knows it can still open it."""
+        """Close it, but keep its name until the last lease ends, so that processes with the name can still open it."""
         with suppress(BlockingIOError):
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(self.path, self.file)
         os.close(self.file)
 
     def end(self) -> None:
-        """Nobody here writes it any more, or has what he wrote."""
+        """Nobody in this process writes it any more or holds its content."""
         self.written = True
         if self._is_parents:
             os.close(self.file)
 
     def forget(self) -> None:
-        """After a fork: it is the parent's, and an array that lies there keeps it from being written anew."""
+        """After a fork, leave it to the parent, but keep it from being written again while an array lies in it."""
         if self.written:
             os.close(self.file)
             return
@@ -166,16 +166,16 @@ class Writing:
         self._own = own
         self._nbytes = nbytes
         self.memory: Final[Bytes] = own.memory[:nbytes]
-        """To be filled."""
+        """The memory to fill."""
         self.mapping: Final = own.mapping
         """The whole segment, which may be longer than `memory`."""
 
     def fills(self, array: Array) -> None:
-        """An array is there, whose owner makes it read-only when it is filled."""
+        """Register an array in this memory. Its owner makes it read-only once it is filled."""
         self._own.filled = weakref.ref(array)
 
     def done(self) -> Segment:
-        """What is written, to be read by all."""
+        """Return what was written, for all readers."""
         return self._own.segment(self._nbytes)
 
     def __del__(self) -> None:
@@ -191,25 +191,25 @@ class Pool:
         self._swept = False
         self._full = False
         self.share: Share = Share()
-        """What it may take. Where one process has several engines, the last one's."""
+        """What the process may take. If it has several engines, the last one's share counts."""
         self.hands_on: bool = False
-        """Whether what this process makes is read by others: it is a rank's, or calls ranks that are processes."""
+        """True if others read what this process makes: it is a rank, or it calls ranks that are processes."""
         self.copied = 0
-        """Bytes of arrays that were copied into it to be handed on."""
+        """Bytes of arrays that were copied into the pool to pass them on."""
         self.gathered = 0
-        """Bytes that were copied out of it, where a reader's rows lie apart."""
+        """Bytes that were copied out of the pool because a reader's rows are not adjacent."""
 
     def __reduce__(self) -> str:
-        return "pool"  # of the process where it arrives
+        return "pool"  # unpickled as the pool of the receiving process
 
     def join(self, share: Share, *, hands_on: bool) -> None:
-        """This is a process of a run, which has this share. What was made for another is given back."""
+        """Join a run and take its share. Segments that were made for another run are given back."""
         self.leave()
         self.share = share
         self.hands_on = hands_on
 
     def write(self, nbytes: int, *, on_disk: bool = True) -> Writing | None:
-        """Room for so many bytes; None where this machine has no more of it, with `on_disk` also on a disk."""
+        """Return `nbytes` of room, with `on_disk` also on a disk. None if this machine has no more."""
         if not nbytes or not _folders():
             return None
         with self._lock:
@@ -222,9 +222,9 @@ class Pool:
             return Writing(own, nbytes) if own else None
 
     def find(self, buffer: memoryview) -> tuple[Segment, int] | None:
-        """The segment in which read-only bytes lie, and where they start in it.
+        """Return the segment that contains read-only bytes, and their offset in it.
 
-        None where they are elsewhere, or are seen through a view of an array that can still be written.
+        None if they are elsewhere, or seen through a view of an array that can still be written.
         """
         address, nbytes = address_of(buffer), buffer.nbytes
         for own in tuple(self._segments):
@@ -239,7 +239,7 @@ class Pool:
     def _free(self, own: _Own) -> bool:
         try:
             return own.free()
-        except FileNotFoundError:  # somebody took it for one that a killed process left
+        except FileNotFoundError:  # another process took it for the segment of a killed one
             self._segments.remove(own)
             own.close()
             return False
@@ -262,7 +262,7 @@ class Pool:
         return own
 
     def state(self) -> str:
-        """What there is and what is taken, as people read it."""
+        """Describe what is available and what is taken, for people."""
         mine = sum(own.nbytes for own in self._segments) >> 20
         parts = [f"{folder} has {shutil.disk_usage(folder).free >> 20} MiB left" for folder in _folders()]
         parts.append(f"{mine} MiB are this process's")
@@ -280,14 +280,14 @@ class Pool:
         self._segments.clear()
 
     def leave(self) -> None:
-        """Give back what nobody reads; the rest its last reader removes."""
+        """Give back what nobody reads. The last reader of the rest removes it."""
         with self._lock:
-            for own in [own for own in self._segments if own.written]:  # not what another thread is writing
+            for own in [own for own in self._segments if own.written]:  # skip what another thread is writing
                 own.leave()
                 self._segments.remove(own)
 
     def forget(self) -> None:
-        """After a fork: the segments are the other process's."""
+        """Drop the segments after a fork: they are the parent's."""
         for own in self._segments:
             own.forget()
         self._segments = []
@@ -307,7 +307,7 @@ def _made(folder: Path, nbytes: int, share: Share) -> _Own | None:
 
 
 def sweep() -> None:
-    """Remove what processes left that were killed: nobody holds a lock on it."""
+    """Remove the segments of killed processes, which nobody has locked."""
     for path in (path for folder in _folders() for path in folder.glob(_NAMES)):
         with suppress(OSError):
             file = open_own(path, os.O_RDWR)
@@ -323,7 +323,7 @@ _transit = threading.local()
 
 @contextmanager
 def in_transit() -> Generator[list[Segment]]:
-    """The segments that are named by what is pickled meanwhile: kept until it has arrived, they are not lost."""
+    """Collect the segments that are pickled inside the block. Keep them until the message has arrived."""
     outer = getattr(_transit, "segments", None)
     segments: list[Segment] = []
     _transit.segments = segments
@@ -334,17 +334,17 @@ def in_transit() -> Generator[list[Segment]]:
 
 
 def is_in_transit() -> bool:
-    """Whether what is being pickled goes to a process of this machine, and `note_transit` is heard."""
+    """True if the pickled value goes to a process of this machine and `note_transit` is heard."""
     return getattr(_transit, "segments", None) is not None
 
 
 def note_transit(segment: Segment) -> None:
-    """Say that a segment is named by what is being pickled."""
+    """Report a segment that is being pickled."""
     segments: list[Segment] | None = getattr(_transit, "segments", None)
     if segments is not None:
         segments.append(segment)
 
 
 pool: Final = Pool()
-"""Of this process."""
+"""The pool of this process."""
 os.register_at_fork(after_in_child=pool.forget)

@@ -15,14 +15,14 @@ R = TypeVar("R")
 _SHOWN: Final = 3
 _open: set["Waiting"] = set()
 _longest: dict[str, float] = {}
-"""Seconds that a call of an endpoint has taken so far, at most."""
+"""Longest time in seconds that a call of each endpoint has taken so far."""
 
 
 class Waiting:
-    """A call that is waited for, or a stream's next value."""
+    """A running call, or a stream's next value."""
 
     def __init__(self, where: str, members: Sequence[Member]) -> None:
-        """`where`: the actor and the endpoint; `members`: the ranks that were asked."""
+        """`where`: the actor and the endpoint. `members`: the ranks that were called."""
         self.where = where
         self._members = members
         self._ended: set[int] = set()
@@ -30,7 +30,7 @@ class Waiting:
         self._told = 0.0
 
     async def until(self, answer: Awaitable[R], timeout: float | None) -> R:  # noqa: ASYNC109 -- a role has it
-        """What is awaited; `CallTimeout` where it takes longer than `timeout` seconds."""
+        """Await an answer. Raises `CallTimeout` after `timeout` seconds."""
         self.since, self._told = time.monotonic(), 0.0
         _open.add(self)
         limit = asyncio.timeout(timeout)
@@ -49,18 +49,18 @@ class Waiting:
             _longest[self.where] = max(_longest.get(self.where, 0.0), time.monotonic() - self.since)
 
     def answered(self, number: int) -> None:
-        """One of the ranks has ended; from any thread."""
+        """Note that one of the ranks has ended. Any thread may call it."""
         self._ended.add(number)
 
     @property
     def ranks(self) -> str:
-        """The ranks that have not answered, and their processes."""
+        """Name the ranks that have not answered, and their processes."""
         left = [member for number, member in enumerate(self._members) if number not in self._ended]
         shown = ", ".join(f"rank {member.rank.index} ({member.place})" for member in left[:_SHOWN])
         return shown + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
 
     def slow(self, after: float) -> str | None:
-        """What there is to say of a call that takes long: after so many seconds, and each time it has doubled."""
+        """Describe a call that has run for `after` seconds, and again each time that has doubled. Otherwise None."""
         seconds = time.monotonic() - self.since
         if seconds < max(after, 2 * self._told, 2 * _longest.get(self.where, 0.0)):
             return None
@@ -69,9 +69,9 @@ class Waiting:
 
 
 def slow_calls(after: float) -> Iterator[str]:
-    """A sentence for each call of this process that has been waited for so many seconds, twice as many, and so on.
+    """Yield a sentence for each call of this process that has run for `after` seconds, twice as long, and so on.
 
-    An endpoint that has taken long before is told of when it takes twice as long.
+    An endpoint that was slow before is reported once it takes twice as long.
     """
     for waiting in list(_open):
         if told := waiting.slow(after):
@@ -79,11 +79,11 @@ def slow_calls(after: float) -> Iterator[str]:
 
 
 def running_calls() -> list[tuple[str, str, float]]:
-    """The calls of this process that are waited for: actor and endpoint, the ranks that have not answered, seconds."""
+    """List this process's running calls: actor and endpoint, the ranks that have not answered, and seconds."""
     now = time.monotonic()
     return [(waiting.where, waiting.ranks, now - waiting.since) for waiting in list(_open)]
 
 
 def own_place() -> str:
-    """This process, as messages name it."""
+    """Name this process, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
